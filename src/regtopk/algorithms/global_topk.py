@@ -1,0 +1,47 @@
+"""Global Top-k: the paper's oracle, which knows the aggregate before anything is sent."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.requests import DenseSum, Peek
+from regtopk.core.selection import take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalTopK(Sparsifier[ResidualState]):
+    """Top-k of the true aggregate (Section 3.1): the best any selection could do.
+
+    a_n = e_n + g_n, a = sum_n w_n a_n        (known to no worker: asked through `Peek`)
+    s = Top_k(|a|), the same on all workers
+    send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
+
+    Only a simulator can answer `Peek`; a real cluster refuses. The bytes counted are those of the sum
+    on the shared support: values, no indices.
+
+    Args:
+        density: k / J in (0, 1]; or give ``k``.
+        k: entries a worker sends.
+        value_code: how values are coded on the wire.
+    """
+
+    name: ClassVar[str] = "global-topk"
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step of the oracle."""
+        k = self.num_selected(worker)
+        state.residual.add_(grad)
+        accumulated = yield Peek(state.residual, worker.weight)
+        indices = accumulated.abs().topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        values = take_at_(state.residual, None, indices, code=self.value_code)
+        total = yield DenseSum(values, worker.weight, self.value_code)
+        return to_dense(indices, total, worker.numel)

@@ -1,0 +1,52 @@
+"""Random-k: all workers send the same k entries, drawn from a shared seed, so no index travels."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.random import random_subset
+from regtopk.core.requests import DenseSum
+from regtopk.core.selection import take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
+from regtopk.errors import ArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Sparsifier[ResidualState]):
+    """A shared random support with error feedback.
+
+    a_n = e_n + g_n
+    s = k distinct entries drawn by (seed, t), the same on all workers
+    send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
+
+    Args:
+        density: k / J in (0, 1]; or give ``k``.
+        k: entries a worker sends.
+        value_code: how values are coded on the wire.
+        seed: an integer; the draw is a function of (seed, t), so it is the same after a resume.
+    """
+
+    name: ClassVar[str] = "randomk"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if type(self.seed) is not int:
+            raise ArgumentError(f"seed must be an integer, got {self.seed!r}")
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step of Random-k."""
+        indices = random_subset(worker.numel, self.num_selected(worker), self.seed, worker.step)
+        indices = indices.to(grad.device)
+        values = take_at_(state.residual, grad, indices, code=self.value_code)
+        total = yield DenseSum(values, worker.weight, self.value_code)
+        return to_dense(indices.expand(total.shape), total, worker.numel)

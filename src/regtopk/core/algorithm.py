@@ -1,0 +1,107 @@
+"""What an algorithm is: a conversation with the cluster.
+
+`exchange` is a generator. It yields what it sends (a request), receives what the cluster made of it, and
+returns the aggregate that training uses. The same code runs on one rank of a real cluster, on vectors of
+shape (J,), and in the simulator, on all workers at once as (N, J).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic
+
+from torch import Tensor
+
+from regtopk.core.codes import check_value_code
+from regtopk.core.requests import Request
+from regtopk.core.state import StateT
+from regtopk.core.worker import Worker
+from regtopk.errors import ArgumentError
+
+Conversation = Generator[Request, Any, Tensor]
+DensitySchedule = Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC, Generic[StateT]):
+    """Base of every algorithm: frozen options, no state of its own."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def init(self, worker: Worker) -> StateT:
+        """The state before the first step."""
+
+    @abstractmethod
+    def exchange(self, grad: Tensor, state: StateT, worker: Worker) -> Conversation:
+        """One step: from a worker's gradient to the aggregate; changes the state, not the gradient."""
+
+    def options(self) -> dict[str, Any]:
+        """The constructor arguments, for records and for comparing ranks."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsifier(Algorithm[StateT]):
+    """An algorithm that sends k of J entries.
+
+    Args:
+        density: k / J in (0, 1], or a callable from the step to that; k = max(1, round(density J)).
+        k: the number of entries itself. Give exactly one of the two.
+        value_code: how values are coded on the wire.
+    """
+
+    density: float | DensitySchedule | None = None
+    k: int | None = None
+    value_code: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if (self.density is None) == (self.k is None):
+            raise ArgumentError(
+                f"give exactly one of density and k, got density={self.density}, k={self.k}"
+            )
+        if self.density is not None and not callable(self.density):
+            check_density(self.density)
+        if self.k is not None and (type(self.k) is not int or self.k < 1):
+            raise ArgumentError(f"k must be an integer of at least 1, got {self.k!r}")
+        check_value_code(self.value_code)
+
+    def num_selected(self, worker: Worker) -> int:
+        """k for this step: given, or max(1, round(density · J))."""
+        if self.k is not None:
+            if self.k > worker.numel:
+                raise ArgumentError(
+                    f"k must be at most the number of entries, J = {worker.numel}, got {self.k}"
+                )
+            return self.k
+        density = self.density(worker.step) if callable(self.density) else self.density
+        return max(1, round(check_density(density) * worker.numel))
+
+
+def check_density(density: Any) -> float:
+    """Refuse a density outside (0, 1]."""
+    is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
+    if not is_number or not 0 < density <= 1:
+        raise ArgumentError(f"density must be in (0, 1], got {density!r}")
+    return float(density)
+
+
+def converse(conversation: Conversation, answer: Callable[[Request], Any]) -> Tensor:
+    """Run a conversation to its end with a driver's answers, and return the aggregate."""
+    try:
+        request = next(conversation)
+        while True:
+            request = conversation.send(answer(request))
+    except StopIteration as done:
+        aggregate: Tensor = done.value
+        return aggregate
+
+
+def _plain(option: Any) -> Any:
+    if isinstance(option, float) and not math.isfinite(option):
+        return str(option)
+    if option is None or isinstance(option, (bool, int, float, str)):
+        return option
+    return getattr(option, "__name__", None) or repr(option)

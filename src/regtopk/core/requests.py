@@ -1,0 +1,63 @@
+"""What an algorithm can ask of a cluster. A driver answers; an algorithm never knows which one.
+
+What is *sent* has the sender's shape: (m,) on a rank, (N, m) in the simulator, where N workers are one
+batch. What is *received* is the same for all, so it never has the sender's batch dimension.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from regtopk.core.sparse import SparseGradient
+
+
+@dataclass(frozen=True)
+class SparseSum:
+    """Receive sum_n w_n x_n, dense (J,), of the workers' sparse vectors x_n."""
+
+    sparse: SparseGradient
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class DenseSum:
+    """Receive sum_n w_n x_n, (m,), of the workers' vectors x_n of equal length."""
+
+    tensor: Tensor
+    weight: Tensor
+    code: str = "float32"
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Receive every worker's vector, (N, m), in rank order, as `Gathered`."""
+
+    tensor: Tensor
+    count: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The answer to `Gather`: rows (N, m), of which the first counts[n] entries are meant."""
+
+    rows: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Receive the vector of worker `source`, (m,)."""
+
+    tensor: Tensor
+    source: int
+
+
+@dataclass(frozen=True)
+class Peek:
+    """Receive the true sum_n w_n x_n, (J,), at no cost. Only a simulator can answer that."""
+
+    tensor: Tensor
+    weight: Tensor
+
+
+Request = SparseSum | DenseSum | Gather | Broadcast | Peek

@@ -1,0 +1,62 @@
+"""A sparse gradient, and how to read and write dense vectors at its entries."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SparseGradient:
+    """The entries a worker sends: (..., m) indices and values of a vector of `numel` entries.
+
+    Rows may be padded: only the first ``count`` entries of a row are meant, the others are ignored
+    by every sum, size and code. ``count`` is None where every row is full.
+
+    Args:
+        indices: (..., m) int64, ascending and distinct within the first ``count`` entries of a row.
+        values: (..., m), as the receiver will see them (what a code lost is already gone).
+        numel: J, the length of the dense vector.
+        count: (...,) int64, or None.
+        code: the value code whose grid the values lie on.
+    """
+
+    indices: Tensor
+    values: Tensor
+    numel: int
+    count: Tensor | None = None
+    code: str = "float32"
+
+    @property
+    def is_valid(self) -> Tensor | None:
+        """(..., m) mask of the entries that are not padding; None where there is no padding."""
+        if self.count is None:
+            return None
+        return (
+            torch.arange(self.indices.shape[-1], device=self.indices.device) < self.count[..., None]
+        )
+
+    @property
+    def counts(self) -> Tensor:
+        """(...,) int64: how many entries each row holds, padding not counted."""
+        if self.count is not None:
+            return self.count
+        *batch, capacity = self.indices.shape
+        return torch.full(batch, capacity, dtype=torch.int64, device=self.indices.device)
+
+    def without_padding(self) -> tuple[Tensor, Tensor]:
+        """Indices and values with padding turned into entry 0 of value 0, harmless in any sum."""
+        valid = self.is_valid
+        if valid is None:
+            return self.indices, self.values
+        return self.indices.where(valid, 0), self.values.where(valid, 0)
+
+
+def take(dense: Tensor, indices: Tensor) -> Tensor:
+    """Read a received vector at each worker's own indices: (J,) at (..., m) gives (..., m)."""
+    return dense.expand(*indices.shape[:-1], dense.shape[-1]).gather(-1, indices)
+
+
+def to_dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
+    """The vector of `numel` entries that holds the values at the (distinct) indices, else zero."""
+    return values.new_zeros(*values.shape[:-1], numel).scatter_(-1, indices, values)

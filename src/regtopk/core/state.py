@@ -1,0 +1,98 @@
+"""What an algorithm remembers between steps, and what becomes of it when the ranks change.
+
+A state is a dataclass of tensors. Each field is declared with one of
+
+- `per_worker("weighted_sum")`: each worker has its own, and w_n-weighted sums of it are what training
+  must not lose (residual, momentum). With another number of ranks, e'_m = sum w_n e_n over the old
+  workers given to m, over w'_m.
+- `per_worker("reset")`: each worker has its own, and it means nothing to another (last selection).
+- `shared()`: a function of received values alone, so the same on all ranks; copied.
+
+In the simulator a per-worker field is (N, m): the workers are the dimension before the last.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from regtopk.errors import StateError
+
+OnResize = Literal["weighted_sum", "reset", "shared"]
+StateT = TypeVar("StateT", bound="State")
+
+
+def per_worker(on_resize: Literal["weighted_sum", "reset"]) -> Any:
+    """Declare a state field that every worker has its own of."""
+    return field(metadata={"on_resize": on_resize})
+
+
+def shared() -> Any:
+    """Declare a state field that is identical on all ranks."""
+    return field(metadata={"on_resize": "shared"})
+
+
+@dataclass
+class State:
+    """Base of every algorithm's state; holds nothing by itself."""
+
+    @classmethod
+    def rules(cls) -> dict[str, OnResize]:
+        """Field name to what becomes of it when the number of ranks changes."""
+        return {f.name: f.metadata["on_resize"] for f in fields(cls)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors by field name (not copied)."""
+        return {name: getattr(self, name) for name in self.rules()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Take over saved tensors; refused as a whole unless names and J-sized shapes fit."""
+        if set(state_dict) != set(self.rules()):
+            raise StateError(
+                f"state must have the fields {sorted(self.rules())}, got {sorted(state_dict)}"
+            )
+        for name, rule in self.rules().items():
+            own, saved = getattr(self, name), state_dict[name]
+            if rule == "weighted_sum" and own.shape != saved.shape:
+                raise StateError(
+                    f"state field {name!r} must have shape {tuple(own.shape)}, "
+                    f"got {tuple(saved.shape)}"
+                )
+        for name, saved in state_dict.items():
+            own = getattr(self, name)
+            setattr(self, name, saved.to(device=own.device, dtype=own.dtype, copy=True))
+
+    def copy_of_workers(self, rows: Tensor) -> dict[str, Tensor]:
+        """What some of the simulator's workers remember, copied."""
+        return {
+            name: getattr(self, name).index_select(-2, rows)
+            for name, rule in self.rules().items()
+            if rule != "shared"
+        }
+
+    def restore_workers_(self, rows: Tensor, kept: dict[str, Tensor]) -> None:
+        """Give some workers back what `copy_of_workers` kept."""
+        for name, old in kept.items():
+            now = getattr(self, name)
+            width = min(old.shape[-1], now.shape[-1])  # the size of a selection may have changed
+            restored = now.new_zeros(*old.shape[:-1], now.shape[-1])
+            restored[..., :width] = old[..., :width]
+            setattr(self, name, now.index_copy(-2, rows, restored))
+
+
+@dataclass
+class NoState(State):
+    """For algorithms that remember nothing."""
+
+
+@dataclass
+class ResidualState(State):
+    """The sparsification error e that error feedback carries to the next step."""
+
+    residual: Tensor = per_worker("weighted_sum")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What residuals and sums are kept in: the gradient's own dtype, but at least float32."""
+    return torch.promote_types(dtype, torch.float32)

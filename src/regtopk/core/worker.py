@@ -1,0 +1,98 @@
+"""Who is speaking: the frozen facts about a worker (or a batch of them) that an algorithm may read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from regtopk.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter's place in the flat vector: entries start to start + numel.
+
+    `kind` is what layer-wise schemes look at: "conv", "linear", "recurrent", "embedding", "norm",
+    "bias" or "other".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    kind: str = "other"
+
+    @property
+    def numel(self) -> int:
+        """How many entries the parameter has."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which entries of the flat vector belong to which parameter, in order and without gaps."""
+
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the layers follow one another."""
+        start = 0
+        for layer in self.layers:
+            if layer.start != start:
+                raise ArgumentError(
+                    f"layout must be without gaps: layer {layer.name!r} must start at {start}, "
+                    f"got {layer.start}"
+                )
+            start += layer.numel
+
+    @property
+    def numel(self) -> int:
+        """J, the length of the flat vector."""
+        return sum(layer.numel for layer in self.layers)
+
+    @classmethod
+    def anonymous(cls, numel: int) -> "Layout":
+        """One nameless layer of `numel` entries."""
+        return cls((Layer("", (numel,), 0),))
+
+    @classmethod
+    def of_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...], str]]) -> "Layout":
+        """From (name, shape, kind) in flat order."""
+        layers, start = [], 0
+        for name, shape, kind in shapes:
+            layers.append(Layer(name, tuple(shape), start, kind))
+            start += layers[-1].numel
+        return cls(tuple(layers))
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank, or in the simulator all of them as a batch.
+
+    Args:
+        weight: w_n in the dtype sums run in (float32 or float64): () on a rank, (N, 1) in the simulator.
+        index: n, int64, of the same shape.
+        num_workers: N.
+        step: t, from 0.
+        layout: which parameter owns which entries.
+        batch_shape: leading dimensions of this worker's vectors: () on a rank, (N,) in the simulator,
+            (R, N) when it runs R independent replicas of the cluster at once.
+    """
+
+    weight: Tensor
+    index: Tensor
+    num_workers: int
+    step: int
+    layout: Layout
+    batch_shape: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """J, the length of the gradient."""
+        return self.layout.numel
+
+    def zeros(self, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A zero vector for this worker, J long unless told: what a state starts from."""
+        size = self.numel if size is None else size
+        return self.weight.new_zeros(*self.batch_shape, size, dtype=dtype)

@@ -1,0 +1,193 @@
+"""A cluster of N simulated workers: gradients in, the aggregate out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.core.algorithm import Algorithm, converse
+from regtopk.core.state import State, accumulation_dtype
+from regtopk.core.traffic import Traffic
+from regtopk.core.worker import Layout, Worker
+from regtopk.errors import ArgumentError, GradientError, StateError
+from regtopk.simulate.driver import SimulatedDriver, dense_bytes
+
+
+class Cluster:
+    """N workers running one algorithm, as one batch.
+
+    >>> cluster = Cluster(TopK(density=0.01), num_workers=8)
+    >>> aggregate = cluster.step(grads)          # (8, J) in, (J,) out
+    >>> cluster.last_step.payload_bytes          # (8,): bytes each worker contributed
+
+    Gradients may have a leading dimension of independent replicas, (R, N, J) in and (R, J) out: R
+    clusters that share nothing but the call (the seeds of an experiment).
+
+    Args:
+        algorithm: what the workers run.
+        num_workers: N, at least 1.
+        weights: w_n, finite, >= 0, summing to one within 1e-6; 1/N each if None. A worker of weight
+            zero sends nothing and keeps its state.
+        layout: which parameter owns which entries; one anonymous layer if None.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any],
+        *,
+        num_workers: int,
+        weights: Sequence[float] | Tensor | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        if type(num_workers) is not int or num_workers < 1:
+            raise ArgumentError(
+                f"num_workers must be an integer of at least 1, got {num_workers!r}"
+            )
+        self.algorithm = algorithm
+        self.num_workers = num_workers
+        self.weights = check_weights(weights, num_workers)
+        self.layout = layout
+        self.state: State | None = None
+        self.num_steps = 0
+        self.last_step = Traffic.zeros(num_workers)
+        self.total = Traffic.zeros(num_workers)
+        self._worker: Worker | None = None
+
+    def step(self, grads: Tensor) -> Tensor:
+        """Run one step of all workers.
+
+        Args:
+            grads: (N, J), floating point and finite; not changed.
+
+        Returns:
+            The aggregate, (J,), in the dtype of the gradients.
+
+        Raises:
+            GradientError: the gradients do not fit; no state has changed.
+        """
+        self._check(grads)
+        worker = self._worker_at_this_step(grads)
+        state = self.algorithm.init(worker) if self.state is None else self.state
+        traffic = Traffic.zeros(*grads.shape[:-1], device=grads.device)
+        driver = SimulatedDriver(traffic, is_active=(worker.weight > 0).flatten().long())
+        aggregate = self._converse(grads, state, worker, driver)
+        traffic.dense_bytes += dense_bytes(grads.shape[-1], self.num_workers)
+        self._record(traffic)
+        self.state = state
+        self.num_steps += 1
+        return (
+            aggregate.squeeze(-2).to(grads.dtype) if grads.dim() > 2 else aggregate.to(grads.dtype)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on later, in a cluster of the same kind; tensors are copied."""
+        tensors = {} if self.state is None else self.state.state_dict()
+        return {
+            "algorithm": self.algorithm.name,
+            "num_workers": self.num_workers,
+            "weights": self.weights.clone(),
+            "num_steps": self.num_steps,
+            "weight": None if self._worker is None else self._worker.weight.clone(),
+            "grads_shape": None
+            if self._worker is None
+            else (*self._worker.batch_shape, self._worker.numel),
+            "state": {name: tensor.clone() for name, tensor in tensors.items()},
+            "total": {name: count.clone() for name, count in self.total.state_dict().items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` saved; refused as a whole if it does not fit."""
+        for key, own in (("algorithm", self.algorithm.name), ("num_workers", self.num_workers)):
+            if state_dict[key] != own:
+                raise StateError(
+                    f"{key} of the saved state must be {own!r}, got {state_dict[key]!r}"
+                )
+        if not torch.equal(state_dict["weights"], self.weights):
+            raise StateError(
+                f"weights of the saved state must be {self.weights.tolist()}, "
+                f"got {state_dict['weights'].tolist()}"
+            )
+        state = None
+        if state_dict["weight"] is not None:
+            worker = self._make_worker(state_dict["weight"], state_dict["grads_shape"])
+            state = self.algorithm.init(worker)
+            state.load_state_dict(state_dict["state"])
+            self._worker = worker
+        self.state, self.num_steps = state, state_dict["num_steps"]
+        self.total = Traffic(**{name: count.clone() for name, count in state_dict["total"].items()})
+
+    def _check(self, grads: Tensor) -> None:
+        """Refuse gradients that do not fit, before anything changes."""
+        if not isinstance(grads, Tensor) or not grads.is_floating_point():
+            kind = grads.dtype if isinstance(grads, Tensor) else type(grads).__name__
+            raise GradientError(f"grads must be a floating point tensor, got {kind}")
+        if grads.dim() not in (2, 3) or grads.shape[-2] != self.num_workers or grads.shape[-1] == 0:
+            raise GradientError(
+                f"grads must have shape (N, J) = ({self.num_workers}, J) with J >= 1, "
+                f"got {tuple(grads.shape)}"
+            )
+        if self.layout is not None and self.layout.numel != grads.shape[-1]:
+            raise GradientError(
+                f"grads must have the layout's J = {self.layout.numel} entries, got {grads.shape[-1]}"
+            )
+        if (row := kernels.find_non_finite_row(grads)) is not None:
+            raise GradientError(
+                f"grads of worker {row % self.num_workers} must be finite, got NaN or inf"
+            )
+
+    def _worker_at_this_step(self, grads: Tensor) -> Worker:
+        dtype = accumulation_dtype(grads.dtype)
+        if self._worker is None:
+            weight = self.weights.to(device=grads.device, dtype=dtype).unsqueeze(-1)
+            self._worker = self._make_worker(weight, tuple(grads.shape))
+        known = self._worker
+        want = (*known.batch_shape, known.numel), known.weight.dtype, known.weight.device
+        if (tuple(grads.shape), dtype, grads.device) != want:
+            raise GradientError(
+                f"grads must stay of shape {want[0]} with sums in {want[1]} on {want[2]}, "
+                f"got {tuple(grads.shape)}, {dtype}, {grads.device}"
+            )
+        return replace(known, step=self.num_steps)
+
+    def _make_worker(self, weight: Tensor, grads_shape: tuple[int, ...]) -> Worker:
+        *batch_shape, numel = grads_shape
+        index = torch.arange(self.num_workers, device=weight.device).unsqueeze(-1)
+        layout = self.layout or Layout.anonymous(numel)
+        return Worker(weight, index, self.num_workers, 0, layout, tuple(batch_shape))
+
+    def _converse(
+        self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver
+    ) -> Tensor:
+        idle = (self.weights == 0).nonzero().flatten().to(grads.device)
+        kept = state.copy_of_workers(idle) if len(idle) else {}
+        aggregate = converse(self.algorithm.exchange(grads, state, worker), driver.answer)
+        state.restore_workers_(idle, kept)
+        return aggregate
+
+    def _record(self, traffic: Traffic) -> None:
+        self.last_step = traffic
+        if self.num_steps == 0:
+            self.total = Traffic.zeros(
+                *traffic.num_entries.shape, device=traffic.num_entries.device
+            )
+        self.total.add_(traffic)
+
+
+def check_weights(weights: Sequence[float] | Tensor | None, num_workers: int) -> Tensor:
+    """The weights as float64 (N,); refused unless finite, >= 0 and summing to one within 1e-6."""
+    if weights is None:
+        return torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
+    w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone()
+    if w.shape != (num_workers,):
+        raise ArgumentError(
+            f"weights must be one number for each of the {num_workers} workers, "
+            f"got shape {tuple(w.shape)}"
+        )
+    if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
+        raise ArgumentError(f"weights must be finite and >= 0, got {w.tolist()}")
+    if abs(float(w.sum()) - 1) > 1e-6:
+        raise ArgumentError(f"weights must sum to 1 within 1e-6, got a sum of {float(w.sum())}")
+    return w

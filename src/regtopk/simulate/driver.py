@@ -1,0 +1,100 @@
+"""Answers an algorithm's requests for N workers that are rows of one batch, and counts the bytes.
+
+Messages are (N, m), or (R, N, m) for R independent replicas. What is received has no worker dimension:
+(m,), or (R, 1, m), which broadcasts against each replica's own workers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.core.codes import index_bytes, value_bytes
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
+
+
+class SimulatedDriver:
+    """Answers one step's requests.
+
+    Args:
+        traffic: where the bytes are counted, (..., N).
+        is_active: (N,) int64, 1 for workers that send and 0 for those of weight zero.
+    """
+
+    def __init__(self, traffic: Traffic, is_active: Tensor) -> None:
+        self.traffic = traffic
+        self.is_active = is_active
+
+    def answer(self, request: Request) -> Any:
+        """What the cluster makes of a request."""
+        if isinstance(request, SparseSum):
+            return self._sparse_sum(request)
+        if isinstance(request, DenseSum):
+            return self._dense_sum(request)
+        if isinstance(request, Peek):
+            return _received(_weighted_sum(request.tensor, request.weight))
+        if isinstance(request, Gather):
+            return self._gather(request)
+        return self._broadcast(request)
+
+    def _sparse_sum(self, request: SparseSum) -> Tensor:
+        sparse = request.sparse
+        counts = sparse.counts * self.is_active
+        payload = value_bytes(counts, sparse.values.dtype, sparse.code)
+        payload = payload + index_bytes(counts, sparse.numel)
+        self._count(payload, *all_gather_bytes(payload), counts)
+        indices, values = sparse.without_padding()
+        total = kernels.sum_sparse_in_rank_order(indices, request.weight * values, sparse.numel)
+        return _received(total)
+
+    def _dense_sum(self, request: DenseSum) -> Tensor:
+        tensor = request.tensor
+        count = _full(tensor, tensor.shape[-1]) * self.is_active
+        payload = value_bytes(count, tensor.dtype, request.code)
+        num_workers = tensor.shape[-2]
+        moved = (2 * (num_workers - 1) * payload) // num_workers
+        self._count(payload, moved, moved, count)
+        return _received(_weighted_sum(tensor, request.weight))
+
+    def _gather(self, request: Gather) -> Gathered:
+        tensor = request.tensor
+        counts = _full(tensor, tensor.shape[-1]) if request.count is None else request.count
+        counts = counts * self.is_active
+        payload = counts * tensor.element_size()
+        self._count(payload, *all_gather_bytes(payload), counts)
+        return Gathered(tensor, counts)
+
+    def _broadcast(self, request: Broadcast) -> Tensor:
+        tensor, num_workers = request.tensor, request.tensor.shape[-2]
+        rank = torch.arange(num_workers, device=tensor.device).expand(tensor.shape[:-1])
+        message_bytes = tensor.shape[-1] * tensor.element_size()
+        payload = (rank == request.source) * message_bytes
+        # passed on along a ring: all but the source's predecessor send it, all but the source get it
+        sent = (rank != (request.source - 1) % num_workers) * message_bytes
+        self._count(payload, sent, message_bytes - payload, payload // tensor.element_size())
+        return _received(tensor[..., request.source, :])
+
+    def _count(self, payload: Tensor, sent: Tensor, received: Tensor, entries: Tensor) -> None:
+        self.traffic.payload_bytes += payload
+        self.traffic.sent_bytes += sent
+        self.traffic.received_bytes += received
+        self.traffic.num_entries += entries
+
+
+def dense_bytes(numel: int, num_workers: int) -> int:
+    """What an uncompressed float32 all_reduce of J entries would send from each worker."""
+    return all_reduce_bytes(4 * numel, num_workers)
+
+
+def _weighted_sum(tensor: Tensor, weight: Tensor) -> Tensor:
+    return kernels.sum_dense_in_rank_order(tensor, weight.flatten())
+
+
+def _received(total: Tensor) -> Tensor:
+    return total if total.dim() == 1 else total.unsqueeze(-2)
+
+
+def _full(tensor: Tensor, size: int) -> Tensor:
+    return torch.full(tensor.shape[:-1], size, dtype=torch.int64, device=tensor.device)
