@@ -35,4 +35,5 @@ class Dense(Algorithm[NoState]):
 
     def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
         """Send the gradient as it is."""
-        return (yield DenseSum(grad, worker.weight, self.value_code))
+        aggregate: Tensor = yield DenseSum(grad, worker.weight, self.value_code)
+        return aggregate

@@ -105,7 +105,7 @@ class RegTopK(Sparsifier[RegTopKState]):
         sent = take_largest_(
             state.residual, grad, k, code=self.value_code, damped=state.indices, damping=damping
         )
-        aggregate = yield SparseSum(sent, worker.weight)
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
         state.indices = sent.indices
         state.own = worker.weight * sent.values
         state.aggregate = take(aggregate, sent.indices)

@@ -36,4 +36,5 @@ class TopK(Sparsifier[ResidualState]):
         """One step of Top-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
-        return (yield SparseSum(sent, worker.weight))
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        return aggregate
