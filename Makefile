@@ -1,0 +1,36 @@
+# `make demo` and `make test` are all you need; both make .venv first. Another Python: PYTHON=python3.12 make test
+PYTHON ?= python3
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
+
+.PHONY: demo test lint format clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed
+	.venv/bin/regtopk demo --out out/demo --force
+
+test: lint
+	.venv/bin/pytest
+
+lint: .venv/.installed
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+format: .venv/.installed
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out src/*.egg-info
+
+# torch goes in first and alone: the pinned build, whichever index or wheel folder pip is set up to use.
+.venv/.installed: .venv/bin/python$(VERSION) pyproject.toml constraints.txt
+	.venv/bin/pip install -qq "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/pip install -qq -e '.[dev,all]' -c constraints.txt
+	@touch $@
+
+# Absent too when .venv holds another Python, which is then replaced.
+.venv/bin/python$(VERSION):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo $(TOO_OLD) >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
