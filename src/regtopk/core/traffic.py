@@ -6,7 +6,7 @@
 - `dense_bytes`: what an uncompressed float32 all_reduce would send from each worker.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,17 +25,18 @@ class Traffic:
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Traffic":
         """Nothing sent yet."""
-        return cls(*(torch.zeros(shape, dtype=torch.int64, device=device) for _ in fields(cls)))
+        num_counts = len(cls.__dataclass_fields__)
+        return cls(*torch.zeros(num_counts, *shape, dtype=torch.int64, device=device).unbind())
 
     def add_(self, other: "Traffic") -> "Traffic":
         """Add another count to this one."""
-        for f in fields(self):
-            getattr(self, f.name).add_(getattr(other, f.name))
+        for name in self.__dataclass_fields__:
+            getattr(self, name).add_(getattr(other, name))
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def all_reduce_bytes(vector_bytes: int, num_workers: int) -> int:

@@ -3,6 +3,8 @@
 All of them work on the last dimension, so one call serves a single worker, (J,), and a batch, (N, J).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -85,16 +87,17 @@ def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
         rows: (..., N, m), any floating dtype.
         weights: (N,), in the dtype of the sum (float32 or float64).
     """
-    total = torch.zeros(*rows.shape[:-2], rows.shape[-1], dtype=weights.dtype, device=rows.device)
-    for rank, weight in enumerate(weights.unbind()):
-        total += rows[..., rank, :].to(weights.dtype) * weight
+    weighted = rows * weights.unsqueeze(-1)
+    total = weighted.new_zeros(*rows.shape[:-2], rows.shape[-1])
+    for row in weighted.unbind(-2):
+        total += row
     return total
 
 
 def find_non_finite_row(grad: Tensor) -> int | None:
     """The first row of (..., J), counted over all leading dimensions, that holds a NaN or inf."""
-    low, high = torch.aminmax(grad.reshape(-1, grad.shape[-1]), dim=-1)
-    finite = torch.isfinite(low) & torch.isfinite(high)  # aminmax carries a NaN through
-    if bool(finite.all()):
+    extremes = torch.stack(torch.aminmax(grad))  # aminmax carries a NaN through
+    if all(math.isfinite(x) for x in extremes.tolist()):
         return None
-    return int((~finite).int().argmax())
+    is_finite = torch.isfinite(grad).reshape(-1, grad.shape[-1]).all(-1)
+    return int((~is_finite).int().argmax())

@@ -49,6 +49,7 @@ class Cluster:
         self.algorithm = algorithm
         self.num_workers = num_workers
         self.weights = check_weights(weights, num_workers)
+        self._has_idle_workers = bool((self.weights == 0).any())
         self.layout = layout
         self.state: State | None = None
         self.num_steps = 0
@@ -124,7 +125,7 @@ class Cluster:
         if not isinstance(grads, Tensor) or not grads.is_floating_point():
             kind = grads.dtype if isinstance(grads, Tensor) else type(grads).__name__
             raise GradientError(f"grads must be a floating point tensor, got {kind}")
-        if grads.dim() not in (2, 3) or grads.shape[-2] != self.num_workers or grads.shape[-1] == 0:
+        if grads.dim() not in (2, 3) or grads.shape[-2] != self.num_workers or grads.numel() == 0:
             raise GradientError(
                 f"grads must have shape (N, J) = ({self.num_workers}, J) with J >= 1, "
                 f"got {tuple(grads.shape)}"
@@ -161,9 +162,12 @@ class Cluster:
     def _converse(
         self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver
     ) -> Tensor:
+        conversation = self.algorithm.exchange(grads, state, worker)
+        if not self._has_idle_workers:
+            return converse(conversation, driver.answer)
         idle = (self.weights == 0).nonzero().flatten().to(grads.device)
-        kept = state.copy_of_workers(idle) if len(idle) else {}
-        aggregate = converse(self.algorithm.exchange(grads, state, worker), driver.answer)
+        kept = state.copy_of_workers(idle)
+        aggregate = converse(conversation, driver.answer)
         state.restore_workers_(idle, kept)
         return aggregate
 
