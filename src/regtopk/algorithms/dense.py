@@ -6,17 +6,21 @@ from typing import ClassVar
 from torch import Tensor
 
 from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.codes import check_value_code
+from regtopk.core.codes import check_value_code, is_lossless, quantise
 from regtopk.core.requests import DenseSum
-from regtopk.core.state import NoState
+from regtopk.core.state import NoState, ResidualState
 from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense(Algorithm[NoState]):
+class Dense(Algorithm[NoState | ResidualState]):
     """Distributed SGD without sparsification.
 
     g^t = sum_n w_n g_n^t                                                     (the paper's Eq. 1)
+
+    With a value code that loses something, what it lost is carried:
+
+    a_n = e_n + g_n, send Q(a_n), receive g = sum_n w_n Q(a_n), e_n := a_n - Q(a_n)
 
     Args:
         value_code: how values are coded on the wire.
@@ -29,11 +33,17 @@ class Dense(Algorithm[NoState]):
         """Check the options."""
         check_value_code(self.value_code)
 
-    def init(self, worker: Worker) -> NoState:
-        """Nothing is kept."""
-        return NoState()
+    def init(self, worker: Worker) -> NoState | ResidualState:
+        """The residual starts at zero; there is none where nothing is lost."""
+        return NoState() if is_lossless(self.value_code) else ResidualState(worker.zeros())
 
-    def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
-        """Send the gradient as it is."""
-        aggregate: Tensor = yield DenseSum(grad, worker.weight, self.value_code)
+    def exchange(
+        self, grad: Tensor, state: NoState | ResidualState, worker: Worker
+    ) -> Conversation:
+        """Send the gradient as it is, or coded."""
+        sent = grad
+        if isinstance(state, ResidualState):
+            sent = quantise(state.residual.add_(grad), self.value_code)
+            state.residual.sub_(sent)
+        aggregate: Tensor = yield DenseSum(sent, worker.weight, self.value_code)
         return aggregate

@@ -1,15 +1,43 @@
-"""Every size formula, once: how many bytes a message of so many entries takes.
+"""Value codes, and every size formula, once.
 
-Value codes: "float32" sends values as they are, 4 bytes each. A float64 gradient is not rounded by it:
-its values travel in their own 8 bytes, and are counted so.
+A value code says how values travel: "float32" as they are (a float64 gradient is not rounded by it: its
+values travel in their own 8 bytes), "bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit"
+and "2bit" as a sign and one of 128, 8 or 2 magnitudes of each block (`core.blocks`).
+
+A message is a frame of 32 bytes, the values, and the indices, each section in whole 32-bit words. All index
+codes are the same two sections, fields of a fixed width and unary bits: `index_layout` gives their sizes,
+docs/wire-format.md their meaning.
 """
+
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
 from regtopk.errors import ArgumentError
 
-VALUE_CODES = ("float32",)
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+VALUE_CODES = ("float32", "bfloat16", "float16", "int8", "4bit", "2bit")
+INDEX_CODES = ("elias-fano", "rice", "raw32")
+
+HEADER_WORDS = 8
+MAX_NUMEL = 2**40
+MAX_FIELD_BITS = 32  # a field then never spans more than two words
+
+
+VALUE_BITS = {
+    "float64": 64,
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "4bit": 4,
+    "2bit": 2,
+}
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_value_code(value_code: str) -> str:
@@ -21,12 +49,162 @@ def check_value_code(value_code: str) -> str:
     return value_code
 
 
-def value_bytes(count: Tensor, dtype: torch.dtype, value_code: str) -> Tensor:
-    """Bytes of `count` values under a code."""
-    check_value_code(value_code)
-    return count * (8 if dtype == torch.float64 else 4)
+def check_index_code(index_code: str, numel: int | None = None) -> str:
+    """Refuse an unknown index code, or one that cannot hold indices below `numel`."""
+    if index_code not in INDEX_CODES:
+        raise ArgumentError(
+            f"index_code must be one of {', '.join(INDEX_CODES)}, got {index_code!r}"
+        )
+    largest = 2**32 if index_code == "raw32" else MAX_NUMEL
+    if numel is not None and not 0 <= numel <= largest:
+        raise ArgumentError(
+            f"numel must be in 0..{largest} with index_code {index_code!r}, got {numel}"
+        )
+    return index_code
 
 
-def index_bytes(count: Tensor, numel: int) -> Tensor:
-    """Bytes of `count` indices into a vector of `numel` entries."""
-    return count * (4 if numel <= 2**31 else 8)
+def is_lossless(value_code: str) -> bool:
+    """Whether values travel as they are."""
+    return check_value_code(value_code) == "float32"
+
+
+def wire_code(dtype: torch.dtype, value_code: str) -> str:
+    """The code a frame names: float64 values that are not to be rounded travel as "float64"."""
+    is_wide = is_lossless(value_code) and dtype == torch.float64
+    return "float64" if is_wide else value_code
+
+
+def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
+    """The values as the receiver will see them: what a code loses is lost here.
+
+    Idempotent, odd, zero for zero, and finite for finite values (too large ones saturate). Blocks run
+    along the last dimension from its start.
+
+    Args:
+        values: (..., m), float32 or float64, finite.
+        code: one of `VALUE_CODES`.
+        count: (...,) int64: entries from there on are padding. They do not touch the others, and come
+            back as zero if the code has blocks.
+    """
+    if is_lossless(code):
+        return values
+    single = _to_single(values)
+    if code in _HALF:
+        half = _HALF[code]
+        largest = torch.finfo(half).max
+        return single.clamp(-largest, largest).to(half).to(values.dtype)
+    return dequantise(*to_symbols(single, code, count), code).to(values.dtype)
+
+
+def _to_single(values: Tensor) -> Tensor:
+    largest = torch.finfo(torch.float32).max
+    return (
+        values.clamp(-largest, largest).float() if values.dtype == torch.float64 else values.float()
+    )
+
+
+class IndexLayout(NamedTuple):
+    """How `count` ascending indices below J are laid out: fields of a fixed width, and unary bits."""
+
+    is_bitmap: Tensor
+    width: Tensor
+    field_words: Tensor
+    unary_bits: Tensor
+
+
+def index_layout(
+    count: Tensor, numel: int, index_code: str, indices: Tensor | None = None
+) -> IndexLayout:
+    """Sizes of the two sections of an index code, for counts of any shape.
+
+    elias-fano   width = floor(log2(J / k)), unary bits k + ((J - 1) >> width); or the bitmap, width 0 and
+                 J unary bits, where that takes fewer words
+    rice         width = floor(log2((J - k) / k)), unary bits k + sum of (gap >> width)
+    raw32        width = 32, no unary bits
+
+    Args:
+        count: (...,) int64, 0 <= count <= J.
+        numel: J.
+        index_code: one of `INDEX_CODES`.
+        indices: (..., m), ascending up to count. Only rice looks at them; without them its unary bits are
+            the most it can take, k + ((J - k) >> width).
+    """
+    check_index_code(index_code, numel)
+    is_empty = count == 0
+    if index_code == "raw32":
+        zero = torch.zeros_like(count)
+        return IndexLayout(zero.bool(), zero + 32, count, zero)
+    spread = (numel - count if index_code == "rice" else numel) // count.clamp(min=1)
+    width = (torch.frexp(spread.double()).exponent.long() - 1).clamp(0, MAX_FIELD_BITS)
+    field_words = num_words(count * width)
+    if index_code == "rice":
+        unary_bits = count + _unary_of_gaps(count, numel, width, indices)
+        return IndexLayout(torch.zeros_like(is_empty), width, field_words, unary_bits)
+    unary_bits = (count + ((numel - 1) >> width)).where(~is_empty, 0)
+    is_bitmap = num_words(numel) < field_words + num_words(unary_bits)
+    return IndexLayout(
+        is_bitmap,
+        width.where(~is_bitmap, 0),
+        field_words.where(~is_bitmap, 0),
+        unary_bits.where(~is_bitmap, numel),
+    )
+
+
+def _unary_of_gaps(count: Tensor, numel: int, width: Tensor, indices: Tensor | None) -> Tensor:
+    if indices is None:
+        return (numel - count) >> width
+    is_valid = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
+    gaps = indices.diff(dim=-1, prepend=indices.new_full((*indices.shape[:-1], 1), -1)) - 1
+    return (gaps >> width[..., None]).where(is_valid, 0).sum(-1)
+
+
+def value_words(count: IntOrTensor, code: str) -> IntOrTensor:
+    """32-bit words of `count` values under a wire code, scales included."""
+    num_scales = NUM_SCALES.get(code, 0) * ((count + BLOCK - 1) // BLOCK)
+    return num_scales + num_words(count * VALUE_BITS[code])
+
+
+def message_bytes(
+    count: Tensor,
+    numel: int,
+    *,
+    dtype: torch.dtype,
+    value_code: str,
+    index_code: str = "elias-fano",
+    indices: Tensor | None = None,
+) -> Tensor:
+    """Bytes of a sparse message, frame included: exactly what `wire.encode` makes.
+
+    Args:
+        count: (...,) int64, entries in each message.
+        numel: J.
+        dtype: of the values.
+        value_code: how values are coded.
+        index_code: how indices are coded.
+        indices: (..., m), needed by "rice", whose size depends on them; without them, the most it takes.
+    """
+    layout = index_layout(count, numel, index_code, indices)
+    words = layout.field_words + num_words(layout.unary_bits)
+    return 4 * (HEADER_WORDS + words + value_words(count, wire_code(dtype, value_code)))
+
+
+@lru_cache(maxsize=1024)
+def full_message_bytes(
+    count: int, numel: int, *, dtype: torch.dtype, value_code: str, index_code: str
+) -> int:
+    """`message_bytes` of one count that the host knows, remembered; not for "rice"."""
+    assert index_code != "rice"
+    size = message_bytes(
+        torch.tensor(count), numel, dtype=dtype, value_code=value_code, index_code=index_code
+    )
+    return int(size)
+
+
+def segment_bytes(count: IntOrTensor, *, dtype: torch.dtype, value_code: str) -> IntOrTensor:
+    """Bytes of a dense message of `count` values without indices, frame included."""
+    return 4 * (HEADER_WORDS + value_words(count, wire_code(dtype, value_code)))
+
+
+def num_words(bits: IntOrTensor) -> IntOrTensor:
+    """How many 32-bit words hold so many bits."""
+    return (bits + 31) // 32

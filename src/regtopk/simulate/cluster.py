@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, converse
+from regtopk.core.codes import check_index_code
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout, Worker
@@ -32,6 +33,7 @@ class Cluster:
         weights: w_n, finite, >= 0, summing to one within 1e-6; 1/N each if None. A worker of weight
             zero sends nothing and keeps its state.
         layout: which parameter owns which entries; one anonymous layer if None.
+        index_code: how sent indices are counted: "elias-fano", "rice" or "raw32".
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Cluster:
         num_workers: int,
         weights: Sequence[float] | Tensor | None = None,
         layout: Layout | None = None,
+        index_code: str = "elias-fano",
     ) -> None:
         if type(num_workers) is not int or num_workers < 1:
             raise ArgumentError(
@@ -51,6 +54,7 @@ class Cluster:
         self.weights = check_weights(weights, num_workers)
         self._has_idle_workers = bool((self.weights == 0).any())
         self.layout = layout
+        self.index_code = check_index_code(index_code)
         self.state: State | None = None
         self.num_steps = 0
         self.last_step = Traffic.zeros(num_workers)
@@ -73,7 +77,7 @@ class Cluster:
         worker = self._worker_at_this_step(grads)
         state = self.algorithm.init(worker) if self.state is None else self.state
         traffic = Traffic.zeros(*grads.shape[:-1], device=grads.device)
-        driver = SimulatedDriver(traffic, is_active=(worker.weight > 0).flatten().long())
+        driver = SimulatedDriver(traffic, (worker.weight > 0).flatten().long(), self.index_code)
         aggregate = self._converse(grads, state, worker, driver)
         traffic.dense_bytes += dense_bytes(grads.shape[-1], self.num_workers)
         self._record(traffic)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import index_bytes, value_bytes
+from regtopk.core.codes import full_message_bytes, message_bytes, segment_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
 
@@ -21,11 +22,13 @@ class SimulatedDriver:
     Args:
         traffic: where the bytes are counted, (..., N).
         is_active: (N,) int64, 1 for workers that send and 0 for those of weight zero.
+        index_code: how indices travel; they are not coded here, only counted so.
     """
 
-    def __init__(self, traffic: Traffic, is_active: Tensor) -> None:
+    def __init__(self, traffic: Traffic, is_active: Tensor, index_code: str) -> None:
         self.traffic = traffic
         self.is_active = is_active
+        self.index_code = index_code
 
     def answer(self, request: Request) -> Any:
         """What the cluster makes of a request."""
@@ -42,23 +45,43 @@ class SimulatedDriver:
     def _sparse_sum(self, request: SparseSum) -> Tensor:
         sparse = request.sparse
         counts = sparse.counts * self.is_active
-        payload = value_bytes(counts, sparse.values.dtype, sparse.code)
-        payload = payload + index_bytes(counts, sparse.numel)
+        payload = self._message_bytes(sparse) * self.is_active
         self._count(payload, *all_gather_bytes(payload), counts)
         indices, values = sparse.without_padding()
         total = kernels.sum_sparse_in_rank_order(indices, request.weight * values, sparse.numel)
         return _received(total)
 
+    def _message_bytes(self, sparse: SparseGradient) -> Tensor | int:
+        dtype, capacity = sparse.values.dtype, sparse.indices.shape[-1]
+        if sparse.count is None and self.index_code != "rice":  # the common case, and the fast one
+            return full_message_bytes(
+                capacity,
+                sparse.numel,
+                dtype=dtype,
+                value_code=sparse.code,
+                index_code=self.index_code,
+            )
+        return message_bytes(
+            sparse.counts,
+            sparse.numel,
+            dtype=dtype,
+            value_code=sparse.code,
+            index_code=self.index_code,
+            indices=sparse.indices,
+        )
+
     def _dense_sum(self, request: DenseSum) -> Tensor:
         tensor = request.tensor
         count = _full(tensor, tensor.shape[-1]) * self.is_active
-        payload = value_bytes(count, tensor.dtype, request.code)
+        size = segment_bytes(tensor.shape[-1], dtype=tensor.dtype, value_code=request.code)
+        payload = size * self.is_active
         num_workers = tensor.shape[-2]
         moved = (2 * (num_workers - 1) * payload) // num_workers
         self._count(payload, moved, moved, count)
         return _received(_weighted_sum(tensor, request.weight))
 
     def _gather(self, request: Gather) -> Gathered:
+        """Every entry counts in full (8 bytes an int64): what is gathered is not coded."""
         tensor = request.tensor
         counts = _full(tensor, tensor.shape[-1]) if request.count is None else request.count
         counts = counts * self.is_active
