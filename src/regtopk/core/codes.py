@@ -152,7 +152,7 @@ def index_layout(
 
 def _unary_of_gaps(count: Tensor, numel: int, width: Tensor, indices: Tensor | None) -> Tensor:
     if indices is None:
-        return (numel - count) >> width
+        return ((numel - count) >> width).where(count > 0, 0)
     is_valid = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
     gaps = indices.diff(dim=-1, prepend=indices.new_full((*indices.shape[:-1], 1), -1)) - 1
     return (gaps >> width[..., None]).where(is_valid, 0).sum(-1)

@@ -1,0 +1,66 @@
+"""Bits and 32-bit words, on any device and over leading dimensions, without reading anything back.
+
+Bit i of a section is bit i mod 32 of its word i // 32; words are little-endian int32.
+"""
+
+import torch
+from torch import Tensor
+
+from regtopk.core.codes import num_words
+
+
+def reinterpret(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits as numbers of another dtype, along the last dimension."""
+    *batch, size = numbers.shape
+    return numbers.flatten().view(dtype).view(*batch, size * numbers.element_size() // dtype.itemsize)
+
+
+def pack(symbols: Tensor, width: int) -> Tensor:
+    """Symbols (..., m) uint8 of 1, 2, 4 or 8 bits each, as words (..., w), zero-padded."""
+    size = symbols.shape[-1]
+    padded = torch.nn.functional.pad(symbols, (0, num_words(size * width) * 32 // width - size))
+    groups = padded.view(*padded.shape[:-1], -1, 8 // width)  # what shares a byte
+    packed = (groups << _shifts(width, symbols.device)).sum(-1, dtype=torch.uint8)
+    return reinterpret(packed, torch.int32)
+
+
+def unpack(words: Tensor, width: int) -> Tensor:
+    """All symbols of 1, 2, 4 or 8 bits in words (..., w): (..., w 32 / width) uint8."""
+    groups = reinterpret(words, torch.uint8).unsqueeze(-1) >> _shifts(width, words.device)
+    return (groups & ((1 << width) - 1)).flatten(-2)
+
+
+def pack_fields(fields: Tensor, width: int) -> Tensor:
+    """Integers (..., m) int64 of `width` bits each, 0..32, back to back, as words."""
+    if width == 32:
+        return fields.to(torch.int32)
+    place = torch.arange(width, device=fields.device)
+    bits = (fields.unsqueeze(-1) >> place) & 1
+    return pack(bits.to(torch.uint8).flatten(-2), 1)
+
+
+def read_fields(words: Tensor, start: Tensor, width: Tensor, num: int) -> Tensor:
+    """The first `num` fields (..., num) int64 of a section that may differ between rows.
+
+    Args:
+        words: (..., w) int32.
+        start: (..., 1) int64, the word the section starts at.
+        width: (..., 1) int64, 0..32.
+        num: how many; what lies past the words is arbitrary.
+    """
+    bit = torch.arange(num, device=words.device) * width
+    word = start + (bit >> 5)
+    last = words.shape[-1] - 1
+    low = words.gather(-1, word.clamp(max=last)).long() & 0xFFFFFFFF
+    high = words.gather(-1, (word + 1).clamp(max=last)).long() << 32
+    return ((high | low) >> (bit & 31)) & ((1 << width) - 1)
+
+
+def take_words(words: Tensor, start: Tensor, num: int) -> Tensor:
+    """`num` words (..., num) of each row from its own start (..., 1); past the end they are arbitrary."""
+    place = start + torch.arange(num, device=words.device)
+    return words.gather(-1, place.clamp(max=words.shape[-1] - 1))
+
+
+def _shifts(width: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)

@@ -1,0 +1,141 @@
+"""Index codes: ascending distinct indices as fields of a fixed width and unary bits.
+
+The unary bits hold one 1 for each index i = 0..k-1, at position p_i. With b the width:
+
+    elias-fano   field = index mod 2^b                p_i = (index >> b) + i
+    bitmap       no field                             p_i = index
+    rice         field = gap mod 2^b                  p_i = (sum of gap >> b, up to i) + i
+    raw32        field = index, b = 32                no unary bits
+
+where gap is the number of entries skipped since the last index. So one decoder serves all of them.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.core.codes import index_layout, num_words
+from regtopk.wire import bits
+
+
+class Packed(NamedTuple):
+    """Encoded indices: which code, its two sections as words, and the unary bits really used."""
+
+    code: str
+    fields: Tensor
+    unary: Tensor
+    unary_bits: Tensor
+
+
+class Unpacked(NamedTuple):
+    """Decoded indices (..., capacity), whether they are sound (...,), and the word behind them (...,)."""
+
+    indices: Tensor
+    is_sound: Tensor
+    end: Tensor
+
+
+def pack_indices(indices: Tensor, numel: int, index_code: str) -> Packed:
+    """Encode indices (..., k), ascending and distinct, without padding.
+
+    The unary section of "rice" has the size of the longest there can be; `unary_bits` (...,) says how
+    much of it counts.
+    """
+    count = indices.shape[-1]
+    is_bitmap, width, unary_bits = _layout_of_count(count, numel, index_code)
+    place = torch.arange(count, device=indices.device)
+    numbers = indices
+    if index_code == "rice":
+        before = indices.new_full((*indices.shape[:-1], 1), -1)
+        numbers = indices.diff(dim=-1, prepend=before) - 1
+    fields = bits.pack_fields(numbers & ((1 << width) - 1), width)
+    high = numbers >> width
+    if index_code == "rice":
+        high = high.cumsum(-1)
+    position = high if is_bitmap else high + place
+    size = 32 * num_words(unary_bits)
+    ones = torch.zeros(*indices.shape[:-1], size, dtype=torch.uint8, device=indices.device)
+    if size > 0:  # a broken contract must not write out of bounds; the frame then says so
+        ones.scatter_(-1, position.clamp(0, size - 1), 1)
+    used = position[..., -1] + 1 if count > 0 else indices.new_zeros(indices.shape[:-1])
+    code = "bitmap" if is_bitmap else index_code
+    return Packed(code, fields, bits.pack(ones, 1), used)
+
+
+def unpack_indices(
+    words: Tensor, start: Tensor, count: Tensor, numel: int, capacity: int, index_code: str
+) -> Unpacked:
+    """Decode rows that may hold different numbers of indices.
+
+    Args:
+        words: (..., w) int32.
+        start: (...,) int64, the word each row's indices start at.
+        count: (...,) int64, 0 <= count <= capacity.
+        numel: J.
+        capacity: the most indices a row may hold.
+        index_code: one of `INDEX_CODES`; "elias-fano" includes the bitmap, where that is smaller.
+    """
+    layout = index_layout(count, numel, index_code)
+    place = torch.arange(capacity, device=words.device)
+    is_valid = place < count.unsqueeze(-1)
+    width = layout.width.unsqueeze(-1)
+    field = bits.read_fields(words, start.unsqueeze(-1), width, capacity)
+    end = start + layout.field_words
+    if index_code == "raw32":
+        return Unpacked(field, _is_sound(field, is_valid, numel), end)
+    position, num_ones = _find_ones(words, end, layout.unary_bits, capacity, numel)
+    high = position.where(layout.is_bitmap.unsqueeze(-1), position - place)
+    if index_code == "rice":
+        indices = (high << width) + field.where(is_valid, 0).cumsum(-1) + place
+        unary_bits = _last(position + 1, count)
+    else:
+        indices = (high << width) + field
+        unary_bits = layout.unary_bits
+    is_sound = _is_sound(indices, is_valid, numel) & (num_ones == count)
+    return Unpacked(indices, is_sound, end + num_words(unary_bits))
+
+
+def _find_ones(
+    words: Tensor, start: Tensor, num_bits: Tensor, capacity: int, numel: int
+) -> tuple[Tensor, Tensor]:
+    """Where the ones of the unary bits stand, (..., capacity), and how many there are, (...,)."""
+    num = num_words(max_unary_bits(capacity, numel))
+    section = bits.unpack(bits.take_words(words, start.unsqueeze(-1), num), 1)
+    place = torch.arange(32 * num, device=words.device)
+    limit = num_bits.minimum(32 * (words.shape[-1] - start)).unsqueeze(-1)
+    is_one = (section == 1) & (place < limit)
+    rank = is_one.cumsum(-1)
+    slot = (rank - 1).where(is_one, capacity).clamp(max=capacity)  # the last slot takes the rest
+    position = torch.zeros(*rank.shape[:-1], capacity + 1, dtype=torch.int64, device=words.device)
+    position.scatter_(-1, slot, place.expand(slot.shape))
+    return position[..., :capacity], rank[..., -1]
+
+
+def max_unary_bits(capacity: int, numel: int) -> int:
+    """A bound on the unary bits of any code with up to `capacity` indices.
+
+    elias-fano and rice take fewer than 3 k bits, or k + 2^8 where the width is at its cap of 32; the
+    bitmap is used only where J is below 4 k or a few words.
+    """
+    return min(4 * capacity + 512, numel + capacity + 32)
+
+
+def _is_sound(indices: Tensor, is_valid: Tensor, numel: int) -> Tensor:
+    """Whether the indices that are not padding ascend without repeating, and stay below J: (...,)."""
+    is_rising = (indices.diff(dim=-1) > 0) | ~is_valid[..., 1:]
+    is_inside = (indices < numel) | ~is_valid
+    return is_rising.all(-1) & is_inside.all(-1)
+
+
+def _last(position: Tensor, count: Tensor) -> Tensor:
+    """The entry before count of each row (..., m); 0 where there is none."""
+    padded = torch.nn.functional.pad(position, (1, 0))
+    return padded.gather(-1, count.unsqueeze(-1)).squeeze(-1)
+
+
+@lru_cache(maxsize=1024)
+def _layout_of_count(count: int, numel: int, index_code: str) -> tuple[bool, int, int]:
+    layout = index_layout(torch.tensor(count), numel, index_code)
+    return bool(layout.is_bitmap), int(layout.width), int(layout.unary_bits)

@@ -1,0 +1,74 @@
+"""Values as words: plain numbers, or per block its scales and per value a symbol."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
+from regtopk.core.codes import VALUE_BITS, num_words
+from regtopk.wire import bits
+
+_NUMBERS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class Unpacked(NamedTuple):
+    """Decoded values (..., capacity), zero in padding, and whether they are sound (...,)."""
+
+    values: Tensor
+    is_sound: Tensor
+
+
+def pack_values(values: Tensor, code: str) -> Tensor:
+    """Values (..., m) on the grid of a wire code, as words; lossless for those."""
+    if code in _NUMBERS:
+        numbers = values.to(_NUMBERS[code])
+        if VALUE_BITS[code] == 16:
+            numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % 2))
+        return bits.reinterpret(numbers, torch.int32)
+    symbols, scales = to_symbols(values, code)
+    scale_words = bits.reinterpret(scales.flatten(-2), torch.int32)
+    return torch.cat([scale_words, bits.pack(symbols, VALUE_BITS[code])], dim=-1)
+
+
+def unpack_values(
+    words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str, dtype: torch.dtype
+) -> Unpacked:
+    """Decode rows that may hold different numbers of values.
+
+    Args:
+        words: (..., w) int32.
+        start: (...,) int64, the word each row's values start at.
+        count: (...,) int64, 0 <= count <= capacity.
+        capacity: the most values a row may hold.
+        code: a wire code.
+        dtype: of the result, float32 or float64.
+    """
+    is_valid = torch.arange(capacity, device=words.device) < count.unsqueeze(-1)
+    num = num_words(capacity * VALUE_BITS[code])
+    if code in _NUMBERS:
+        section = bits.take_words(words, start.unsqueeze(-1), num)
+        values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].where(is_valid, 0)
+        return Unpacked(values.to(dtype), torch.isfinite(values).all(-1))
+    scales = _take_scales(words, start, count, capacity, code)
+    num_scales = NUM_SCALES[code] * ((count + BLOCK - 1) // BLOCK)
+    section = bits.take_words(words, (start + num_scales).unsqueeze(-1), num)
+    symbols = bits.unpack(section, VALUE_BITS[code])[..., :capacity]
+    values = dequantise(symbols, scales, code).where(is_valid, 0)
+    lo, hi = scales[..., 0], scales[..., -1]
+    is_sound = (torch.isfinite(hi) & (lo >= 0) & (lo <= hi)).all(-1)
+    return Unpacked(values.to(dtype), is_sound)
+
+
+def _take_scales(words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str) -> Tensor:
+    """The scales (..., blocks, 1 or 2) float32, zero in blocks that are all padding."""
+    num_blocks = -(-capacity // BLOCK)
+    section = bits.take_words(words, start.unsqueeze(-1), num_blocks * NUM_SCALES[code])
+    scales = section.view(torch.float32).view(*count.shape, num_blocks, NUM_SCALES[code])
+    first = torch.arange(0, num_blocks * BLOCK, BLOCK, device=words.device)
+    return scales.where((first < count.unsqueeze(-1)).unsqueeze(-1), 0.0)
