@@ -39,18 +39,23 @@ def to_symbols(values: Tensor, code: str, count: Tensor | None = None) -> tuple[
     blocks = _in_blocks(values.float(), num_blocks)
     place = torch.arange(num_blocks * BLOCK, device=values.device).view(num_blocks, BLOCK)
     is_valid = place < (size if count is None else count[..., None, None])
-    magnitude = blocks.abs().where(is_valid, 0.0)
+    magnitude = blocks.abs().masked_fill(~is_valid, 0.0)
     scales = _scales(magnitude, is_valid, code)
-    symbols = _nearest_level(magnitude, scales, code) + blocks.signbit() * _NUM_LEVELS[code]
-    return symbols.where(is_valid, 0).to(torch.uint8).flatten(-2)[..., :size], scales
+    symbols = _nearest_level(magnitude, scales, code)
+    symbols += blocks.signbit() * _NUM_LEVELS[code]
+    return (symbols * is_valid).flatten(-2)[..., :size], scales
 
 
 def dequantise(symbols: Tensor, scales: Tensor, code: str) -> Tensor:
     """The values, (..., m) float32, of symbols (..., m) and scales (..., blocks, 1 or 2)."""
     size, num_levels = symbols.shape[-1], _NUM_LEVELS[code]
     symbols = _in_blocks(symbols, scales.shape[-2])
-    magnitude = _magnitude(symbols % num_levels, scales, code)
-    return magnitude.where(symbols < num_levels, -magnitude).flatten(-2)[..., :size]
+    level = symbols & (num_levels - 1)
+    if code == "int8":
+        magnitude = scales * (level.float() / (num_levels - 1))
+    else:
+        magnitude = _levels(scales, code).gather(-1, level.long())
+    return torch.where(symbols < num_levels, magnitude, -magnitude).flatten(-2)[..., :size]
 
 
 def _in_blocks(vector: Tensor, num_blocks: int) -> Tensor:
@@ -58,41 +63,38 @@ def _in_blocks(vector: Tensor, num_blocks: int) -> Tensor:
     return padded.view(*padded.shape[:-1], num_blocks, BLOCK)
 
 
-def _magnitude(level: Tensor, scales: Tensor, code: str) -> Tensor:
-    """magnitude_i = (lo (T_n - T_i) + hi T_i) / T_n, for levels (..., blocks, any).
+def _levels(scales: Tensor, code: str) -> Tensor:
+    """The magnitudes of each block, ascending, (..., blocks, n + 1) float32.
 
-    The products are exact in float64, so a magnitude is the same on every device, level 0 is lo to
-    the bit and the last is hi.
+    The products are exact in float64, so a magnitude is the same on every device, level 0 is lo to the bit
+    and the last is hi.
     """
-    steps, last = level.double(), _NUM_LEVELS[code] - 1
+    steps = torch.arange(_NUM_LEVELS[code], dtype=torch.float64, device=scales.device)
+    last = _NUM_LEVELS[code] - 1
     if code == "4bit":
         steps, last = steps * (steps + 1) / 2, last * (last + 1) // 2
-    total = scales[..., -1:] * steps
-    if code != "int8":
-        total += scales[..., :1] * (last - steps)
-    return (total / last).float()
+    lo, hi = scales[..., :1], scales[..., 1:]
+    return ((lo * (last - steps) + hi * steps) / last).float()
 
 
 def _nearest_level(magnitude: Tensor, scales: Tensor, code: str) -> Tensor:
-    num_levels = _NUM_LEVELS[code]
+    """The level, (..., blocks, 128) uint8, whose magnitude is nearest."""
     if code == "int8":
-        smallest = torch.finfo(torch.float64).tiny  # only where the whole block is zero
-        return (
-            (magnitude.double() * (num_levels - 1) / scales.double().clamp(min=smallest))
-            .round()
-            .long()
-        )
-    levels = torch.arange(num_levels, device=magnitude.device)
-    levels = _magnitude(levels, scales, code).double()
-    midpoints = (levels[..., 1:] + levels[..., :-1]) / 2
-    return (magnitude.unsqueeze(-1) > midpoints.unsqueeze(-2)).sum(-1)
+        share = magnitude / scales.clamp(min=2.0**-149)  # the clamp only acts on a block of zeros
+        return (share * (_NUM_LEVELS[code] - 1) + 0.5).to(torch.uint8)
+    levels = _levels(scales, code).double()
+    nearest = torch.zeros_like(magnitude, dtype=torch.uint8)
+    magnitude = magnitude.double()
+    for midpoint in ((levels[..., 1:] + levels[..., :-1]) / 2).split(1, dim=-1):
+        nearest += magnitude > midpoint
+    return nearest
 
 
 def _scales(magnitude: Tensor, is_valid: Tensor, code: str) -> Tensor:
     high = magnitude.amax(-1, keepdim=True)
     if code == "int8":
         return high
-    low = magnitude.where(is_valid, torch.inf).amin(-1, keepdim=True).minimum(high)
+    low = magnitude.masked_fill(~is_valid, torch.inf).amin(-1, keepdim=True).minimum(high)
     if code == "2bit":
         return _two_means(magnitude, is_valid, low, high)
     return torch.cat([low, high], dim=-1)
@@ -101,27 +103,29 @@ def _scales(magnitude: Tensor, is_valid: Tensor, code: str) -> Tensor:
 def _two_means(magnitude: Tensor, is_valid: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The means of the magnitudes below and above their midpoint, three times refined.
 
-    In integers of 2^-40 of the power of two above the maximum: their sums do not depend on the order
-    of addition, so a batch, a single worker and a GPU agree to the bit.
+    In integers, in units of 2^-40 of the power of two above the maximum: their sums do not depend on the
+    order of addition, so a batch, a single worker and a GPU agree to the bit.
     """
     exponent = torch.frexp(high).exponent
     unit = _power_of_two(_FRACTION_BITS - exponent)
-    fixed, lo, hi = ((x.double() * unit).round().long() for x in (magnitude, low, high))
+    fixed, lo, hi = ((x * unit + 0.5).long() for x in (magnitude, low, high))
     total, num_valid = fixed.sum(-1, keepdim=True), is_valid.sum(-1, keepdim=True)
+    holds_no_zero = low > 0
     for _ in range(_NUM_REFINEMENTS):
         is_upper = fixed > (lo + hi) >> 1
         num_upper = is_upper.sum(-1, keepdim=True)
-        upper = fixed.where(is_upper, 0).sum(-1, keepdim=True)
-        hi = _mean(upper, num_upper).where(num_upper > 0, hi)
-        lo = _mean(total - upper, num_valid - num_upper).where(low > 0, 0)
+        upper = (fixed * is_upper).sum(-1, keepdim=True)
+        hi = torch.where(num_upper > 0, _mean(upper, num_upper), hi)
+        lo = _mean(total - upper, num_valid - num_upper) * holds_no_zero
     unit = _power_of_two(exponent - _FRACTION_BITS)
-    return (torch.cat([lo, hi], dim=-1).double() * unit).float()
+    return (torch.cat([lo, hi], dim=-1) * unit).float()
 
 
 def _mean(total: Tensor, num: Tensor) -> Tensor:
-    return (total.double() / num.clamp(min=1)).round().long()
+    num = num.clamp(min=1)
+    return (2 * total + num) // (2 * num)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, exactly: `pow` is not on every device."""
+    """2^exponent, exactly: `pow` need not be on every device."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -107,19 +107,19 @@ def _find_ones(
     limit = num_bits.minimum(32 * (words.shape[-1] - start)).unsqueeze(-1)
     is_one = (section == 1) & (place < limit)
     rank = is_one.cumsum(-1)
-    slot = (rank - 1).where(is_one, capacity).clamp(max=capacity)  # the last slot takes the rest
-    position = torch.zeros(*rank.shape[:-1], capacity + 1, dtype=torch.int64, device=words.device)
+    slot = (rank * is_one).clamp(max=capacity + 1)  # zeros go to slot 0, ones too many to the last
+    position = torch.zeros(*rank.shape[:-1], capacity + 2, dtype=torch.int64, device=words.device)
     position.scatter_(-1, slot, place.expand(slot.shape))
-    return position[..., :capacity], rank[..., -1]
+    return position[..., 1:-1], rank[..., -1]
 
 
 def max_unary_bits(capacity: int, numel: int) -> int:
     """A bound on the unary bits of any code with up to `capacity` indices.
 
-    elias-fano and rice take fewer than 3 k bits, or k + 2^8 where the width is at its cap of 32; the
-    bitmap is used only where J is below 4 k or a few words.
+    elias-fano and rice take fewer than 3 k bits, or k + 2^8 where the width is at its cap of 32; the bitmap
+    takes J, and is used only where J is below 4 k or a few words.
     """
-    return min(4 * capacity + 512, numel + capacity + 32)
+    return max(3 * capacity, min(numel, 4 * capacity)) + 512
 
 
 def _is_sound(indices: Tensor, is_valid: Tensor, numel: int) -> Tensor:
