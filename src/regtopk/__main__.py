@@ -1,0 +1,21 @@
+"""The command `regtopk`, also as `python -m regtopk`."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; say what to install if its extra is missing."""
+    try:
+        from regtopk.cli import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+            raise
+        print("regtopk: the command line needs an extra: pip install 'regtopk[cli]'", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    app(prog_name="regtopk")
+
+
+if __name__ == "__main__":
+    main()

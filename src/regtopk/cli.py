@@ -1,0 +1,189 @@
+"""The command line: parse, call, print."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from regtopk import ALGORITHMS, __version__
+from regtopk.errors import ArgumentError, RegtopkError
+from regtopk.experiments import EXPERIMENTS, parse_settings
+from regtopk.report import format_number, write_report
+from regtopk.report.page import column_label
+from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
+
+app = typer.Typer(
+    help="Train over slow networks by sending a thousandth of the gradient.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
+
+
+def say_errors(command: Callable[P, T]) -> Callable[P, T]:
+    """Turn our own errors into one line and exit code 2, and Ctrl-C into exit code 130."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except RegtopkError as error:
+            typer.echo(f"regtopk: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("regtopk: interrupted", err=True)
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"regtopk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train over slow networks by sending a thousandth of the gradient."""
+
+
+@app.command("list")
+@say_errors
+def list_algorithms(as_json: Json = False) -> None:
+    """List the algorithms and their options."""
+    rows = [_describe(name) for name in ALGORITHMS]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("name", "what it does", "options")
+    for row in rows:
+        options = ", ".join(
+            name if default is None else f"{name}={default}" for name, default in row["options"].items()
+        )
+        table.add_row(row["name"], row["summary"], options)
+    Console().print(table)
+
+
+def _describe(name: str) -> dict[str, Any]:
+    algorithm = ALGORITHMS[name]
+    summary = (algorithm.__doc__ or "").partition("\n")[0]
+    options = {f.name: None if f.default is MISSING else _plain(f.default) for f in fields(algorithm)}
+    return {"name": name, "class": algorithm.__name__, "summary": summary, "options": options}
+
+
+def _plain(default: Any) -> Any:
+    return str(default) if default == float("inf") else default
+
+
+@app.command()
+@say_errors
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; out/EXPERIMENT if not given.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many data seeds, from 0 on.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Run one of the paper's experiments; write records, figures and a page."""
+    if experiment not in EXPERIMENTS:
+        raise ArgumentError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {experiment!r}")
+    chosen = list(settings or ())
+    has_seeds = any(f.name == "num_seeds" for f in fields(EXPERIMENTS[experiment].config))
+    if seeds is not None and has_seeds:
+        chosen.append(f"num_seeds={seeds}")
+    elif seeds is not None:
+        typer.echo(f"regtopk: {experiment} draws nothing at random, --seeds changes nothing", err=True)
+    if device is not None:
+        chosen.append(f"device={device}")
+    folder = out or Path("out") / experiment
+    summary = _run(experiment, chosen, folder, force=force)
+    page = write_report(folder)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _print_table(EXPERIMENTS[experiment].title, summary["table"])
+        typer.echo(f"{page}")
+
+
+@app.command()
+@say_errors
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the demo.")] = Path("out/demo"),
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Run the paper's small experiments, print one table and write one page."""
+    is_demo = (out / CONFIG).exists() and "parts" in read_header(out)
+    claim_folder(out, force=force or is_demo)  # a demo may replace a demo
+    parts = {"fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
+    summaries = {name: _run(name, chosen, out / name, force=True) for name, chosen in parts.items()}
+    title = "RegTop-k in three small experiments"
+    about = "Two workers that cancel, a step that waited too long, and twenty workers that disagree."
+    header = {"experiment": "demo", "title": title, "about": about, "command": "regtopk demo"}
+    write_json(out / CONFIG, {**header, "versions": versions(), "parts": list(parts)})
+    write_json(out / SUMMARY, summaries)
+    page = write_report(out)
+    if as_json:
+        typer.echo(json.dumps(summaries, indent=2))
+    else:
+        _print_table(title, [row for summary in summaries.values() for row in summary["table"]])
+        typer.echo(f"{page}")
+
+
+@app.command()
+@say_errors
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run.")]) -> None:
+    """Draw the figures and the page of a recorded run again."""
+    typer.echo(f"{write_report(folder)}")
+
+
+def _run(name: str, settings: Sequence[str], folder: Path, *, force: bool) -> dict[str, Any]:
+    experiment = EXPERIMENTS[name]
+    config = parse_settings(experiment.config, settings)
+    command = " ".join(["regtopk", "reproduce", name, *(f"--set {word}" for word in settings)])
+    with _progress_bar(name) as progress:
+        return experiment.record(config, folder, command=command, force=force, progress=progress)
+
+
+@contextmanager
+def _progress_bar(label: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr, silent where that is no terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(label, total=1.0)
+        yield lambda fraction: bar.update(task, completed=fraction)
+
+
+def _print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column_label(column), justify="left" if column == "measure" else "right")
+    for row in rows:
+        table.add_row(*(format_number(row.get(column)) for column in columns))
+    Console().print(table)

@@ -1,0 +1,13 @@
+"""The papers' figures and tables, one file each, and the table of their names."""
+
+from typing import Any
+
+from regtopk.experiments.experiment import Experiment
+from regtopk.experiments.fig1 import FIG1
+from regtopk.experiments.fig2 import FIG2
+from regtopk.experiments.scaling import SCALING
+from regtopk.experiments.settings import parse_settings
+
+EXPERIMENTS: dict[str, Experiment[Any]] = {"fig1": FIG1, "scaling": SCALING, "fig2": FIG2}
+
+__all__ = ["EXPERIMENTS", "Experiment", "parse_settings"]

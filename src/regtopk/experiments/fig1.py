@@ -1,0 +1,124 @@
+"""Figure 1: on the toy problem Top-1 stands still, and RegTop-1 follows training without sparsification."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from regtopk.experiments import toy
+from regtopk.experiments.experiment import Experiment, Progress, Summary
+from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.runs import Panel, Record
+
+# the curve of the paper that each method is held against
+PUBLISHED_AS = {
+    "dense": "no_sparsification",
+    "topk": "topk",
+    "regtopk": "regtopk",
+    "regtopk-current": "regtopk",
+}
+
+
+@dataclass(frozen=True)
+class Fig1Config:
+    """Settings of Figure 1.
+
+    Args:
+        num_iterations: T; the paper shows 100.
+        lr: learning step length, > 0.
+        mu: RegTop-k's, > 0; every mu gives the same curve here.
+        device: cpu or cuda.
+    """
+
+    num_iterations: int = 100
+    lr: float = 0.9
+    mu: float = 1.0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_count("num_iterations", self.num_iterations)
+        check_positive("lr", self.lr)
+        check_positive("mu", self.mu)
+        check_device(self.device)
+
+
+def published() -> dict[str, Any]:
+    """The paper's own points, with their source."""
+    path = files("regtopk.experiments") / "published" / "figure1.json"
+    points: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return points
+
+
+def run(config: Fig1Config, progress: Progress) -> Iterator[Record]:
+    """Yield the empirical risk of every method at every iteration, beside the published one."""
+    points = published()
+    algorithms = toy.methods(config.mu)
+    for done, (method, algorithm) in enumerate(algorithms.items()):
+        curve = points[PUBLISHED_AS[method]]
+        path = toy.descend(
+            algorithm,
+            toy.grads,
+            lr=config.lr,
+            num_iterations=config.num_iterations + 1,  # the last w is looked at too
+            device=config.device,
+        )
+        for iteration, (w, _) in enumerate(path):
+            record: Record = {"method": method, "iteration": iteration, "risk": float(toy.risk(w))}
+            if iteration < len(curve):
+                record["published"] = curve[iteration]
+            yield record
+        progress((done + 1) / len(algorithms))
+
+
+def summarise(config: Fig1Config, records: Sequence[Record]) -> Summary:
+    """The largest distance of each curve from the published points, and where it ends."""
+    difference: dict[str, float] = {}
+    final: dict[str, float] = {}
+    for record in records:
+        method = record["method"]
+        final[method] = record["risk"]
+        if "published" in record:
+            distance = abs(record["risk"] - record["published"])
+            difference[method] = max(difference.get(method, 0.0), distance)
+    return {
+        "max_abs_difference": difference,
+        "final_risk": final,
+        "source": published()["source"],
+        "table": [
+            {"measure": "largest difference from the published points", **difference},
+            {"measure": f"risk after {config.num_iterations} iterations", **final},
+        ],
+    }
+
+
+def panels(config: Fig1Config) -> Sequence[Panel]:
+    """One: risk against iterations, with the published points as dots."""
+    return (
+        Panel(
+            title="Training loss of the toy problem",
+            x="iteration",
+            y="risk",
+            x_label="iteration",
+            y_label="empirical risk F(w)",
+            log_y=True,
+            dots="published",
+        ),
+    )
+
+
+FIG1 = Experiment(
+    name="fig1",
+    title="Figure 1: Top-1 stands still, RegTop-1 moves",
+    about=(
+        "Two workers whose large gradient entries cancel. Top-1 keeps sending them and aggregates zero; "
+        "RegTop-1 sees that they cancelled and sends the entry that matters. Dots are the paper's own "
+        "points. Algorithm 1 as printed (RegTop-k, current) does not give the published curve; the "
+        "distortion of the previous step does."
+    ),
+    config=Fig1Config,
+    run=run,
+    summarise=summarise,
+    panels=panels,
+)

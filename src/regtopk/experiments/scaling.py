@@ -1,0 +1,169 @@
+"""The paper's second toy example: a step that error accumulation made many times too long.
+
+Worker n's loss is F_n(w) + G(w_2) with G'(1) = 1. While the first entries cancel, Top-1 adds up the second
+entry, and then sends the whole sum at once: the learning step is scaled by the number of iterations waited.
+The paper leaves G open. Here
+
+    G(w_2) = slope (w_2 - 1) + curvature (w_2 - 1)^2 / 2,      G'(1) = slope = 1
+
+Curvature gives the loss a minimum that one can jump over; 0 is a straight line.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regtopk.errors import ArgumentError
+from regtopk.experiments import toy
+from regtopk.experiments.experiment import Experiment, Progress, Summary
+from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.runs import Panel, Record
+
+# what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
+PAPER = {"num_iterations_waited": 50, "first_aggregate": 100.0, "first_step_scale": 50.0}
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """Settings of the second toy example.
+
+    Args:
+        num_iterations: T.
+        lr: learning step length, > 0.
+        mu: RegTop-k's, > 0.
+        slope: G'(1), finite; the paper's is 1.
+        curvature: G'', >= 0 and finite.
+        device: cpu or cuda.
+    """
+
+    num_iterations: int = 100
+    lr: float = 0.9
+    mu: float = 1.0
+    slope: float = 1.0
+    curvature: float = 0.5
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_count("num_iterations", self.num_iterations)
+        check_positive("lr", self.lr)
+        check_positive("mu", self.mu)
+        if not -torch.inf < self.slope < torch.inf:
+            raise ArgumentError(f"slope must be finite, got {self.slope}")
+        if not 0 <= self.curvature < torch.inf:
+            raise ArgumentError(f"curvature must be >= 0 and finite, got {self.curvature}")
+        check_device(self.device)
+
+
+def risk(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
+    """F(w) + G(w_2), as a function of w."""
+    return lambda w: toy.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
+
+
+def grads(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
+    """The workers' gradients (2, 2), as a function of w."""
+
+    def gradients(w: Tensor) -> Tensor:
+        slope_here = config.slope + config.curvature * (w[1] - 1)
+        return toy.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
+
+    return gradients
+
+
+def run(config: ScalingConfig, progress: Progress) -> Iterator[Record]:
+    """Yield, for every method and iteration, the risk and the step taken from there.
+
+    `step_scale` is the length of the step over that of the first step without sparsification.
+    """
+    algorithms = toy.methods(config.mu)
+    start = torch.tensor(toy.START, dtype=torch.float64, device=config.device)
+    unit = config.lr * grads(config)(start).mean(0).norm()
+    for done, (method, algorithm) in enumerate(algorithms.items()):
+        path = toy.descend(
+            algorithm,
+            grads(config),
+            lr=config.lr,
+            num_iterations=config.num_iterations,
+            device=config.device,
+        )
+        for iteration, (w, step) in enumerate(path):
+            yield {
+                "method": method,
+                "iteration": iteration,
+                "risk": float(risk(config)(w)),
+                "w_2": float(w[1]),
+                "step_length": float(step.norm()),
+                "step_scale": float(step.norm() / unit),
+            }
+        progress((done + 1) / len(algorithms))
+
+
+def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:
+    """How long each method waits, and how long its steps then are."""
+    waited: dict[str, int | None] = {}
+    first_length: dict[str, float] = {}
+    first_scale: dict[str, float] = {}
+    longest_scale: dict[str, float] = {}
+    final_risk: dict[str, float] = {}
+    for record in records:
+        method, scale = record["method"], record["step_scale"]
+        if scale > 0 and waited.get(method) is None:
+            waited[method] = record["iteration"]
+            first_length[method], first_scale[method] = record["step_length"], scale
+        waited.setdefault(method, None)  # it never moved
+        longest_scale[method] = max(longest_scale.get(method, 0.0), scale)
+        final_risk[method] = record["risk"]
+    return {
+        "num_iterations_waited": waited,
+        "first_step_length": first_length,
+        "first_step_scale": first_scale,
+        "longest_step_scale": longest_scale,
+        "final_risk": final_risk,
+        "paper_topk": PAPER,
+        "table": [
+            {"measure": "iterations before the first step", **waited},
+            {"measure": "first step, over that of dense", **first_scale},
+            {"measure": "longest step, over the first of dense", **longest_scale},
+            {"measure": f"risk at iteration {config.num_iterations - 1}", **final_risk},
+        ],
+    }
+
+
+def panels(config: ScalingConfig) -> Sequence[Panel]:
+    """Two: the lengths of the steps, and the model they lead to."""
+    return (
+        Panel(
+            title="Length of every step, over dense's first",
+            x="iteration",
+            y="step_scale",
+            x_label="iteration",
+            y_label="learning step scaled by",
+            log_y=True,
+            marks="stems",
+        ),
+        Panel(
+            title="The entry that matters",
+            x="iteration",
+            y="w_2",
+            x_label="iteration",
+            y_label="second entry of w",
+        ),
+    )
+
+
+SCALING = Experiment(
+    name="scaling",
+    title="Learning step scaling: waiting makes the step too long",
+    about=(
+        "The toy problem with a second loss G on the entry that matters. Top-1 sends nothing useful for "
+        "36 iterations, then all 37 gradients in one step, far past the minimum. RegTop-1 never waits "
+        "longer than one. The paper speaks of 50 iterations and a factor of 50; its own formula gives 36 "
+        "and 37."
+    ),
+    config=ScalingConfig,
+    run=run,
+    summarise=summarise,
+    panels=panels,
+)

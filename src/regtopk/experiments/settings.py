@@ -1,0 +1,69 @@
+"""Configurations of experiments: from `key=value` words to a checked, frozen dataclass."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import torch
+
+from regtopk.errors import ArgumentError
+
+ConfigT = TypeVar("ConfigT")
+
+
+def parse_settings(config_class: type[ConfigT], settings: Sequence[str]) -> ConfigT:
+    """Build a configuration from its defaults and some `key=value` words.
+
+    A value is read as the type of the default: an integer, a number, a word, or numbers with commas.
+
+    Raises:
+        ArgumentError: a word without "=", an unknown key (the nearest one is named), a key given twice,
+            or a value that cannot be read or breaks its rule.
+    """
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {}
+    for word in settings:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ArgumentError(f"--set must be key=value, got {word!r}")
+        if key not in defaults:
+            nearest = get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
+            raise ArgumentError(
+                f"--set key must be one of {', '.join(defaults)}, got {key!r} (did you mean {nearest!r}?)"
+            )
+        if key in chosen:
+            raise ArgumentError(f"each setting must be given once, got {key} twice")
+        chosen[key] = _parse(key, text, defaults[key])
+    return config_class(**chosen)
+
+
+def _parse(key: str, text: str, default: Any) -> Any:
+    try:
+        if isinstance(default, tuple):
+            return tuple(float(part) for part in text.split(","))
+        return type(default)(text)
+    except ValueError:
+        kind = "numbers with commas" if isinstance(default, tuple) else f"of type {type(default).__name__}"
+        raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
+
+
+def check_count(name: str, count: int) -> None:
+    """Refuse a count below 1."""
+    if count < 1:
+        raise ArgumentError(f"{name} must be an integer of at least 1, got {count}")
+
+
+def check_positive(name: str, number: float) -> None:
+    """Refuse a number that is not positive and finite."""
+    if not 0 < number < math.inf:
+        raise ArgumentError(f"{name} must be positive and finite, got {number}")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device other than cpu and cuda, or cuda where there is none."""
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device must be cpu where torch finds no GPU, got 'cuda'")

@@ -1,0 +1,139 @@
+"""Draws a run's panels with matplotlib."""
+
+import io
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from regtopk.errors import MissingExtraError
+from regtopk.report.style import GRID, INK, Style, style_of
+from regtopk.runs import Panel, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANEL_INCHES = (4.6, 3.3)
+STYLE = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
+    "text.color": INK[0],
+    "axes.labelcolor": INK[0],
+    "axes.edgecolor": GRID[0],
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.axisbelow": True,
+    "grid.color": GRID[0],
+    "grid.linewidth": 0.7,
+    "xtick.color": INK[0],
+    "ytick.color": INK[0],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "axes.formatter.use_mathtext": False,
+}
+
+
+def draw_files(panels: Sequence[Panel], records: Sequence[Record], png: Path, svg: Path) -> None:
+    """All panels side by side with a legend, as a picture and as a drawing for print."""
+    figure = _draw(panels, records, with_frame=True)
+    figure.savefig(png, dpi=160, facecolor="white")
+    svg.write_text(_to_svg(figure, salt=panels[0].y), encoding="utf-8")
+
+
+def draw_inline(panel: Panel, records: Sequence[Record], *, salt: str) -> str:
+    """One panel as an SVG element for a page: no ground, no title, no legend.
+
+    Args:
+        panel: what to draw.
+        records: of the run.
+        salt: different for every drawing of a page, so that their inner names do not clash.
+    """
+    drawing = _to_svg(_draw([panel], records, with_frame=False), salt=salt)
+    return drawing[drawing.index("<svg") :]
+
+
+def methods_of(records: Sequence[Record]) -> list[str]:
+    """The methods in order of appearance."""
+    return list(dict.fromkeys(record["method"] for record in records))
+
+
+def _draw(panels: Sequence[Panel], records: Sequence[Record], *, with_frame: bool) -> "Figure":
+    matplotlib = _import_matplotlib()
+    with matplotlib.rc_context(STYLE):
+        width, height = PANEL_INCHES
+        size = (width * len(panels), height + (0.35 if with_frame else 0.0))
+        figure: Figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            _draw_panel(axes, panel, records)
+            if with_frame:
+                axes.set_title(panel.title)
+        if with_frame:
+            handles, labels = figure.axes[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record]) -> None:
+    shown = [r for r in records if all(r[key] == value for key, value in panel.where.items())]
+    for method, group in groupby(sorted(shown, key=lambda r: methods_of(shown).index(r["method"])), _method):
+        curve = [record for record in group if panel.y in record]
+        _draw_curve(axes, panel, curve, style_of(method))
+    if panel.log_y:
+        axes.set_yscale("log")
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.margins(x=0.02)
+
+
+def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
+    x = [record[panel.x] for record in curve]
+    seeds = [_as_list(record[panel.y]) for record in curve]
+    y = [median(values) for values in seeds]
+    if panel.marks == "stems":
+        moved = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
+        xs, ys = [a for a, _ in moved], [b for _, b in moved]
+        axes.plot(xs, ys, "o", ms=3.5, color=style.light, label=style.label, alpha=0.85, mew=0)
+        return
+    axes.plot(x, y, style.dashes, color=style.light, label=style.label, lw=1.8)
+    if len(seeds[0]) > 1:
+        low, high = [min(values) for values in seeds], [max(values) for values in seeds]
+        axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
+    if panel.dots is not None:
+        dotted = [record for record in curve if panel.dots in record][::5]
+        at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
+        axes.plot(*at, "o", ms=4, color=style.light, mew=0)
+
+
+def _method(record: Record) -> str:
+    method: str = record["method"]
+    return method
+
+
+def _as_list(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def _to_svg(figure: "Figure", *, salt: str) -> str:
+    matplotlib = _import_matplotlib()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):  # the same bytes for the same run
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def _import_matplotlib() -> Any:
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "figures need matplotlib: pip install 'regtopk[plots]', then regtopk report DIR"
+        ) from error
+    return matplotlib

@@ -1,0 +1,147 @@
+"""The page of a run, or of several: one HTML file that needs nothing else, in light and dark."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from regtopk.report.figure import draw_files, draw_inline, methods_of
+from regtopk.report.style import GRID, INK, METHOD_LABELS, format_number, style_of
+from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, read_header, read_run
+
+LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472", "link": "#1f5fd6"}
+DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0", "link": "#7fb0ff"}
+
+CSS = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.55 system-ui,sans-serif}
+main{max-width:72rem;margin:0 auto;padding:2.5rem 1.25rem 4rem}
+h1{font-size:1.9rem;line-height:1.2;margin:0 0 .4rem;letter-spacing:-.01em}
+h2{font-size:1.3rem;margin:3rem 0 .3rem;padding-top:1.6rem;border-top:1px solid var(--grid)}
+h3{font-size:.95rem;font-weight:600;margin:0 0 .4rem}
+p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}
+pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;padding:.6rem .9rem;
+ overflow-x:auto;font:.85rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
+.panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1.2rem}
+figure{margin:0;background:var(--raised);border:1px solid var(--grid);border-radius:.75rem;padding:1rem}
+figure svg{width:100%;height:auto;display:block;max-height:30rem}
+figure svg text{font-family:system-ui,sans-serif!important}
+.legend{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:1rem 0 .7rem;padding:0;list-style:none;font-size:.9rem}
+.legend svg{width:1.9rem;height:.7rem;margin-right:.45rem;vertical-align:-.05rem}
+.wide{overflow-x:auto;margin:1.4rem 0}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
+th,td{text-align:right;padding:.45rem .8rem;border-bottom:1px solid var(--grid);white-space:nowrap}
+th{font-weight:600;color:var(--quiet)}
+th:first-child,td:first-child{text-align:left;padding-left:0;white-space:normal;min-width:13rem}
+details{margin-top:1rem;color:var(--quiet);font-size:.9rem}
+summary{cursor:pointer}
+footer{margin-top:3rem;padding-top:1rem;border-top:1px solid var(--grid);color:var(--quiet);font-size:.85rem}
+"""
+DASHES = {"-": "", "--": "6 3", "-.": "7 3 2 3", ":": "2 3"}
+
+
+def write_report(folder: Path) -> Path:
+    """Draw a recorded run (or a folder of them): figure.png, figure.svg and index.html.
+
+    Returns:
+        The page.
+
+    Raises:
+        OutputError: the folder holds no finished run.
+        MissingExtraError: matplotlib is not installed.
+    """
+    header = read_header(folder)
+    parts = [folder / part for part in header.get("parts", ())]
+    for part in parts:
+        write_report(part)
+    runs = [read_run(part) for part in parts or [folder]]
+    if not parts:
+        draw_files(runs[0].panels, runs[0].records, folder / FIGURE_PNG, folder / FIGURE_SVG)
+    page = folder / PAGE
+    page.write_text(_page(header, runs), encoding="utf-8")
+    return page
+
+
+def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
+    is_single = len(runs) == 1 and header == runs[0].header
+    body = [f"<h1>{escape(header['title'])}</h1>", f"<p>{escape(header['about'])}</p>"]
+    body.append(f"<pre>{escape(header['command'])}</pre>")
+    for run in runs:
+        if not is_single:
+            body.append(f"<h2>{escape(run.header['title'])}</h2><p>{escape(run.header['about'])}</p>")
+        body += [_legend(run), _panels(run), _table(run.summary["table"]), _settings(run)]
+    versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(header['title'])}</title>\n<style>{_colours(runs)}{CSS}</style>\n</head>\n<body>\n"
+        f"<main>\n{''.join(body)}\n<footer>{escape(versions)}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _colours(runs: Sequence[Run]) -> str:
+    methods = dict.fromkeys(method for run in runs for method in methods_of(run.records))
+    light = {**LIGHT, "ink": INK[0], "grid": GRID[0]}
+    dark = {**DARK, "ink": INK[1], "grid": GRID[1]}
+    light |= {method: style_of(method).light for method in methods}
+    dark |= {method: style_of(method).dark for method in methods}
+    return f":root{{{_variables(light)}}}@media(prefers-color-scheme:dark){{:root{{{_variables(dark)}}}}}"
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
+
+
+def _legend(run: Run) -> str:
+    keys = []
+    for method in methods_of(run.records):
+        style = style_of(method)
+        line = f'<path d="M0 5h30" stroke="var(--{method})" stroke-width="3"'
+        dashes = f' stroke-dasharray="{DASHES[style.dashes]}"' if DASHES[style.dashes] else ""
+        keys.append(
+            f'<li><svg viewBox="0 0 30 10" aria-hidden="true">{line}{dashes}/></svg>{escape(style.label)}</li>'
+        )
+    return f'<ul class="legend">{"".join(keys)}</ul>'
+
+
+def _panels(run: Run) -> str:
+    figures = []
+    for number, panel in enumerate(run.panels):
+        salt = f"{run.header['experiment']}{number}"
+        drawing = _adaptive(draw_inline(panel, run.records, salt=salt), run)
+        figures.append(f"<figure><h3>{escape(panel.title)}</h3>{drawing}</figure>")
+    return f'<div class="panels">{"".join(figures)}</div>'
+
+
+def _adaptive(drawing: str, run: Run) -> str:
+    """The drawing with its light colours turned into the page's variables, which follow the reader."""
+    names = {INK[0]: "ink", GRID[0]: "grid"}
+    names |= {style_of(method).light: method for method in methods_of(run.records)}
+    for colour, name in names.items():
+        drawing = drawing.replace(colour, f"var(--{name})")
+    return drawing
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    head = "".join(f"<th>{escape(column_label(column))}</th>" for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(format_number(row.get(key)))}</td>" for key in columns) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def column_label(column: str) -> str:
+    """The heading of a table's column."""
+    return "" if column == "measure" else METHOD_LABELS.get(column, column)
+
+
+def _settings(run: Run) -> str:
+    settings = json.dumps(run.header["config"], indent=2)
+    return (
+        f"<details><summary>Settings, and how to make this again</summary>"
+        f"<pre>{escape(run.header['command'])}</pre><pre>{escape(settings)}</pre></details>"
+    )

@@ -1,0 +1,194 @@
+"""A run's folder: what experiments write and reports read.
+
+::
+
+    config.json     what was run: experiment, command, configuration, versions, and the panels of its figure
+    metrics.jsonl   one record a line, written as it is measured, so a kill loses nothing
+    summary.json    every number the table shows; there once the run is finished
+
+A folder may instead hold several runs in subfolders, named as ``parts`` in its config.json (the demo).
+"""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from regtopk.errors import OutputError
+
+Record = dict[str, Any]
+
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+FIGURE_PNG, FIGURE_SVG, PAGE = "figure.png", "figure.svg", "index.html"
+FILES = (CONFIG, METRICS, SUMMARY, FIGURE_PNG, FIGURE_SVG, PAGE)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: which fields of the records are drawn against which, one curve a method.
+
+    Args:
+        title: above the axes.
+        x: field of the records.
+        y: field of the records; a list there is one value a seed, drawn as median and range.
+        x_label, y_label: along the axes.
+        where: only records with these values are drawn.
+        log_y: a logarithmic axis; values <= 0 are left out.
+        marks: "line", or "stems" for lengths of single steps.
+        dots: a second field, drawn as dots over the curve (published points).
+    """
+
+    title: str
+    x: str
+    y: str
+    x_label: str
+    y_label: str
+    where: Mapping[str, Any] = field(default_factory=dict)
+    log_y: bool = False
+    marks: Literal["line", "stems"] = "line"
+    dots: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, as read back."""
+
+    folder: Path
+    header: dict[str, Any]
+    records: list[Record]
+    summary: dict[str, Any]
+
+    @property
+    def panels(self) -> list[Panel]:
+        """The panels of its figure."""
+        return [Panel(**panel) for panel in self.header["panels"]]
+
+
+class RunWriter:
+    """Writes one run into a folder that is claimed first, before anything is computed.
+
+    Args:
+        folder: made if missing; refused if it holds a run.
+        header: what config.json will say.
+        force: replace a run that is there.
+
+    Raises:
+        OutputError: the folder cannot be written, or holds a run and force is off.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any], *, force: bool = False) -> None:
+        claim_folder(folder, force=force)
+        self.folder = folder
+        write_json(folder / CONFIG, header)
+        self._metrics = (folder / METRICS).open("w", encoding="utf-8")
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._metrics.close()
+
+    def add(self, record: Record) -> None:
+        """Append one record, at once on disk."""
+        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary: from now on the run counts as finished."""
+        write_json(self.folder / SUMMARY, summary)
+
+
+def claim_folder(folder: Path, *, force: bool) -> None:
+    """Make the folder and make sure that it can be written and holds no run (or remove that)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = [name for name in FILES if (folder / name).exists()]
+        if held and not force:
+            raise OutputError(
+                f"output folder must not hold a run, but {folder} holds {held[0]}: "
+                "choose another --out, or replace it with --force"
+            )
+        for name in held:
+            (folder / name).unlink()
+        probe = folder / CONFIG
+        probe.touch()
+        probe.unlink()
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"output folder must be writable, got {folder}: {error.strerror or error}"
+        ) from error
+
+
+def make_header(
+    experiment: str,
+    *,
+    title: str,
+    about: str,
+    command: str,
+    config: Mapping[str, Any],
+    panels: Sequence[Panel],
+) -> dict[str, Any]:
+    """What config.json holds for a run."""
+    return {
+        "experiment": experiment,
+        "title": title,
+        "about": about,
+        "command": command,
+        "config": dict(config),
+        "versions": versions(),
+        "panels": [asdict(panel) for panel in panels],
+    }
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    from regtopk import __version__
+
+    return {
+        "regtopk": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The config.json of a run, or of a folder of several."""
+    header: dict[str, Any] = json.loads(_read(folder, CONFIG))
+    return header
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run back.
+
+    Raises:
+        OutputError: there is none, or it was not finished.
+    """
+    records = [json.loads(line) for line in _read(folder, METRICS).splitlines()]
+    return Run(folder, read_header(folder), records, json.loads(_read(folder, SUMMARY)))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write readable JSON."""
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _read(folder: Path, name: str) -> str:
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"folder must hold a finished run, but {folder / name} cannot be read: {error.strerror or error}"
+        ) from error
