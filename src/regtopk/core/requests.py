@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from regtopk.core.codes import is_lossless
 from regtopk.core.sparse import SparseGradient
 
 
@@ -21,11 +22,29 @@ class SparseSum:
 
 @dataclass(frozen=True)
 class DenseSum:
-    """Receive sum_n w_n x_n, (m,), of the workers' vectors x_n of equal length."""
+    """Receive sum_n w_n x_n, (m,), of the workers' vectors x_n of equal length.
+
+    Each region of the vector is summed by one worker. With a lossy ``sum_code`` the sums are coded before
+    all receive them, and what that lost is written to ``loss``: the region's owner finds there what it must
+    add to its residual (the loss over its weight), everybody else zero.
+
+    Args:
+        tensor: x_n, on the grid of ``code``.
+        weight: w_n.
+        code: how the values travel to the region's owner.
+        sum_code: how the sums travel from there to all.
+        loss: a buffer like ``tensor``, needed if and only if ``sum_code`` is lossy.
+    """
 
     tensor: Tensor
     weight: Tensor
     code: str = "float32"
+    sum_code: str = "float32"
+    loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Nothing may get lost unseen."""
+        assert is_lossless(self.sum_code) == (self.loss is None), "a lossy sum_code needs a loss buffer"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Who is speaking: the frozen facts about a worker (or a batch of them) that an algorithm may read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -96,3 +96,20 @@ class Worker:
         """A zero vector for this worker, J long unless told: what a state starts from."""
         size = self.numel if size is None else size
         return self.weight.new_zeros(*self.batch_shape, size, dtype=dtype)
+
+
+def check_weights(weights: Sequence[float] | Tensor | None, num_workers: int) -> Tensor:
+    """The weights as float64 (N,); refused unless finite, >= 0 and summing to one within 1e-6."""
+    if weights is None:
+        return torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
+    w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone()
+    if w.shape != (num_workers,):
+        raise ArgumentError(
+            f"weights must be one number for each of the {num_workers} workers, "
+            f"got shape {tuple(w.shape)}"
+        )
+    if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
+        raise ArgumentError(f"weights must be finite and >= 0, got {w.tolist()}")
+    if abs(float(w.sum()) - 1) > 1e-6:
+        raise ArgumentError(f"weights must sum to 1 within 1e-6, got a sum of {float(w.sum())}")
+    return w

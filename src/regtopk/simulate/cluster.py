@@ -12,7 +12,7 @@ from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.codes import check_index_code
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
-from regtopk.core.worker import Layout, Worker
+from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.simulate.driver import SimulatedDriver, dense_bytes
 
@@ -77,7 +77,7 @@ class Cluster:
         worker = self._worker_at_this_step(grads)
         state = self.algorithm.init(worker) if self.state is None else self.state
         traffic = Traffic.zeros(*grads.shape[:-1], device=grads.device)
-        driver = SimulatedDriver(traffic, (worker.weight > 0).flatten().long(), self.index_code)
+        driver = SimulatedDriver(traffic, tuple(self.weights.tolist()), self.index_code)
         aggregate = self._converse(grads, state, worker, driver)
         traffic.dense_bytes += dense_bytes(grads.shape[-1], self.num_workers)
         self._record(traffic)
@@ -182,20 +182,3 @@ class Cluster:
                 *traffic.num_entries.shape, device=traffic.num_entries.device
             )
         self.total.add_(traffic)
-
-
-def check_weights(weights: Sequence[float] | Tensor | None, num_workers: int) -> Tensor:
-    """The weights as float64 (N,); refused unless finite, >= 0 and summing to one within 1e-6."""
-    if weights is None:
-        return torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
-    w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone()
-    if w.shape != (num_workers,):
-        raise ArgumentError(
-            f"weights must be one number for each of the {num_workers} workers, "
-            f"got shape {tuple(w.shape)}"
-        )
-    if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
-        raise ArgumentError(f"weights must be finite and >= 0, got {w.tolist()}")
-    if abs(float(w.sum()) - 1) > 1e-6:
-        raise ArgumentError(f"weights must sum to 1 within 1e-6, got a sum of {float(w.sum())}")
-    return w

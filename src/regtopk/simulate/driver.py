@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import full_message_bytes, message_bytes, segment_bytes
+from regtopk.core.codes import full_message_bytes, message_bytes, quantise
+from regtopk.core.regions import dense_regions, dense_sum_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
@@ -21,13 +22,14 @@ class SimulatedDriver:
 
     Args:
         traffic: where the bytes are counted, (..., N).
-        is_active: (N,) int64, 1 for workers that send and 0 for those of weight zero.
+        weights: w_n; workers of weight zero send nothing.
         index_code: how indices travel; they are not coded here, only counted so.
     """
 
-    def __init__(self, traffic: Traffic, is_active: Tensor, index_code: str) -> None:
+    def __init__(self, traffic: Traffic, weights: tuple[float, ...], index_code: str) -> None:
         self.traffic = traffic
-        self.is_active = is_active
+        self.weights = weights
+        self.is_active = torch.tensor([weight > 0 for weight in weights], device=traffic.num_entries.device)
         self.index_code = index_code
 
     def answer(self, request: Request) -> Any:
@@ -71,14 +73,26 @@ class SimulatedDriver:
         )
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
-        tensor = request.tensor
+        tensor, dtype = request.tensor, request.weight.dtype
+        moved = dense_sum_bytes(tensor.shape[-1], self.weights, dtype, request.code, request.sum_code)
         count = _full(tensor, tensor.shape[-1]) * self.is_active
-        size = segment_bytes(tensor.shape[-1], dtype=tensor.dtype, value_code=request.code)
-        payload = size * self.is_active
-        num_workers = tensor.shape[-2]
-        moved = (2 * (num_workers - 1) * payload) // num_workers
-        self._count(payload, moved, moved, count)
-        return _received(_weighted_sum(tensor, request.weight))
+        payload, sent, received = (torch.tensor(sizes, device=tensor.device) for sizes in moved)
+        self._count(payload, sent, received, count)
+        total = _weighted_sum(tensor, request.weight)
+        if request.loss is None:
+            return _received(total)
+        return _received(self._code_sums(total, request.sum_code, request.weight, request.loss))
+
+    def _code_sums(self, total: Tensor, sum_code: str, weight: Tensor, loss: Tensor) -> Tensor:
+        """Code each region of the sums, and give what is lost to the region's owner."""
+        loss.zero_()
+        coded = total.clone()
+        for owner, (start, end) in enumerate(dense_regions(total.shape[-1], self.weights)):
+            if end > start:
+                coded[..., start:end] = quantise(total[..., start:end], sum_code)
+                lost = total[..., start:end] - coded[..., start:end]
+                loss[..., owner, start:end] = lost / weight[owner]
+        return coded
 
     def _gather(self, request: Gather) -> Gathered:
         """Every entry counts in full (8 bytes an int64): what is gathered is not coded."""

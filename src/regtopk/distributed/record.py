@@ -1,0 +1,113 @@
+"""What an exchange sent and how long it took, measured on the messages themselves."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+
+import torch
+
+PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
+
+
+@dataclass
+class StepRecord:
+    """One step, or the sum of many, of this rank.
+
+    Bytes as in `regtopk.core.traffic`; times in seconds, split into the algorithm's own work (select_s),
+    encoding, waiting in collectives, and decoding with summing.
+    """
+
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0
+    num_entries: int = 0
+    select_s: float = 0.0
+    encode_s: float = 0.0
+    collective_s: float = 0.0
+    decode_s: float = 0.0
+    residual_norm: float = 0.0
+    num_skipped: int = 0
+
+    def add(self, other: "StepRecord") -> None:
+        """Add another record to this one; the residual's norm is the newer one's."""
+        for f in fields(self):
+            if f.name != "residual_norm":
+                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+        self.residual_norm = other.residual_norm
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name."""
+        return asdict(self)
+
+
+class Stopwatch:
+    """Time spent in named phases, innermost phase first: a phase inside another is not counted twice.
+
+    On CUDA the clock is the device's: events are recorded, and only read when the times are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self._phases: list[str] = []
+        self._marks: list[tuple[str, object]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a block towards a phase."""
+        self._mark(name)
+        self._phases.append(name)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._mark(self._phases[-1] if self._phases else "")
+
+    def _mark(self, name: str) -> None:
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((name, event))
+        else:
+            self._marks.append((name, time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds a phase, up to now."""
+        spent: dict[str, float] = defaultdict(float)
+        if self.is_cuda and self._marks:
+            torch.cuda.synchronize()
+        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(start, float) and isinstance(end, float):
+                spent[name] += end - start
+            else:
+                spent[name] += start.elapsed_time(end) / 1e3  # type: ignore[attr-defined]
+        return {phase: spent[phase] for phase in PHASES}
+
+
+def summarise(total: StepRecord, num_steps: int, num_workers: int, title: str) -> str:
+    """A few lines of text: bytes sent, against dense, and where the time went."""
+    steps = max(num_steps, 1)
+    saving = total.dense_bytes / total.sent_bytes if total.sent_bytes else float("inf")
+    times = " · ".join(f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES)
+    lines = [
+        f"{title}: {num_steps} steps on {num_workers} workers",
+        f"  sent      {_size(total.sent_bytes)} in all, {_size(total.sent_bytes / steps)} a step",
+        f"  dense     {_size(total.dense_bytes)} in all, {_size(total.dense_bytes / steps)} a step: "
+        f"{saving:.1f} times as much",
+        f"  payload   {_size(total.payload_bytes / steps)} a step, {total.num_entries / steps:.0f} entries",
+        f"  time      {times} (ms a step)",
+        f"  residual  norm {total.residual_norm:.4g}",
+    ]
+    if total.num_skipped:
+        lines.append(f"  skipped   {total.num_skipped} steps whose gradients were not finite")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
