@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm, Conversation
+from regtopk.core.algorithm import Algorithm, Conversation, Promise
 from regtopk.core.codes import check_value_code, is_lossless, quantise
 from regtopk.core.requests import DenseSum
 from regtopk.core.state import NoState, ResidualState
@@ -27,6 +27,7 @@ class Dense(Algorithm[NoState | ResidualState]):
     """
 
     name: ClassVar[str] = "dense"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "unbiased"})
     value_code: str = "float32"
 
     def __post_init__(self) -> None:
@@ -37,9 +38,7 @@ class Dense(Algorithm[NoState | ResidualState]):
         """The residual starts at zero; there is none where nothing is lost."""
         return NoState() if is_lossless(self.value_code) else ResidualState(worker.zeros())
 
-    def exchange(
-        self, grad: Tensor, state: NoState | ResidualState, worker: Worker
-    ) -> Conversation:
+    def exchange(self, grad: Tensor, state: NoState | ResidualState, worker: Worker) -> Conversation:
         """Send the gradient as it is, or coded."""
         sent = grad
         if isinstance(state, ResidualState):

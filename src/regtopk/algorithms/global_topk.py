@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.requests import DenseSum, Peek
 from regtopk.core.selection import take_at_
 from regtopk.core.sparse import to_dense
@@ -31,6 +31,9 @@ class GlobalTopK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "global-topk"
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "shared_support"}
+    )
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -39,9 +42,10 @@ class GlobalTopK(Sparsifier[ResidualState]):
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of the oracle."""
         k = self.num_selected(worker)
-        state.residual.add_(grad)
-        accumulated = yield Peek(state.residual, worker.weight)
-        indices = accumulated.abs().topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        accumulated = state.residual + grad  # a new tensor: a cluster that refuses to peek changes nothing
+        aggregate = yield Peek(accumulated, worker.weight)
+        state.residual = accumulated
+        indices = aggregate.abs().topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
         values = take_at_(state.residual, None, indices, code=self.value_code)
         total = yield DenseSum(values, worker.weight, self.value_code)
         return to_dense(indices, total, worker.numel)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.random import random_subset
 from regtopk.core.requests import DenseSum
 from regtopk.core.selection import take_at_
@@ -31,6 +31,9 @@ class RandomK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "randomk"
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "shared_support"}
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:

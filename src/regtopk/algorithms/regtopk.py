@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.requests import SparseSum
 from regtopk.core.selection import take_largest_
 from regtopk.core.sparse import take
@@ -22,6 +22,7 @@ REGULARIZERS: dict[str, Regularizer] = {
     "tanh": lambda x, mu: torch.tanh(x / mu),
     "sigmoid": lambda x, mu: 2 * torch.sigmoid(x / mu) - 1,
 }
+_LARGEST_X = 1e6  # in units of mu; tanh and sigmoid are 1 long before
 
 
 @dataclass
@@ -57,8 +58,8 @@ class RegTopK(Sparsifier[RegTopKState]):
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
         reference: which a the distortion is measured against.
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
-        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a callable of x >= 0 (a float64
-            tensor) and mu that is not negative and does not decrease in x.
+        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a callable of x (a float64 tensor in
+            0..10^6 mu, larger ones count as that) and mu, finite, not negative and not decreasing in x.
 
     Differs from the paper: the default reference is the one that gives the published figures
     (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent. With a lossy value code,
@@ -66,6 +67,7 @@ class RegTopK(Sparsifier[RegTopKState]):
     """
 
     name: ClassVar[str] = "regtopk"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "dense_at_full_density", "exact_k"})
     mu: float = 4.0
     reference: Literal["previous", "current"] = "previous"
     q: float = math.inf
@@ -77,12 +79,11 @@ class RegTopK(Sparsifier[RegTopKState]):
         if not _is_number(self.mu) or not 0 < self.mu < math.inf:
             raise ArgumentError(f"mu must be positive and finite, got {self.mu!r}")
         if self.reference not in ("previous", "current"):
-            raise ArgumentError(
-                f"reference must be 'previous' or 'current', got {self.reference!r}"
-            )
+            raise ArgumentError(f"reference must be 'previous' or 'current', got {self.reference!r}")
         if not _is_number(self.q) or not self.q > -1:
             raise ArgumentError(f"q must be greater than -1 (inf is allowed), got {self.q!r}")
-        if isinstance(self.regularizer, str) and self.regularizer not in REGULARIZERS:
+        is_known = isinstance(self.regularizer, str) and self.regularizer in REGULARIZERS
+        if not is_known and not callable(self.regularizer):
             raise ArgumentError(
                 f"regularizer must be one of {', '.join(REGULARIZERS)} or a callable, "
                 f"got {self.regularizer!r}"
@@ -119,18 +120,15 @@ class RegTopK(Sparsifier[RegTopKState]):
             accumulated = state.residual.gather(-1, state.indices) + grad.gather(-1, state.indices)
             below = worker.weight * accumulated
             above = below + (state.aggregate - state.own)
-        distance = (above.double() / below.double()).abs()  # |1 + D|
+        distance = (above.double() / below.double()).abs().clamp(max=_LARGEST_X * self.mu)  # |1 + D|
         distance = distance.where(below != 0, 0.0)  # a^t = 0: its score is 0 whatever D is
         factor = self._u(distance) / self._factor_elsewhere()
         factor = factor.where(state.own != 0, 1.0)  # sent as exactly zero: as if not sent
-        return factor.to(state.residual.dtype)
+        dtype = state.residual.dtype
+        return factor.clamp(max=torch.finfo(dtype).max).to(dtype)  # finite, so that 0 · factor is 0
 
     def _u(self, x: Tensor) -> Tensor:
-        u = (
-            REGULARIZERS[self.regularizer]
-            if isinstance(self.regularizer, str)
-            else self.regularizer
-        )
+        u = REGULARIZERS[self.regularizer] if isinstance(self.regularizer, str) else self.regularizer
         return u(x, self.mu)
 
     def _factor_elsewhere(self) -> float:
@@ -140,13 +138,13 @@ class RegTopK(Sparsifier[RegTopKState]):
         return float(self._u(torch.tensor(1.0 + self.q, dtype=torch.float64)))
 
     def _check_regularizer(self) -> None:
-        x = self.mu * torch.cat(
-            [torch.zeros(1, dtype=torch.float64), torch.logspace(-6, 6, 97, dtype=torch.float64)]
-        )
+        steps = torch.logspace(-6, math.log10(_LARGEST_X), 97, dtype=torch.float64)
+        x = self.mu * torch.cat([steps.new_zeros(1), steps])
         u = self._u(x)
-        if u.shape != x.shape or not bool((u >= 0).all() and (u.diff() >= 0).all()):
+        is_one_each = isinstance(u, Tensor) and u.shape == x.shape
+        if not is_one_each or not bool(u.isfinite().all() and (u >= 0).all() and (u.diff() >= 0).all()):
             raise ArgumentError(
-                "regularizer must give one value u(x, mu) >= 0 for each x and must not decrease, "
+                "regularizer must give one finite u(x, mu) >= 0 for each x and must not decrease, "
                 f"got {self.regularizer!r}"
             )
         if not 0 < self._factor_elsewhere() < math.inf:

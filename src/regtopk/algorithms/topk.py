@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.requests import SparseSum
 from regtopk.core.selection import take_largest_
 from regtopk.core.state import ResidualState
@@ -27,6 +27,7 @@ class TopK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "topk"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "dense_at_full_density", "exact_k"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""

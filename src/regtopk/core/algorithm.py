@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
@@ -22,12 +22,22 @@ from regtopk.errors import ArgumentError
 Conversation = Generator[Request, Any, Tensor]
 DensitySchedule = Callable[[int], float]
 
+# What an algorithm can promise, and tests/algorithms/test_contract.py holds it to:
+Promise = Literal[
+    "exact_k",  # every worker sends `num_selected` entries a step
+    "conserves",  # sent + residual afterwards = residual before + grad (no residual: zero)
+    "shared_support",  # all workers send the same entries
+    "dense_at_full_density",  # with k = J the aggregate is Dense's
+    "unbiased",  # over its random draws, the mean aggregate is sum_n w_n g_n
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC, Generic[StateT]):
     """Base of every algorithm: frozen options, no state of its own."""
 
     name: ClassVar[str]
+    promises: ClassVar[frozenset[Promise]]
 
     @abstractmethod
     def init(self, worker: Worker) -> StateT:
@@ -59,9 +69,7 @@ class Sparsifier(Algorithm[StateT]):
     def __post_init__(self) -> None:
         """Check the options."""
         if (self.density is None) == (self.k is None):
-            raise ArgumentError(
-                f"give exactly one of density and k, got density={self.density}, k={self.k}"
-            )
+            raise ArgumentError(f"give exactly one of density and k, got density={self.density}, k={self.k}")
         if self.density is not None and not callable(self.density):
             check_density(self.density)
         if self.k is not None and (type(self.k) is not int or self.k < 1):

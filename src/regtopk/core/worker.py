@@ -105,11 +105,12 @@ def check_weights(weights: Sequence[float] | Tensor | None, num_workers: int) ->
     w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone()
     if w.shape != (num_workers,):
         raise ArgumentError(
-            f"weights must be one number for each of the {num_workers} workers, "
-            f"got shape {tuple(w.shape)}"
+            f"weights must be one number for each of the {num_workers} workers, got shape {tuple(w.shape)}"
         )
-    if not bool(torch.isfinite(w).all()) or bool((w < 0).any()):
-        raise ArgumentError(f"weights must be finite and >= 0, got {w.tolist()}")
+    is_refused = ~torch.isfinite(w) | (w < 0)
+    if bool(is_refused.any()):
+        first = int(is_refused.int().argmax())
+        raise ArgumentError(f"weights must be finite and >= 0, got {float(w[first])} for worker {first}")
     if abs(float(w.sum()) - 1) > 1e-6:
         raise ArgumentError(f"weights must sum to 1 within 1e-6, got a sum of {float(w.sum())}")
     return w

@@ -16,6 +16,8 @@ from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.simulate.driver import SimulatedDriver, dense_bytes
 
+_SAVED = ("algorithm", "num_workers", "weights", "num_steps", "weight", "grads_shape", "state", "total")
+
 
 class Cluster:
     """N workers running one algorithm, as one batch.
@@ -46,9 +48,7 @@ class Cluster:
         index_code: str = "elias-fano",
     ) -> None:
         if type(num_workers) is not int or num_workers < 1:
-            raise ArgumentError(
-                f"num_workers must be an integer of at least 1, got {num_workers!r}"
-            )
+            raise ArgumentError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
         self.algorithm = algorithm
         self.num_workers = num_workers
         self.weights = check_weights(weights, num_workers)
@@ -61,6 +61,7 @@ class Cluster:
         self.total = Traffic.zeros(num_workers)
         self._worker: Worker | None = None
 
+    @torch.no_grad()
     def step(self, grads: Tensor) -> Tensor:
         """Run one step of all workers.
 
@@ -81,11 +82,9 @@ class Cluster:
         aggregate = self._converse(grads, state, worker, driver)
         traffic.dense_bytes += dense_bytes(grads.shape[-1], self.num_workers)
         self._record(traffic)
-        self.state = state
+        self._worker, self.state = worker, state
         self.num_steps += 1
-        return (
-            aggregate.squeeze(-2).to(grads.dtype) if grads.dim() > 2 else aggregate.to(grads.dtype)
-        )
+        return aggregate.squeeze(-2).to(grads.dtype) if grads.dim() > 2 else aggregate.to(grads.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on later, in a cluster of the same kind; tensors are copied."""
@@ -96,32 +95,30 @@ class Cluster:
             "weights": self.weights.clone(),
             "num_steps": self.num_steps,
             "weight": None if self._worker is None else self._worker.weight.clone(),
-            "grads_shape": None
-            if self._worker is None
-            else (*self._worker.batch_shape, self._worker.numel),
+            "grads_shape": None if self._worker is None else (*self._worker.batch_shape, self._worker.numel),
             "state": {name: tensor.clone() for name, tensor in tensors.items()},
             "total": {name: count.clone() for name, count in self.total.state_dict().items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` saved; refused as a whole if it does not fit."""
+        if set(state_dict) != set(_SAVED):
+            raise StateError(f"a saved cluster must hold {sorted(_SAVED)}, got {sorted(state_dict)}")
         for key, own in (("algorithm", self.algorithm.name), ("num_workers", self.num_workers)):
             if state_dict[key] != own:
-                raise StateError(
-                    f"{key} of the saved state must be {own!r}, got {state_dict[key]!r}"
-                )
-        if not torch.equal(state_dict["weights"], self.weights):
+                raise StateError(f"{key} of the saved state must be {own!r}, got {state_dict[key]!r}")
+        if not torch.equal(state_dict["weights"].cpu(), self.weights):
             raise StateError(
                 f"weights of the saved state must be {self.weights.tolist()}, "
                 f"got {state_dict['weights'].tolist()}"
             )
-        state = None
+        worker, state = None, None
         if state_dict["weight"] is not None:
             worker = self._make_worker(state_dict["weight"], state_dict["grads_shape"])
             state = self.algorithm.init(worker)
             state.load_state_dict(state_dict["state"])
-            self._worker = worker
-        self.state, self.num_steps = state, state_dict["num_steps"]
+        self._worker, self.state, self.num_steps = worker, state, state_dict["num_steps"]
+        self.last_step = Traffic.zeros(self.num_workers)
         self.total = Traffic(**{name: count.clone() for name, count in state_dict["total"].items()})
 
     def _check(self, grads: Tensor) -> None:
@@ -139,16 +136,14 @@ class Cluster:
                 f"grads must have the layout's J = {self.layout.numel} entries, got {grads.shape[-1]}"
             )
         if (row := kernels.find_non_finite_row(grads)) is not None:
-            raise GradientError(
-                f"grads of worker {row % self.num_workers} must be finite, got NaN or inf"
-            )
+            raise GradientError(f"grads of worker {row % self.num_workers} must be finite, got NaN or inf")
 
     def _worker_at_this_step(self, grads: Tensor) -> Worker:
         dtype = accumulation_dtype(grads.dtype)
-        if self._worker is None:
-            weight = self.weights.to(device=grads.device, dtype=dtype).unsqueeze(-1)
-            self._worker = self._make_worker(weight, tuple(grads.shape))
         known = self._worker
+        if known is None:
+            weight = self.weights.to(device=grads.device, dtype=dtype).unsqueeze(-1)
+            known = self._make_worker(weight, tuple(grads.shape))
         want = (*known.batch_shape, known.numel), known.weight.dtype, known.weight.device
         if (tuple(grads.shape), dtype, grads.device) != want:
             raise GradientError(
@@ -163,9 +158,7 @@ class Cluster:
         layout = self.layout or Layout.anonymous(numel)
         return Worker(weight, index, self.num_workers, 0, layout, tuple(batch_shape))
 
-    def _converse(
-        self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver
-    ) -> Tensor:
+    def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
         conversation = self.algorithm.exchange(grads, state, worker)
         if not self._has_idle_workers:
             return converse(conversation, driver.answer)
@@ -178,7 +171,5 @@ class Cluster:
     def _record(self, traffic: Traffic) -> None:
         self.last_step = traffic
         if self.num_steps == 0:
-            self.total = Traffic.zeros(
-                *traffic.num_entries.shape, device=traffic.num_entries.device
-            )
+            self.total = Traffic.zeros(*traffic.num_entries.shape, device=traffic.num_entries.device)
         self.total.add_(traffic)

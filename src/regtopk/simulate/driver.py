@@ -101,7 +101,7 @@ class SimulatedDriver:
         counts = counts * self.is_active
         payload = counts * tensor.element_size()
         self._count(payload, *all_gather_bytes(payload), counts)
-        return Gathered(tensor, counts)
+        return Gathered(tensor.clone(), counts)  # what is received is never the sender's own memory
 
     def _broadcast(self, request: Broadcast) -> Tensor:
         tensor, num_workers = request.tensor, request.tensor.shape[-2]
@@ -111,7 +111,7 @@ class SimulatedDriver:
         # passed on along a ring: all but the source's predecessor send it, all but the source get it
         sent = (rank != (request.source - 1) % num_workers) * message_bytes
         self._count(payload, sent, message_bytes - payload, payload // tensor.element_size())
-        return _received(tensor[..., request.source, :])
+        return _received(tensor[..., request.source, :].clone())
 
     def _count(self, payload: Tensor, sent: Tensor, received: Tensor, entries: Tensor) -> None:
         self.traffic.payload_bytes += payload
