@@ -40,7 +40,8 @@ class Panel:
         where: only records with these values are drawn.
         log_y: a logarithmic axis; values <= 0 are left out.
         marks: "line", or "stems" for lengths of single steps.
-        dots: a second field, drawn as dots over the curve (published points).
+        dots: a second field, drawn as circles over the curve (published points).
+        x_max, y_min: where the axes end.
     """
 
     title: str
@@ -52,6 +53,8 @@ class Panel:
     log_y: bool = False
     marks: Literal["line", "stems"] = "line"
     dots: str | None = None
+    x_max: float | None = None
+    y_min: float | None = None
 
 
 @dataclass(frozen=True)

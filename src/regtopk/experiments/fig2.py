@@ -216,7 +216,7 @@ FIG2 = Experiment(
     name="fig2",
     title="Figure 2: linear regression, distance to the optimum",
     about=(
-        "Twenty workers whose data disagree. Top-k circles the optimum at a distance; from S = 0.6 on "
+        "Workers whose data disagree. Top-k circles the optimum at a distance; from S = 0.6 on "
         "RegTop-k follows training without sparsification. Lines are medians over the data seeds, shades "
         "their range."
     ),

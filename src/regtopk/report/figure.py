@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANEL_INCHES = (4.6, 3.3)
+PANEL_INCHES = (4.3, 3.2)
+LEGEND_INCHES = 6.5  # the least width that all labels of a legend fit into
+MAX_CIRCLES = 25  # of published points on one curve
 STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
@@ -68,7 +69,9 @@ def _draw(panels: Sequence[Panel], records: Sequence[Record], *, with_frame: boo
     matplotlib = _import_matplotlib()
     with matplotlib.rc_context(STYLE):
         width, height = PANEL_INCHES
-        size = (width * len(panels), height + (0.35 if with_frame else 0.0))
+        size = (width * len(panels), height)
+        if with_frame:
+            size = (max(width * len(panels), LEGEND_INCHES), height + 0.35)
         figure: Figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             _draw_panel(axes, panel, records)
@@ -76,20 +79,24 @@ def _draw(panels: Sequence[Panel], records: Sequence[Record], *, with_frame: boo
                 axes.set_title(panel.title)
         if with_frame:
             handles, labels = figure.axes[0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+            place = "outside lower center"
+            figure.legend(handles, labels, loc=place, ncols=len(labels), frameon=False, fontsize=9)
     return figure
 
 
 def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record]) -> None:
     shown = [r for r in records if all(r[key] == value for key, value in panel.where.items())]
-    for method, group in groupby(sorted(shown, key=lambda r: methods_of(shown).index(r["method"])), _method):
-        curve = [record for record in group if panel.y in record]
+    if panel.x_max is not None:
+        shown = [record for record in shown if record[panel.x] <= panel.x_max]
+    for method in methods_of(shown):
+        curve = [record for record in shown if record["method"] == method]
         _draw_curve(axes, panel, curve, style_of(method))
     if panel.log_y:
         axes.set_yscale("log")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.margins(x=0.02)
+    axes.set_ylim(bottom=panel.y_min)
 
 
 def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
@@ -97,23 +104,26 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
     seeds = [_as_list(record[panel.y]) for record in curve]
     y = [median(values) for values in seeds]
     if panel.marks == "stems":
-        moved = [(a, b) for a, b in zip(x, y, strict=True) if b > 0]
-        xs, ys = [a for a, _ in moved], [b for _, b in moved]
-        axes.plot(xs, ys, "o", ms=3.5, color=style.light, label=style.label, alpha=0.85, mew=0)
+        _draw_stems(axes, panel, x, y, style)
         return
-    axes.plot(x, y, style.dashes, color=style.light, label=style.label, lw=1.8)
+    look = {"color": style.light, "lw": style.width, "alpha": style.opacity}
+    axes.plot(x, y, style.dashes, label=style.label, **look)
     if len(seeds[0]) > 1:
         low, high = [min(values) for values in seeds], [max(values) for values in seeds]
         axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
     if panel.dots is not None:
-        dotted = [record for record in curve if panel.dots in record][::5]
+        dotted = [record for record in curve if panel.dots in record]
+        dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
         at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
-        axes.plot(*at, "o", ms=4, color=style.light, mew=0)
+        axes.plot(*at, "o", ms=5, mfc="none", mec=INK[0], mew=0.7, zorder=3)
 
 
-def _method(record: Record) -> str:
-    method: str = record["method"]
-    return method
+def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:
+    floor = panel.y_min or 0.0
+    taken = [(at, length) for at, length in zip(x, y, strict=True) if length > floor]
+    at, lengths = [at for at, _ in taken], [length for _, length in taken]
+    axes.vlines(at, floor, lengths, color=style.light, lw=0.9, alpha=0.6)
+    axes.plot(at, lengths, "o", ms=4, color=style.light, label=style.label, mew=0)
 
 
 def _as_list(value: Any) -> list[float]:

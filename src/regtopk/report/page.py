@@ -27,7 +27,8 @@ pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;pa
 figure{margin:0;background:var(--raised);border:1px solid var(--grid);border-radius:.75rem;padding:1rem}
 figure svg{width:100%;height:auto;display:block;max-height:30rem}
 figure svg text{font-family:system-ui,sans-serif!important}
-.legend{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:1rem 0 .7rem;padding:0;list-style:none;font-size:.9rem}
+.legend{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:1rem 0 .7rem;padding:0;list-style:none;
+ font-size:.9rem}
 .legend svg{width:1.9rem;height:.7rem;margin-right:.45rem;vertical-align:-.05rem}
 .wide{overflow-x:auto;margin:1.4rem 0}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
@@ -38,7 +39,7 @@ details{margin-top:1rem;color:var(--quiet);font-size:.9rem}
 summary{cursor:pointer}
 footer{margin-top:3rem;padding-top:1rem;border-top:1px solid var(--grid);color:var(--quiet);font-size:.85rem}
 """
-DASHES = {"-": "", "--": "6 3", "-.": "7 3 2 3", ":": "2 3"}
+DASHES = {"-": "none", "--": "6 3", "-.": "7 3 2 3", ":": "2 3"}
 
 
 def write_report(folder: Path) -> Path:
@@ -98,11 +99,10 @@ def _legend(run: Run) -> str:
     keys = []
     for method in methods_of(run.records):
         style = style_of(method)
-        line = f'<path d="M0 5h30" stroke="var(--{method})" stroke-width="3"'
-        dashes = f' stroke-dasharray="{DASHES[style.dashes]}"' if DASHES[style.dashes] else ""
-        keys.append(
-            f'<li><svg viewBox="0 0 30 10" aria-hidden="true">{line}{dashes}/></svg>{escape(style.label)}</li>'
-        )
+        line = f'<path d="M0 5h30" stroke="var(--{method})" stroke-width="{1.6 * style.width}"'
+        look = f' stroke-opacity="{style.opacity}" stroke-dasharray="{DASHES[style.dashes]}"'
+        key = f'<svg viewBox="0 0 30 10" aria-hidden="true">{line}{look}/></svg>'
+        keys.append(f"<li>{key}{escape(style.label)}</li>")
     return f'<ul class="legend">{"".join(keys)}</ul>'
 
 

@@ -1,20 +1,22 @@
 """How methods and numbers look, in tables, figures and pages alike."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Style:
-    """A method's look: its label, its colour on light and on dark ground, and the dashes of its line."""
+    """A method's look: its label, its colour on light and on dark ground, and its line."""
 
     label: str
     light: str
     dark: str
     dashes: str = "-"
+    width: float = 1.6
+    opacity: float = 1.0
 
 
 METHODS = {
-    "dense": Style("dense", "#5b6472", "#a3adba", "--"),
+    "dense": Style("dense", "#5b6472", "#a3adba", width=4.5, opacity=0.45),
     "topk": Style("Top-k", "#d4500f", "#ff9a62"),
     "regtopk": Style("RegTop-k", "#1f5fd6", "#7fb0ff"),
     "regtopk-current": Style("RegTop-k, current", "#8a4fd0", "#c39bff", "-."),
@@ -39,7 +41,7 @@ def style_of(method: str) -> Style:
     if method in METHODS:
         return METHODS[method]
     spare = SPARE[sum(map(ord, method)) % len(SPARE)]
-    return Style(method, spare.light, spare.dark, spare.dashes)
+    return replace(spare, label=method)
 
 
 def format_number(number: object) -> str:
