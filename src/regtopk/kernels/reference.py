@@ -4,9 +4,27 @@ All of them work on the last dimension, so one call serves a single worker, (J,)
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a threshold took from each row: only the first ``count`` entries are meant.
+
+    Attributes:
+        indices: (..., capacity) int64, ascending; zero past ``count``.
+        values: (..., capacity); zero past ``count``.
+        count: (...,) int64, how many were taken.
+        num_left: (...,) int64, how many more reached the threshold and stayed for want of room.
+    """
+
+    indices: Tensor
+    values: Tensor
+    count: Tensor
+    num_left: Tensor
 
 
 def take_largest_(
@@ -16,6 +34,7 @@ def take_largest_(
     *,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
+    non_finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate, take the k entries of largest score, and clear them from the residual.
 
@@ -27,20 +46,141 @@ def take_largest_(
         grad: (..., J), any floating dtype; not changed.
         k: how many entries to take, 1 <= k <= J.
         damped: (..., m) int64, distinct entries whose score is rescaled.
-        damping: (..., m), their factors, in the residual's dtype.
+        damping: (..., m), their factors >= 0, in the residual's dtype.
+        non_finite: (...,) bool, written if given: True for rows whose gradient holds a NaN or inf.
+            Such a row keeps its residual; its values are zero. If None, the caller has checked.
 
     Returns:
         The indices, (..., k) int64 in ascending order, and the accumulated values there.
     """
+    if non_finite is not None:
+        return _take_largest_of_finite_(residual, grad, k, damped, damping, non_finite)
     residual.add_(grad)
-    score = residual.abs()
-    if damped is not None and damping is not None and damped.shape[-1] > 0:
-        score.scatter_(-1, damped, score.gather(-1, damped) * damping)
+    score = _score(residual, damped, damping)
     indices = score.topk(k, dim=-1, sorted=False).indices
     indices = indices.sort(dim=-1).values
     values = residual.gather(-1, indices)
     residual.scatter_(-1, indices, 0.0)
     return indices, values
+
+
+def _take_largest_of_finite_(
+    residual: Tensor,
+    grad: Tensor,
+    k: int,
+    damped: Tensor | None,
+    damping: Tensor | None,
+    non_finite: Tensor,
+) -> tuple[Tensor, Tensor]:
+    non_finite.copy_(~torch.isfinite(grad).all(-1))
+    kept = residual[non_finite]
+    indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
+    residual[non_finite] = kept
+    indices[non_finite] = torch.arange(k, device=indices.device)
+    values[non_finite] = 0.0
+    return indices, values
+
+
+def _score(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Tensor:
+    """|a_j| · damping_j, where damping_j is 1 unless j is in ``damped``."""
+    score = accumulated.abs()
+    if damped is not None and damping is not None and damped.shape[-1] > 0:
+        score.scatter_(-1, damped, score.gather(-1, damped) * damping)
+    return score
+
+
+def take_largest_per_chunk_(
+    residual: Tensor,
+    grad: Tensor,
+    chunk: int,
+    k_per_chunk: int,
+    *,
+    damped: Tensor | None = None,
+    damping: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Like `take_largest_`, but takes the k largest scores of every chunk of the vector.
+
+    Args:
+        residual: (..., J), float32 or float64; changed in place.
+        grad: (..., J), any floating dtype; not changed.
+        chunk: entries a chunk, >= 1; the last chunk of a row may be shorter.
+        k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
+        damped: (..., m) int64, distinct entries of the row whose score is rescaled.
+        damping: (..., m), their factors >= 0, in the residual's dtype.
+
+    Returns:
+        The indices into the row, (..., m) int64 in ascending order, and the accumulated values there.
+    """
+    residual.add_(grad)
+    score = _score(residual, damped, damping)
+    numel = residual.shape[-1]
+    whole = numel - numel % chunk
+    taken = [_largest_per_chunk(score[..., :whole], chunk, k_per_chunk)] if whole else []
+    if whole < numel:
+        rest = min(k_per_chunk, numel - whole)
+        taken.append(whole + _largest_per_chunk(score[..., whole:], numel - whole, rest))
+    indices = torch.cat(taken, dim=-1)
+    return indices, take_at_(residual, None, indices)
+
+
+def _largest_per_chunk(score: Tensor, chunk: int, k: int) -> Tensor:
+    """Indices of the k largest of each chunk, ascending: (..., n · chunk) gives (..., n · k)."""
+    chunks = score.unflatten(-1, (-1, chunk))
+    indices: Tensor = chunks.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    starts = torch.arange(0, score.shape[-1], chunk, device=score.device)
+    indices += starts.unsqueeze(-1)
+    return indices.flatten(-2)
+
+
+def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
+    """Accumulate (if a gradient is given), and take the entries with |a| >= threshold.
+
+    Of more than ``capacity`` such entries in a row the first are taken; the others stay in the residual.
+
+    Args:
+        residual: (..., J), float32 or float64; changed in place: zero where an entry was taken.
+        grad: (..., J), any floating dtype, or None if it was already accumulated.
+        threshold: one number, or one for each row, (...,); compared in the residual's dtype.
+        capacity: room for entries in a row, 1 <= capacity <= J.
+    """
+    if grad is not None:
+        residual.add_(grad)
+    threshold = torch.as_tensor(threshold, dtype=residual.dtype, device=residual.device)
+    is_found = residual.abs() >= threshold.unsqueeze(-1)
+    num_found = is_found.sum(-1)
+    count = num_found.clamp_max(capacity)
+    indices = is_found.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+    is_valid = torch.arange(capacity, device=residual.device) < count.unsqueeze(-1)
+    indices = indices[..., :capacity].where(is_valid, 0)
+    values = residual.gather(-1, indices).where(is_valid, 0.0)
+    is_first = is_found & (is_found.cumsum(-1) <= capacity)
+    residual.masked_fill_(is_first, 0.0)
+    return Taken(indices, values, count, num_found - count)
+
+
+def estimate_threshold(
+    residual: Tensor, grad: Tensor | None, k: int, *, num_samples: int, start: int = 0
+) -> Tensor:
+    """The |a| that about k entries of a row reach, from a sample of it: changes nothing, O(samples).
+
+    Args:
+        residual: (..., J).
+        grad: (..., J), or None if it was already accumulated.
+        k: how many entries should reach it, 1 <= k <= J.
+        num_samples: entries looked at, 1 <= num_samples <= J; every (J / num_samples)-th.
+        start: shifts the sample; give the step, so that no entry is left out for good.
+
+    Returns:
+        (...,), in the residual's dtype.
+    """
+    numel = residual.shape[-1]
+    sample = torch.arange(num_samples, device=residual.device)
+    sample = (start + sample * numel // num_samples) % numel
+    accumulated = residual.index_select(-1, sample)
+    if grad is not None:
+        accumulated.add_(grad.index_select(-1, sample))
+    rank = max(1, round(k * num_samples / numel))
+    return accumulated.abs().topk(rank, dim=-1).values[..., -1]
 
 
 def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor) -> Tensor:

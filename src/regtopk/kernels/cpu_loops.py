@@ -1,0 +1,305 @@
+"""The loops of the CPU kernels, compiled by numba; `cpu` calls them, one stretch of a row a thread.
+
+The bits of |x| read as an unsigned integer order like |x| itself: that integer is x's *key*. Loops that
+only compare look at `bits`, the residual's memory as unsigned integers, because compilers turn integer
+maxima and counts into vector instructions. `mask` clears the sign. Entries are looked at by the line:
+only where the largest of 64 counts is each of them compared, and nearly always it does not.
+
+All functions release the GIL, so plain threads run them side by side: numba's own threading layers
+would reset torch's number of threads, or refuse to be called from two threads at once.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+Array = np.ndarray[Any, Any]
+
+LINE = 64
+BLOCK = 64 * LINE  # stays in the first-level cache between being added to and being looked at
+
+# what a gradient's memory holds (16-bit floats as uint16), or that there is nothing to add
+NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
+
+_compiled = njit(nogil=True, cache=True)
+
+
+@_compiled
+def from_bfloat16(word: Any) -> Any:
+    """The float32 of the same value."""
+    return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
+
+
+@_compiled
+def from_float16(word: Any) -> Any:
+    """The float32 of the same value."""
+    magnitude = np.uint32(np.uint32(word) & np.uint32(0x7FFF))
+    # moving the exponent from 5 to 8 bits multiplies by 2^-112; exact for denormals too
+    shifted = np.uint32(magnitude << np.uint32(13)).view(np.float32)
+    bits = np.float32(shifted * np.float32(2.0**112)).view(np.uint32)
+    if magnitude >= np.uint32(0x7C00):  # inf or NaN
+        bits = np.uint32(bits | np.uint32(0x7F800000))
+    sign = np.uint32((np.uint32(word) & np.uint32(0x8000)) << np.uint32(16))
+    return np.uint32(bits | sign).view(np.float32)
+
+
+@_compiled
+def add_(accumulated: Array, grad: Array, kind: int) -> None:
+    """accumulated += grad."""
+    if kind == NATIVE:
+        for i in range(accumulated.size):
+            accumulated[i] += grad[i]
+    elif kind == BFLOAT16:
+        for i in range(accumulated.size):
+            accumulated[i] += from_bfloat16(grad[i])
+    elif kind == FLOAT16:
+        for i in range(accumulated.size):
+            accumulated[i] += from_float16(grad[i])
+
+
+@_compiled
+def largest_key(bits: Array, mask: Any) -> Any:
+    """The largest key."""
+    key_type = bits.dtype.type
+    largest = key_type(0)
+    for i in range(bits.size):
+        largest = max(largest, key_type(bits[i] & mask))
+    return largest
+
+
+@_compiled
+def largest_key_of_line(bits: Array, mask: Any) -> Any:
+    """The same of exactly one line: a known length makes better code."""
+    key_type = bits.dtype.type
+    largest = key_type(0)
+    for i in range(LINE):
+        largest = max(largest, key_type(bits[i] & mask))
+    return largest
+
+
+@_compiled
+def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
+    """How many keys are at least the given one."""
+    key_type = bits.dtype.type
+    num = key_type(0)
+    for i in range(bits.size):
+        num = key_type(num + key_type(key_type(bits[i] & mask) >= key))
+    return num
+
+
+@_compiled
+def is_finite(bits: Array, start: int, stop: int, mask: Any, infinity: Any) -> bool:
+    """Whether all entries of a stretch are finite."""
+    for block in range(start, stop, BLOCK):
+        if largest_key(bits[block : min(block + BLOCK, stop)], mask) >= infinity:
+            return False
+    return True
+
+
+@_compiled
+def is_ascending(indices: Array) -> bool:
+    """Whether no index is smaller than the one before it."""
+    for i in range(1, indices.size):  # noqa: SIM110 - a generator is not compiled
+        if indices[i] < indices[i - 1]:
+            return False
+    return True
+
+
+@_compiled
+def damp_(accumulated: Array, damped: Array, damping: Array, saved: Array, d: Any, stop: int) -> Any:
+    """Put scores |a| · damping in the place of a, for the damped entries from the d-th up to `stop`."""
+    while d < damped.size and damped[d] < stop:
+        saved[d] = accumulated[damped[d]]
+        accumulated[damped[d]] = abs(saved[d]) * damping[d]
+        d += 1
+    return d
+
+
+@_compiled
+def sample_(accumulated: Array, grad: Array, kind: int, sample: Array) -> None:
+    """residual + grad at groups of 16 neighbours, spread over the row without a period."""
+    room = accumulated.size - 16 + 1
+    step = int(0.6180339887498949 * room)
+    start = 0
+    for first in range(0, sample.size, 16):
+        for i in range(16):
+            sample[first + i] = accumulated[start + i]
+        add_(sample[first : first + 16], grad[start : start + 16], kind)
+        start = (start + step) % room
+
+
+@_compiled
+def collect(
+    bits: Array, start: int, stop: int, mask: Any, guess: Any, num: int, positions: Array, keys: Array
+) -> int:
+    """Append position and key of every entry with key >= guess, while there is room; count them."""
+    for line in range(start, stop, LINE):
+        end = min(line + LINE, stop)
+        if end - line < LINE or largest_key_of_line(bits[line:end], mask) >= guess:
+            for i in range(line, end):
+                key = bits[i] & mask
+                if key >= guess:
+                    if num < positions.size:
+                        positions[num], keys[num] = i, key
+                    num += 1
+    return num
+
+
+@_compiled
+def accumulate_and_collect_(
+    accumulated: Array,
+    bits: Array,
+    grad: Array,
+    kind: int,
+    mask: Any,
+    guess: Any,
+    damped: Array,
+    damping: Array,
+    saved: Array,
+    start: int,
+    stop: int,
+    positions: Array,
+    keys: Array,
+) -> int:
+    """residual += grad on a stretch, scores in the place of damped entries, and `collect`."""
+    d: Any = np.searchsorted(damped, start)
+    num = 0
+    for block in range(start, stop, BLOCK):
+        end = min(block + BLOCK, stop)
+        add_(accumulated[block:end], grad[block:end], kind)
+        d = damp_(accumulated, damped, damping, saved, d, end)
+        num = collect(bits, block, end, mask, guess, num, positions, keys)
+    return num
+
+
+@_compiled
+def has_prefix(bits: Array, mask: Any, prefix: Any, shift: Any) -> bool:
+    """Whether a key of the line starts with `prefix`, that is: equals it above `shift`."""
+    key_type = bits.dtype.type
+    num = key_type(0)
+    for i in range(LINE):
+        num = key_type(num + key_type(key_type(key_type(bits[i] & mask) >> shift) == prefix))
+    return bool(num > 0)
+
+
+@_compiled
+def count_leading_digit(bits: Array, start: int, stop: int, mask: Any, shift: Any, counts: Array) -> None:
+    """Count the keys by what they have above `shift`."""
+    key_type = bits.dtype.type
+    for i in range(start, stop):
+        counts[key_type(bits[i] & mask) >> shift] += 1
+
+
+@_compiled
+def count_next_digit(
+    bits: Array, start: int, stop: int, mask: Any, prefix: Any, shift: Any, width: Any, counts: Array
+) -> None:
+    """Of the keys that start with `prefix`, count the `width` bits that follow it, above `shift`."""
+    for line in range(start, stop, LINE):
+        end = min(line + LINE, stop)
+        above = bits.dtype.type(shift + width)
+        if end - line < LINE or has_prefix(bits[line:end], mask, prefix, above):
+            for i in range(line, end):
+                key = (bits[i] & mask) >> shift
+                if key >> width == prefix:
+                    counts[key - (prefix << width)] += 1
+
+
+@_compiled
+def emit_collected(positions: Array, keys: Array, threshold: Any, num_ties: int, indices: Array) -> None:
+    """Indices of the collected keys > threshold, and of the first `num_ties` that equal it."""
+    num = 0
+    for c in range(keys.size):
+        if keys[c] > threshold or (keys[c] == threshold and num_ties > 0):
+            num_ties -= keys[c] == threshold
+            indices[num] = positions[c]
+            num += 1
+
+
+@_compiled
+def emit_found(
+    bits: Array, start: int, stop: int, mask: Any, threshold: Any, num_ties: int, indices: Array
+) -> None:
+    """The same over all entries of the stretch; ends when `indices` is full."""
+    num = 0
+    for line in range(start, stop, LINE):
+        if num == indices.size:
+            return
+        end = min(line + LINE, stop)
+        if end - line < LINE or largest_key_of_line(bits[line:end], mask) >= threshold:
+            for i in range(line, end):
+                key = bits[i] & mask
+                if key > threshold or (key == threshold and num_ties > 0):
+                    num_ties -= key == threshold
+                    indices[num] = i
+                    num += 1
+
+
+@_compiled
+def take_(
+    accumulated: Array,
+    damped: Array,
+    saved: Array,
+    start: int,
+    stop: int,
+    indices: Array,
+    values: Array,
+) -> None:
+    """Give the stretch's damped entries their values back; then move the values at `indices` out."""
+    for d in range(np.searchsorted(damped, start), np.searchsorted(damped, stop)):
+        accumulated[damped[d]] = saved[d]
+    for i in range(indices.size):
+        values[i] = accumulated[indices[i]]
+        accumulated[indices[i]] = 0
+
+
+@_compiled
+def kth_largest_key(bits: Array, mask: Any, k: Any) -> Any:
+    """The k-th largest key (or a smaller one that exactly k keys reach), one bit after the other."""
+    key_type = bits.dtype.type
+    largest, threshold, bit = largest_key(bits, mask), key_type(0), key_type(1)
+    while key_type(largest >> 1) >= bit:
+        bit = key_type(bit << 1)
+    while bit > 0:
+        trial = key_type(threshold | bit)
+        num = num_at_least(bits, mask, trial)
+        if num >= k:
+            threshold = trial
+        if num == k:
+            break
+        bit = key_type(bit >> 1)
+    return threshold
+
+
+@_compiled
+def take_per_chunk_(
+    accumulated: Array,
+    bits: Array,
+    grad: Array,
+    kind: int,
+    mask: Any,
+    damped: Array,
+    damping: Array,
+    saved: Array,
+    start: int,
+    stop: int,
+    chunk: int,
+    k: int,
+    indices: Array,
+    values: Array,
+) -> None:
+    """On a stretch that starts with a chunk: accumulate, and take the k largest of every chunk."""
+    d: Any = np.searchsorted(damped, start)
+    num = 0
+    for first in range(start, stop, chunk):
+        last = min(first + chunk, stop)
+        add_(accumulated[first:last], grad[first:last], kind)
+        d = damp_(accumulated, damped, damping, saved, d, last)
+        num_taken = min(k, last - first)
+        threshold = kth_largest_key(bits[first:last], mask, num_taken)
+        num_above = num_at_least(bits[first:last], mask, bits.dtype.type(threshold + 1))
+        out = slice(num, num + num_taken)
+        emit_found(bits, first, last, mask, threshold, num_taken - int(num_above), indices[out])
+        take_(accumulated, damped, saved, first, last, indices[out], values[out])
+        num += num_taken

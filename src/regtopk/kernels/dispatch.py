@@ -1,0 +1,90 @@
+"""Which kernel runs: by device, dtype and memory layout; the reference wherever no other can."""
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from regtopk.errors import ArgumentError
+from regtopk.kernels import reference
+
+VARIABLE = "REGTOPK_KERNELS"
+SMALL_NUMEL = {"cpu": 1 << 15, "cuda": 1}  # below, plain torch is as fast (benchmarks/kernels.py)
+
+_MODULES = {"cpu": ("cpu", "numba"), "cuda": ("triton", "triton")}  # module here, and what it needs
+_RESIDUAL_DTYPES = (torch.float32, torch.float64)
+_GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_log = logging.getLogger("regtopk")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel ("reference", "cpu" or "triton") and why it is the one."""
+
+    kernel: str
+    reason: str
+
+
+def describe(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Choice:
+    """Which kernel large vectors on a device use, given the residual's dtype, and why."""
+    if _forced_to_reference():
+        return Choice("reference", f"{VARIABLE}=reference")
+    if dtype not in _RESIDUAL_DTYPES:
+        return Choice("reference", f"no fast kernel for residuals of {dtype}")
+    return _describe_type(torch.device(device).type)
+
+
+def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
+    """The module that works on these tensors (one of them may be missing)."""
+    either = grad if residual is None else residual
+    assert either is not None
+    device = either.device.type
+    if either.shape[-1] < SMALL_NUMEL.get(device, 0) or _forced_to_reference():
+        return reference
+    if residual is not None and not _is_rows(residual, _RESIDUAL_DTYPES):
+        return reference
+    if grad is not None and not _is_rows(grad, _GRAD_DTYPES):
+        return reference
+    choice = _describe_type(device)
+    if choice.kernel == "reference":
+        _notice(choice.reason)
+        return reference
+    return import_module(f"regtopk.kernels.{choice.kernel}")
+
+
+def _forced_to_reference() -> bool:
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in ("auto", "reference"):
+        raise ArgumentError(f"{VARIABLE} must be 'auto' or 'reference', got {wanted!r}")
+    return wanted == "reference"
+
+
+def _is_rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether every row is one piece of memory, at equal distances, of one of the dtypes."""
+    is_regular = tensor.is_contiguous() or (tensor.dim() <= 2 and tensor.stride(-1) == 1)
+    return is_regular and tensor.dtype in dtypes
+
+
+@cache
+def _describe_type(device: str) -> Choice:
+    if device not in _MODULES:
+        return Choice("reference", f"no fast kernel for device type {device!r}")
+    kernel, needs = _MODULES[device]
+    try:
+        import_module(f"regtopk.kernels.{kernel}")
+    except ImportError as error:
+        extra = "regtopk[kernels]" if needs == "numba" else needs
+        return Choice("reference", f"{needs} is missing ({error}); try: pip install '{extra}'")
+    return Choice(kernel, f"{device} tensors, {needs} {version(needs)}")
+
+
+@cache
+def _notice(reason: str) -> None:
+    """Say once why the slow path is taken. A log line, not a warning: the results are the same."""
+    _log.warning("regtopk selects with plain torch operations, which is slower: %s", reason)

@@ -1,0 +1,151 @@
+"""Every fast kernel against the reference: sizes, dtypes, layouts, and inputs chosen to hurt."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.kernels.checks import bits, check_take_largest_, choose_damped
+
+EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 32767, 32768, 32769, 65535, 65536]
+
+
+@pytest.mark.parametrize("numel", EDGES)
+def test_all_sizes(kernel: ModuleType, numel: int) -> None:
+    torch.manual_seed(numel)
+    for k in sorted({1, min(2, numel), max(1, numel // 1000), max(1, numel // 10), numel}):
+        residual, grad = torch.randn(numel), torch.randn(numel)
+        check_take_largest_(kernel, residual, grad, k)
+        damped, damping = choose_damped(numel, k)
+        check_take_largest_(kernel, residual, grad, k, damped, damping)
+
+
+ADVERSARIAL = {
+    "zero": lambda n: torch.zeros(n),
+    "negative zero": lambda n: torch.full((n,), -0.0),
+    "equal": lambda n: torch.full((n,), 0.75),
+    "two values": lambda n: torch.where(torch.rand(n) < 0.4, 1.0, -2.0),
+    "denormal": lambda n: torch.randn(n) * 1e-41,
+    "smallest denormals": lambda n: torch.randint(-3, 4, (n,)).float() * 1e-45,
+    "huge": lambda n: torch.randn(n) * 1e37,
+    "all scales": lambda n: torch.randn(n) * 10.0 ** torch.randint(-40, 37, (n,)),
+    "few are not zero": lambda n: torch.randn(n) * (torch.rand(n) < 1e-3),
+    "nearly equal": lambda n: 1 + torch.randint(0, 4, (n,)) * 2.0**-23,
+    "ascending": lambda n: torch.linspace(0, 1, n),
+    "large at one end": lambda n: torch.randn(n) * (1 + 1e4 * (torch.arange(n) >= n - n // 50)),
+    "few spikes": lambda n: torch.randn(n) * 1e-3 + 1e3 * (torch.arange(n) % 4099 == 7),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("k", [1, 40, 20_000])
+def test_inputs_chosen_to_hurt(kernel: ModuleType, name: str, k: int) -> None:
+    numel = 40_009
+    torch.manual_seed(0)
+    damped, damping = choose_damped(numel, k)
+    grad = ADVERSARIAL[name](numel)
+    check_take_largest_(kernel, torch.zeros(numel), grad, k)
+    check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, damping)
+    check_take_largest_(kernel, grad * 0.5, grad, k, damped, damping * 0)
+
+
+def test_an_overflowing_sum_is_taken_first(kernel: ModuleType) -> None:
+    residual, grad = torch.rand(40_000), torch.rand(40_000)
+    residual[777] = grad[777] = 3e38
+    indices, values = check_take_largest_(kernel, residual, grad, 1)
+    assert indices.tolist() == [777] and values.tolist() == [float("inf")]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.5])
+def test_damped_entries_at_the_boundary(kernel: ModuleType, factor: float) -> None:
+    """Damping moves entries onto, over and below the k-th score, exactly."""
+    numel, k = 40_000, 100
+    torch.manual_seed(1)
+    grad = torch.randn(numel)
+    order = grad.abs().argsort(descending=True)
+    for first in (0, k - 3, k - 1, k, k + 2, 5 * k):
+        damped = order[first : first + 60].sort().values
+        damping = torch.full((60,), factor)
+        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, damping)
+        exact = grad[order[k - 1]].abs() / grad[damped].abs()  # scores within an ulp of the k-th
+        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, exact)
+
+
+def test_more_entries_damped_than_taken_and_in_any_order(kernel: ModuleType) -> None:
+    numel, k = 40_000, 10
+    torch.manual_seed(2)
+    damped, damping = torch.randperm(numel)[:30_000], torch.rand(30_000) * 3
+    check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, damped, damping)
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, *nothing)
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(kernel: ModuleType, residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    numel, k = 33_333, 33
+    torch.manual_seed(3)
+    damped, damping = choose_damped(numel, k)
+    damping = damping.to(residual_dtype)
+    for scale in (1.0, 1e-6, 1e-7, 1e-30):  # 1e-6, 1e-7: denormal in float16
+        residual = torch.randn(numel, dtype=residual_dtype) * scale
+        grad = (torch.randn(numel, dtype=torch.float64) * scale).to(grad_dtype)
+        check_take_largest_(kernel, residual, grad, k, damped, damping)
+        check_take_largest_(kernel, residual * 0, grad, numel // 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_finite_half_is_read_exactly(kernel: ModuleType, dtype: torch.dtype) -> None:
+    grad = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    grad = grad[torch.isfinite(grad)]
+    check_take_largest_(kernel, torch.zeros(len(grad)), grad, 1)
+
+
+@pytest.mark.parametrize("batch", [(1,), (2,), (5,), (2, 3)])
+def test_batches(kernel: ModuleType, batch: tuple[int, ...]) -> None:
+    numel, k = 33_001, 50
+    torch.manual_seed(4)
+    damped, damping = choose_damped(numel, k, batch)
+    residual, grad = torch.randn(*batch, numel), torch.randn(*batch, numel)
+    grad.view(-1, numel)[0] = 0.25  # rows of different kinds in one call
+    residual.view(-1, numel)[0] = 0.0
+    check_take_largest_(kernel, residual, grad, k, damped, damping)
+
+
+def test_rows_of_a_wider_matrix(kernel: ModuleType) -> None:
+    torch.manual_seed(5)
+    wide, wide_grad = torch.randn(3, 40_000), torch.randn(3, 50_000)
+    around = wide[:, 36_000:].clone()
+    check_take_largest_(kernel, wide[:, :36_000], wide_grad[:, 7:36_007], 40)
+    assert torch.equal(wide[:, 36_000:], around)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_rows_that_are_not_finite_are_left_alone(kernel: ModuleType, bad: float, dtype: torch.dtype) -> None:
+    numel, k = 33_000, 40
+    torch.manual_seed(6)
+    residual, grad = torch.randn(3, numel), torch.randn(3, numel).to(dtype)
+    damped, damping = choose_damped(numel, k, (3,))
+    others, before = residual[[0, 2]].clone(), residual[1].clone()
+    non_finite = torch.ones(3, dtype=torch.bool)
+    grad[1, numel - 1] = bad
+    indices, values = kernel.take_largest_(
+        residual, grad, k, damped=damped, damping=damping, non_finite=non_finite
+    )
+    assert non_finite.tolist() == [False, True, False]
+    assert torch.equal(bits(residual[1]), bits(before))
+    assert indices[1].tolist() == list(range(k)) and not values[1].any()
+    check = check_take_largest_(kernel, others, grad[[0, 2]], k, damped[[0, 2]], damping[[0, 2]])
+    assert torch.equal(indices[[0, 2]], check[0]) and torch.equal(values[[0, 2]], check[1])
+    assert torch.equal(residual[[0, 2]], others)
+
+
+def test_one_vector_that_is_not_finite_is_left_alone(kernel: ModuleType) -> None:
+    residual, grad, non_finite = torch.randn(33_000), torch.randn(33_000), torch.zeros((), dtype=torch.bool)
+    before = residual.clone()
+    grad[5] = float("nan")
+    kernel.take_largest_(residual, grad, 7, non_finite=non_finite)
+    assert bool(non_finite) and torch.equal(residual, before)
+    kernel.take_largest_(residual, residual.clone(), 7, non_finite=non_finite)
+    assert not bool(non_finite)
