@@ -52,7 +52,7 @@ class Cluster:
         self.algorithm = algorithm
         self.num_workers = num_workers
         self.weights = check_weights(weights, num_workers)
-        self._has_idle_workers = bool((self.weights == 0).any())
+        self._weights = tuple(self.weights.tolist())
         self.layout = layout
         self.index_code = check_index_code(index_code)
         self.state: State | None = None
@@ -78,7 +78,7 @@ class Cluster:
         worker = self._worker_at_this_step(grads)
         state = self.algorithm.init(worker) if self.state is None else self.state
         traffic = Traffic.zeros(*grads.shape[:-1], device=grads.device)
-        driver = SimulatedDriver(traffic, tuple(self.weights.tolist()), self.index_code)
+        driver = SimulatedDriver(traffic, self._weights, self.index_code)
         aggregate = self._converse(grads, state, worker, driver)
         traffic.dense_bytes += dense_bytes(grads.shape[-1], self.num_workers)
         self._record(traffic)
@@ -160,7 +160,7 @@ class Cluster:
 
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
         conversation = self.algorithm.exchange(grads, state, worker)
-        if not self._has_idle_workers:
+        if min(self._weights) > 0:
             return converse(conversation, driver.answer)
         idle = (self.weights == 0).nonzero().flatten().to(grads.device)
         kept = state.copy_of_workers(idle)

@@ -4,6 +4,7 @@ Messages are (N, m), or (R, N, m) for R independent replicas. What is received h
 (m,), or (R, 1, m), which broadcasts against each replica's own workers.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from regtopk.core.regions import dense_regions, dense_sum_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
+
+Counts = tuple[Tensor, Tensor, Tensor, Tensor]  # payload, sent, received bytes, and entries, by worker
 
 
 class SimulatedDriver:
@@ -29,7 +32,7 @@ class SimulatedDriver:
     def __init__(self, traffic: Traffic, weights: tuple[float, ...], index_code: str) -> None:
         self.traffic = traffic
         self.weights = weights
-        self.is_active = torch.tensor([weight > 0 for weight in weights], device=traffic.num_entries.device)
+        self.is_active = _is_active(weights, traffic.num_entries.device)
         self.index_code = index_code
 
     def answer(self, request: Request) -> Any:
@@ -46,24 +49,17 @@ class SimulatedDriver:
 
     def _sparse_sum(self, request: SparseSum) -> Tensor:
         sparse = request.sparse
-        counts = sparse.counts * self.is_active
-        payload = self._message_bytes(sparse) * self.is_active
-        self._count(payload, *all_gather_bytes(payload), counts)
+        self._count(*self._sparse_counts(sparse))
         indices, values = sparse.without_padding()
         total = kernels.sum_sparse_in_rank_order(indices, request.weight * values, sparse.numel)
         return _received(total)
 
-    def _message_bytes(self, sparse: SparseGradient) -> Tensor | int:
+    def _sparse_counts(self, sparse: SparseGradient) -> Counts:
         dtype, capacity = sparse.values.dtype, sparse.indices.shape[-1]
         if sparse.count is None and self.index_code != "rice":  # the common case, and the fast one
-            return full_message_bytes(
-                capacity,
-                sparse.numel,
-                dtype=dtype,
-                value_code=sparse.code,
-                index_code=self.index_code,
-            )
-        return message_bytes(
+            message = capacity, sparse.numel, dtype, sparse.code, self.index_code
+            return _counts_of_full_messages(*message, self.weights, sparse.indices.device)
+        payload = self.is_active * message_bytes(
             sparse.counts,
             sparse.numel,
             dtype=dtype,
@@ -71,13 +67,12 @@ class SimulatedDriver:
             index_code=self.index_code,
             indices=sparse.indices,
         )
+        return payload, *all_gather_bytes(payload), sparse.counts * self.is_active
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
         tensor, dtype = request.tensor, request.weight.dtype
-        moved = dense_sum_bytes(tensor.shape[-1], self.weights, dtype, request.code, request.sum_code)
-        count = _full(tensor, tensor.shape[-1]) * self.is_active
-        payload, sent, received = (torch.tensor(sizes, device=tensor.device) for sizes in moved)
-        self._count(payload, sent, received, count)
+        codes = request.code, request.sum_code
+        self._count(*_counts_of_dense_sum(tensor.shape[-1], self.weights, dtype, *codes, tensor.device))
         total = _weighted_sum(tensor, request.weight)
         if request.loss is None:
             return _received(total)
@@ -118,6 +113,45 @@ class SimulatedDriver:
         self.traffic.sent_bytes += sent
         self.traffic.received_bytes += received
         self.traffic.num_entries += entries
+
+
+# What has one size takes the same bytes every step, so its counts, (N,), are made once. They are read only.
+
+
+@lru_cache(maxsize=256)
+def _counts_of_full_messages(
+    count: int,
+    numel: int,
+    dtype: torch.dtype,
+    value_code: str,
+    index_code: str,
+    weights: tuple[float, ...],
+    device: torch.device,
+) -> Counts:
+    active = _is_active(weights, device)
+    size = full_message_bytes(count, numel, dtype=dtype, value_code=value_code, index_code=index_code)
+    payload = size * active
+    return payload, *all_gather_bytes(payload), count * active
+
+
+@lru_cache(maxsize=256)
+def _counts_of_dense_sum(
+    numel: int,
+    weights: tuple[float, ...],
+    dtype: torch.dtype,
+    code: str,
+    sum_code: str,
+    device: torch.device,
+) -> Counts:
+    moved = dense_sum_bytes(numel, weights, dtype, code, sum_code)
+    payload, sent, received = (torch.tensor(sizes, device=device) for sizes in moved)
+    return payload, sent, received, numel * _is_active(weights, device)
+
+
+@lru_cache(maxsize=256)
+def _is_active(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    """(N,) int64: 1 for workers that send, 0 for those of weight zero."""
+    return torch.tensor([int(weight > 0) for weight in weights], device=device)
 
 
 def dense_bytes(numel: int, num_workers: int) -> int:
