@@ -1,14 +1,14 @@
 """Train neural networks over slow networks by sending a thousandth of the gradient."""
 
 from regtopk import errors, simulate
+from regtopk._version import __version__
 from regtopk.algorithms import ALGORITHMS, Dense, GlobalTopK, RandomK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm, Sparsifier
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed import Exchange, SparseHookState, attach, merge_state_dicts, sparse_hook
 from regtopk.errors import RegtopkError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ALGORITHMS",
@@ -16,6 +16,7 @@ __all__ = [
     "Broadcast",
     "Dense",
     "DenseSum",
+    "Exchange",
     "Gather",
     "GlobalTopK",
     "Layout",
@@ -24,10 +25,15 @@ __all__ = [
     "RegTopK",
     "RegtopkError",
     "SparseGradient",
+    "SparseHookState",
     "SparseSum",
     "Sparsifier",
     "TopK",
     "Worker",
+    "__version__",
+    "attach",
     "errors",
+    "merge_state_dicts",
     "simulate",
+    "sparse_hook",
 ]

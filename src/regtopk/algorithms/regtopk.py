@@ -92,11 +92,12 @@ class RegTopK(Sparsifier[RegTopKState]):
 
     def init(self, worker: Worker) -> RegTopKState:
         """Nothing is carried, and nothing was sent."""
+        k = self.num_selected(worker)
         return RegTopKState(
             residual=worker.zeros(),
-            indices=worker.zeros(0, dtype=torch.int64),
-            own=worker.zeros(0),
-            aggregate=worker.zeros(0),
+            indices=worker.zeros(k, dtype=torch.int64) + torch.arange(k, device=worker.weight.device),
+            own=worker.zeros(k),  # sent as exactly zero: not sent
+            aggregate=worker.zeros(k),
         )
 
     def exchange(self, grad: Tensor, state: RegTopKState, worker: Worker) -> Conversation:

@@ -43,23 +43,17 @@ _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def check_value_code(value_code: str) -> str:
     """Refuse an unknown value code."""
     if value_code not in VALUE_CODES:
-        raise ArgumentError(
-            f"value_code must be one of {', '.join(VALUE_CODES)}, got {value_code!r}"
-        )
+        raise ArgumentError(f"value_code must be one of {', '.join(VALUE_CODES)}, got {value_code!r}")
     return value_code
 
 
 def check_index_code(index_code: str, numel: int | None = None) -> str:
     """Refuse an unknown index code, or one that cannot hold indices below `numel`."""
     if index_code not in INDEX_CODES:
-        raise ArgumentError(
-            f"index_code must be one of {', '.join(INDEX_CODES)}, got {index_code!r}"
-        )
+        raise ArgumentError(f"index_code must be one of {', '.join(INDEX_CODES)}, got {index_code!r}")
     largest = 2**32 if index_code == "raw32" else MAX_NUMEL
     if numel is not None and not 0 <= numel <= largest:
-        raise ArgumentError(
-            f"numel must be in 0..{largest} with index_code {index_code!r}, got {numel}"
-        )
+        raise ArgumentError(f"numel must be in 0..{largest} with index_code {index_code!r}, got {numel}")
     return index_code
 
 
@@ -98,9 +92,7 @@ def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
 
 def _to_single(values: Tensor) -> Tensor:
     largest = torch.finfo(torch.float32).max
-    return (
-        values.clamp(-largest, largest).float() if values.dtype == torch.float64 else values.float()
-    )
+    return values.clamp(-largest, largest).float() if values.dtype == torch.float64 else values.float()
 
 
 class IndexLayout(NamedTuple):
@@ -112,9 +104,7 @@ class IndexLayout(NamedTuple):
     unary_bits: Tensor
 
 
-def index_layout(
-    count: Tensor, numel: int, index_code: str, indices: Tensor | None = None
-) -> IndexLayout:
+def index_layout(count: Tensor, numel: int, index_code: str, indices: Tensor | None = None) -> IndexLayout:
     """Sizes of the two sections of an index code, for counts of any shape.
 
     elias-fano   width = floor(log2(J / k)), unary bits k + ((J - 1) >> width); or the bitmap, width 0 and

@@ -25,9 +25,7 @@ def take_largest_(
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
 
-def take_at_(
-    residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: str = "float32"
-) -> Tensor:
+def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: str = "float32") -> Tensor:
     """residual := residual + grad - sent, where sent holds the entries at the given indices."""
     indices = indices.expand(*residual.shape[:-1], indices.shape[-1])
     return _code_(residual, indices, kernels.take_at_(residual, grad, indices), code)

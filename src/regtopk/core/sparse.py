@@ -32,9 +32,7 @@ class SparseGradient:
         """(..., m) mask of the entries that are not padding; None where there is no padding."""
         if self.count is None:
             return None
-        return (
-            torch.arange(self.indices.shape[-1], device=self.indices.device) < self.count[..., None]
-        )
+        return torch.arange(self.indices.shape[-1], device=self.indices.device) < self.count[..., None]
 
     @property
     def counts(self) -> Tensor:

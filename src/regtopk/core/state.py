@@ -28,9 +28,9 @@ def per_worker(on_resize: Literal["weighted_sum", "reset"]) -> Any:
     return field(metadata={"on_resize": on_resize})
 
 
-def shared() -> Any:
-    """Declare a state field that is identical on all ranks."""
-    return field(metadata={"on_resize": "shared"})
+def shared(*, per_entry: bool = False) -> Any:
+    """Declare a state field that is identical on all ranks; say if it has one number for each of J entries."""
+    return field(metadata={"on_resize": "shared", "per_entry": per_entry})
 
 
 @dataclass
@@ -42,6 +42,15 @@ class State:
         """Field name to what becomes of it when the number of ranks changes."""
         return {f.name: f.metadata["on_resize"] for f in fields(cls)}
 
+    @classmethod
+    def per_entry_fields(cls) -> list[str]:
+        """Fields with one number for each of the J entries, which can be cut by parameter."""
+        return [
+            f.name
+            for f in fields(cls)
+            if f.metadata["on_resize"] == "weighted_sum" or f.metadata.get("per_entry", False)
+        ]
+
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors by field name (not copied)."""
         return {name: getattr(self, name) for name in self.rules()}
@@ -49,19 +58,20 @@ class State:
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Take over saved tensors; refused as a whole unless names and J-sized shapes fit."""
         if set(state_dict) != set(self.rules()):
-            raise StateError(
-                f"state must have the fields {sorted(self.rules())}, got {sorted(state_dict)}"
-            )
+            raise StateError(f"state must have the fields {sorted(self.rules())}, got {sorted(state_dict)}")
         for name, rule in self.rules().items():
             own, saved = getattr(self, name), state_dict[name]
             if rule == "weighted_sum" and own.shape != saved.shape:
                 raise StateError(
-                    f"state field {name!r} must have shape {tuple(own.shape)}, "
-                    f"got {tuple(saved.shape)}"
+                    f"state field {name!r} must have shape {tuple(own.shape)}, got {tuple(saved.shape)}"
                 )
         for name, saved in state_dict.items():
             own = getattr(self, name)
             setattr(self, name, saved.to(device=own.device, dtype=own.dtype, copy=True))
+
+    def clone(self: StateT) -> StateT:
+        """The same state in tensors of its own."""
+        return type(self)(**{name: tensor.clone() for name, tensor in self.state_dict().items()})
 
     def copy_of_workers(self, rows: Tensor) -> dict[str, Tensor]:
         """What some of the simulator's workers remember, copied."""

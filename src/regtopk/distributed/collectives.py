@@ -91,9 +91,10 @@ def clear_errors(collective: str) -> Iterator[None]:
         ) from error
 
 
-def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new process group of the same ranks, backend and timeout, so that ours and others' collectives
-    never mix."""
+def group_of_its_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A new process group of the same ranks, backend and timeout: our collectives never mix with others'."""
+    group = group or dist.group.WORLD
+    assert group is not None
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     timeout = group._get_backend(device).options._timeout
     ranks = dist.get_process_group_ranks(group)

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 
 import torch
 
@@ -37,6 +38,11 @@ class StepRecord:
             if f.name != "residual_norm":
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         self.residual_norm = other.residual_norm
+
+    def set_times(self, times: dict[str, float]) -> None:
+        """Fill in seconds by phase."""
+        for phase, seconds in times.items():
+            setattr(self, phase, seconds)
 
     def as_dict(self) -> dict[str, float]:
         """The numbers by name."""
@@ -78,7 +84,7 @@ class Stopwatch:
         spent: dict[str, float] = defaultdict(float)
         if self.is_cuda and self._marks:
             torch.cuda.synchronize()
-        for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        for (name, start), (_, end) in pairwise(self._marks):
             if isinstance(start, float) and isinstance(end, float):
                 spent[name] += end - start
             else:

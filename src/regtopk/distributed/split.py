@@ -3,6 +3,7 @@
 Bit for bit the sum that an all_gather of everything gives: every region is added in rank order from zero.
 """
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +42,7 @@ def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[tuple[SparseGradi
     indices, values = sparse.indices[:count], sparse.values[:count]
     cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     pieces = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         start, end = low // BLOCK * BLOCK, min(count, -(-high // BLOCK) * BLOCK)
         if low == high:
             start = end = low

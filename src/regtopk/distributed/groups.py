@@ -1,0 +1,106 @@
+"""Parameters that are exchanged together, and their state.
+
+State follows parameters by name. DDP may put them into other buckets from one step to the next; then groups
+are cut anew, per-entry state goes along with its parameters, and what only meant something to the old group
+(the last selection) starts anew.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.state import State
+from regtopk.core.worker import Layout, Worker
+
+Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters whose gradients make one flat vector, in this order; `flat` is the room for it."""
+
+    names: tuple[str, ...]
+    layout: Layout
+    algorithm: Algorithm[Any]
+    worker: Worker
+    state: State
+    flat: Tensor
+
+    def entries(self) -> Entries:
+        """The per-entry state, cut by parameter (views)."""
+        return {
+            layer.name: {
+                field: getattr(self.state, field)[layer.start : layer.start + layer.numel]
+                for field in self.entry_fields()
+            }
+            for layer in self.layout.layers
+        }
+
+    def entry_fields(self) -> list[str]:
+        """State fields with one number for each entry of the vector."""
+        return self.state.per_entry_fields()
+
+    def other_fields(self) -> dict[str, Tensor]:
+        """State fields that belong to the group as a whole."""
+        per_entry = self.entry_fields()
+        return {name: t for name, t in self.state.state_dict().items() if name not in per_entry}
+
+    def load(self, entries: Entries, others: dict[str, Tensor] | None) -> None:
+        """Take over per-entry state by parameter, and the rest if it is known (else it starts anew)."""
+        for field in self.entry_fields():
+            own = getattr(self.state, field)
+            parts = [entries[name][field].flatten() for name in self.names]
+            setattr(self.state, field, torch.cat(parts).to(own))
+        for field, saved in (others or {}).items():
+            own = getattr(self.state, field)
+            setattr(self.state, field, saved.to(device=own.device, dtype=own.dtype, copy=True))
+
+
+class Groups:
+    """All groups of an exchange, in the order they are exchanged."""
+
+    def __init__(self, make: Callable[[tuple[str, ...]], Group], parts: Iterable[tuple[str, ...]]) -> None:
+        self._make = make
+        self.groups = [make(part) for part in parts if part]
+
+    def covering(
+        self, names: tuple[str, ...], cut: Callable[[tuple[str, ...]], list[tuple[str, ...]]]
+    ) -> list[Group]:
+        """The groups that hold exactly these parameters; groups that hold some of them are cut anew.
+
+        Args:
+            names: parameters that arrived together (a DDP bucket).
+            cut: how such parameters are divided into groups.
+        """
+        wanted = set(names)
+        touched = [group for group in self.groups if wanted.intersection(group.names)]
+        if all(wanted.issuperset(group.names) for group in touched):
+            return touched
+        return self._regroup(touched, names, cut)
+
+    def _regroup(
+        self,
+        touched: list[Group],
+        names: tuple[str, ...],
+        cut: Callable[[tuple[str, ...]], list[tuple[str, ...]]],
+    ) -> list[Group]:
+        entries: Entries = {}
+        for group in touched:
+            entries.update(group.entries())
+        new = [self._make(part) for part in cut(names) if part]
+        left = [tuple(n for n in group.names if n not in set(names)) for group in touched]
+        rest = [self._make(part) for part in left if part]
+        for group in (*new, *rest):
+            group.load(entries, None)
+        untouched = [group for group in self.groups if group not in touched]
+        self.groups = [*untouched, *new, *rest]
+        return new
+
+    def replace(self, parts: Iterable[tuple[str, ...]]) -> list[Group]:
+        """Fresh groups of the given parameters instead of all there were."""
+        self.groups = [self._make(part) for part in parts]
+        return self.groups

@@ -1,0 +1,95 @@
+"""What all ranks must agree on before the first message, found out by asking every rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk._version import __version__
+from regtopk.core.algorithm import Algorithm, Conversation
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SparseSum
+from regtopk.core.sparse import to_dense
+from regtopk.core.worker import Layout, Worker, check_weights
+from regtopk.distributed.collectives import Collectives
+from regtopk.errors import ArgumentError, ClusterError, OracleError
+
+
+def agree(
+    collectives: Collectives,
+    algorithm: Algorithm[Any],
+    shapes: dict[str, tuple[int, ...]],
+    weight: float | None,
+    settings: dict[str, Any],
+) -> Tensor:
+    """Compare all ranks' settings, and return all their weights, (N,) float64.
+
+    Raises:
+        OracleError: the algorithm peeks.
+        ClusterError: the ranks differ; every rank says in what and which.
+        ArgumentError: the weights are not weights.
+    """
+    refuse_oracles(algorithm)
+    own = {
+        "regtopk version": __version__,
+        "algorithm": algorithm.name,
+        **{f"{algorithm.name} {key}": value for key, value in algorithm.options().items()},
+        **settings,
+        "parameters": [(name, list(shape)) for name, shape in shapes.items()],
+    }
+    everyone = collectives.gather_objects((own, weight))
+    for key in sorted({key for theirs, _ in everyone for key in theirs}):
+        values = [theirs.get(key) for theirs, _ in everyone]
+        if any(value != values[0] for value in values):
+            raise ClusterError(f"all ranks must have the same {key}, got {_by_rank(key, values)}")
+    weights = [theirs for _, theirs in everyone]
+    if all(theirs is None for theirs in weights):
+        return check_weights(None, collectives.num_workers)
+    if any(theirs is None for theirs in weights):
+        raise ArgumentError(f"weight must be given on all ranks or on none, got {weights}")
+    return check_weights(weights, collectives.num_workers)
+
+
+def _by_rank(key: str, values: list[Any]) -> str:
+    if key == "parameters":
+        return _first_difference(values)
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _first_difference(values: list[list[Any]]) -> str:
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    for mine, theirs in zip(values[0], values[other], strict=False):
+        if mine != theirs:
+            return f"{mine} on rank 0, {theirs} on rank {other}"
+    return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
+
+
+def refuse_oracles(algorithm: Algorithm[Any]) -> None:
+    """Talk to the algorithm as a cluster of one would, on a few zeros, and see whether it peeks."""
+    worker = Worker(
+        weight=torch.tensor(1.0),
+        index=torch.tensor(0),
+        num_workers=1,
+        step=0,
+        layout=Layout.anonymous(max(8, getattr(algorithm, "k", None) or 0)),
+    )
+    conversation: Conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
+    try:
+        request = next(conversation)
+        while not isinstance(request, Peek):
+            request = conversation.send(_echo(request))
+    except StopIteration:
+        return
+    raise OracleError(
+        f"algorithm {algorithm.name!r} peeks at the sum of all workers' vectors before anything is sent: only "
+        "a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
+    )
+
+
+def _echo(request: SparseSum | DenseSum | Gather | Broadcast) -> Any:
+    if isinstance(request, SparseSum):
+        return to_dense(*request.sparse.without_padding(), request.sparse.numel)
+    if isinstance(request, Gather):
+        rows = request.tensor.unsqueeze(0)
+        count = torch.tensor(rows.shape[-1]) if request.count is None else request.count
+        return Gathered(rows, count.reshape(1))
+    return request.tensor
