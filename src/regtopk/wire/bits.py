@@ -12,7 +12,10 @@ from regtopk.core.codes import num_words
 def reinterpret(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bits as numbers of another dtype, along the last dimension."""
     *batch, size = numbers.shape
-    return numbers.flatten().view(dtype).view(*batch, size * numbers.element_size() // dtype.itemsize)
+    flat = numbers.flatten()
+    if flat.storage_offset() * flat.element_size() % dtype.itemsize:  # torch only views aligned storage
+        flat = flat.clone()
+    return flat.view(dtype).view(*batch, size * numbers.element_size() // dtype.itemsize)
 
 
 def pack(symbols: Tensor, width: int) -> Tensor:
