@@ -3,9 +3,10 @@
 import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -26,17 +27,21 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout_s):
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < self.num_ranks:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
                 self.stop()
-                raise TimeoutError(f"rank {rank} gave no answer within {timeout_s} s")
-            answers.append(pipe.recv())
-        failed = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in enumerate(answers) if not is_fine]
-        if failed:
-            self.stop()  # a rank that failed may have left the group out of step
-            raise AssertionError("\n".join(failed))
-        return [result for _, result in answers]
+                raise TimeoutError(f"only ranks {sorted(answers)} answered within {timeout_s} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                is_fine, answers[rank] = self._pipes[rank].recv()
+                if not is_fine:  # the others may be waiting for this one: start anew
+                    self.stop()
+                    raise AssertionError(f"rank {rank}:\n{answers[rank]}")
+        return [answers[rank] for rank in range(self.num_ranks)]
 
     def stop(self) -> None:
         """End all processes; the next run starts new ones."""

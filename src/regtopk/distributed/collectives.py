@@ -11,6 +11,10 @@ from torch import Tensor
 from regtopk.errors import ClusterError
 
 
+# torch 2.13 renamed it, and warns of the old name
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Collectives:
     """Collectives over one process group; every rank must call the same ones in the same order."""
 
@@ -23,7 +27,7 @@ class Collectives:
         """(m,) of equal length on all ranks -> (N, m)."""
         gathered = tensor.new_empty(self.num_workers, tensor.numel())
         with clear_errors("all_gather"):
-            dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous(), group=self.group)
+            _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
 
     def all_gather_ragged(self, tensor: Tensor) -> tuple[Tensor, list[int]]:
