@@ -1,0 +1,91 @@
+"""What the contract is tested on: every algorithm of the table, in all its variants."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.core.algorithm import Algorithm, Promise
+from regtopk.core.codes import VALUE_CODES
+from regtopk.simulate import Cluster
+
+N, J, K = 4, 150, 7  # J is more than one block of a code
+WEIGHTS = [0.4, 0.3, 0.2, 0.1]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CODES = list(VALUE_CODES)
+# All codes in float32, and all dtypes uncoded and with one of the codes: not every pair tells something new.
+CODES_AND_DTYPES = [(code, DTYPES[0]) for code in CODES]
+CODES_AND_DTYPES += [(code, dtype) for code in ("float32", "4bit") for dtype in DTYPES[1:]]
+
+# Options beside k and value_code; an algorithm that is not here is tested with its defaults.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "regtopk": [
+        {},
+        {"reference": "current"},
+        {"q": 0.5, "mu": 0.7, "regularizer": "sigmoid"},
+        {"q": -0.5, "reference": "current"},
+    ],
+    "randomk": [{}, {"seed": -3}],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm with some options."""
+
+    name: str
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+    @property
+    def promises(self) -> frozenset[Promise]:
+        return ALGORITHMS[self.name].promises
+
+    def takes(self, option: str) -> bool:
+        return option in {f.name for f in fields(ALGORITHMS[self.name])}
+
+    def make(self, **options: Any) -> Algorithm[Any]:
+        """The algorithm; k is K unless told, and options it does not take are left out."""
+        if "density" not in options:
+            options.setdefault("k", K)
+        taken = {key: value for key, value in options.items() if self.takes(key)}
+        return ALGORITHMS[self.name](**taken, **self.options)
+
+    def cluster(self, weights: list[float] | None = None, **options: Any) -> Cluster:
+        return Cluster(self.make(**options), num_workers=N, weights=weights or WEIGHTS)
+
+
+CASES = [Case(name, options) for name in ALGORITHMS for options in VARIANTS.get(name, [{}])]
+
+
+def cases_that_promise(promise: Promise) -> list[Case]:
+    return [case for case in CASES if promise in case.promises]
+
+
+def random_grads(
+    num_steps: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[Tensor]:
+    """Gradients, (N, J) unless told, whose entries are of very different size."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = shape or (N, J)
+    scale = torch.logspace(-2, 2, shape[-1])
+    return [(torch.randn(*shape, generator=generator) * scale).to(dtype) for _ in range(num_steps)]
+
+
+def saved_tensors(cluster: Cluster) -> dict[str, Tensor]:
+    """A copy of everything a cluster knows that is a tensor or a number, by name."""
+    saved = cluster.state_dict()
+    tensors = {f"state.{name}": tensor for name, tensor in saved["state"].items()}
+    tensors |= {f"total.{name}": count for name, count in saved["total"].items()}
+    return tensors | {"num_steps": torch.tensor(saved["num_steps"])}
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """The same names, shapes, dtypes and bits."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert right[name].dtype == tensor.dtype and torch.equal(right[name], tensor), name

@@ -1,0 +1,132 @@
+"""N ranks in one process, each with a conversation of its own on vectors of shape (J,).
+
+The other way to run an algorithm, as a cluster does: no batch dimension anywhere, and every answer is made
+in a plain loop over the ranks that shares no code with the simulator's driver.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.state import State, accumulation_dtype
+from regtopk.core.worker import Layout, Worker
+
+Round = list[Request]  # what the ranks asked together, in rank order
+
+
+class LockStep:
+    """Runs a step's conversations together and remembers what was asked.
+
+    Args:
+        algorithm: what the ranks run.
+        weights: w_n, one a rank.
+        numel: J.
+        dtype: of the gradients.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm[Any], weights: list[float], numel: int, dtype: torch.dtype
+    ) -> None:
+        self.algorithm = algorithm
+        self.dtype = accumulation_dtype(dtype)
+        self.num_steps = 0
+        self.workers = [
+            Worker(
+                weight=torch.tensor(weight, dtype=self.dtype),
+                index=torch.tensor(rank),
+                num_workers=len(weights),
+                step=0,
+                layout=Layout.anonymous(numel),
+            )
+            for rank, weight in enumerate(weights)
+        ]
+        self.states: list[State] = [algorithm.init(worker) for worker in self.workers]
+
+    def step(self, grads: Tensor) -> tuple[list[Tensor], list[Round]]:
+        """One step: every rank's aggregate, and the rounds of requests it took."""
+        aggregates, rounds = self._converse(grads, self.states)
+        self.num_steps += 1
+        return aggregates, rounds
+
+    def contribution(self, rank: int, grads: Tensor) -> Tensor:
+        """What one rank's message alone would add to the model at this step, (J,); changes nothing.
+
+        The step is run on copies, first to see how many rounds it takes, then with the last sum answered
+        by that rank's own message at weight one: the aggregate it then returns is what it sent, whatever
+        the message looked like.
+        """
+        _, rounds = self._converse(grads, deepcopy(self.states))
+        last_sum = max(i for i, asked in enumerate(rounds) if isinstance(asked[0], (SparseSum, DenseSum)))
+        aggregates, _ = self._converse(grads, deepcopy(self.states), echo=(last_sum, rank))
+        return aggregates[rank]
+
+    def _converse(
+        self, grads: Tensor, states: list[State], echo: tuple[int, int] | None = None
+    ) -> tuple[list[Tensor], list[Round]]:
+        conversations = [
+            self.algorithm.exchange(grad, state, self._at_this_step(worker))
+            for grad, state, worker in zip(grads, states, self.workers, strict=True)
+        ]
+        rounds = [[next(conversation) for conversation in conversations]]
+        while True:
+            asked = rounds[-1]
+            if echo is not None and echo[0] == len(rounds) - 1:
+                asked = [asked[echo[1]]]
+            answer = self._answer(asked, is_echo=asked is not rounds[-1])
+            requests, aggregates = [], []
+            for conversation in conversations:
+                try:
+                    requests.append(conversation.send(deepcopy(answer)))
+                except StopIteration as done:
+                    aggregates.append(done.value)
+            if aggregates:
+                assert not requests, "some ranks ended before others"
+                return aggregates, rounds
+            rounds.append(requests)
+
+    def _at_this_step(self, worker: Worker) -> Worker:
+        return Worker(worker.weight, worker.index, worker.num_workers, self.num_steps, worker.layout)
+
+    def _answer(self, asked: Round, *, is_echo: bool) -> Any:
+        kinds = {type(request) for request in asked}
+        assert len(kinds) == 1, f"ranks asked different things: {kinds}"
+        first = asked[0]
+        if isinstance(first, Gather):
+            return _gathered([request for request in asked if isinstance(request, Gather)])
+        if isinstance(first, Broadcast):
+            source = asked[first.source]
+            assert isinstance(source, Broadcast)
+            return source.tensor
+        total: Tensor | None = None
+        for request in asked:
+            assert isinstance(request, (SparseSum, DenseSum, Peek))
+            weight = torch.ones((), dtype=self.dtype) if is_echo else request.weight
+            row = _weighted(request, weight, self.dtype)
+            total = torch.zeros_like(row) if total is None else total
+            total = total + row
+        return total
+
+
+def _weighted(request: SparseSum | DenseSum | Peek, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if not isinstance(request, SparseSum):
+        assert isinstance(request, Peek) or request.loss is None, "coded sums are not answered here"
+        return request.tensor.to(dtype) * weight
+    sparse = request.sparse
+    count = int(sparse.counts)
+    indices, values = sparse.indices[:count], sparse.values[:count]
+    assert bool((indices.diff() > 0).all()), "indices must ascend and be distinct"
+    row = torch.zeros(sparse.numel, dtype=dtype)
+    row[indices] = weight * values
+    return row
+
+
+def _gathered(asked: list[Gather]) -> Gathered:
+    counts = [
+        torch.tensor(request.tensor.shape[-1]) if request.count is None else request.count
+        for request in asked
+    ]
+    return Gathered(torch.stack([request.tensor for request in asked]), torch.stack(counts))

@@ -1,0 +1,318 @@
+"""What every algorithm of the table must do, and what each promises in its class."""
+
+import io
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import ALGORITHMS, Dense, TopK
+from regtopk.core.algorithm import Promise
+from regtopk.core.codes import is_lossless
+from regtopk.core.state import State, accumulation_dtype
+from regtopk.errors import ArgumentError, GradientError
+from regtopk.simulate import Cluster
+from tests.algorithms.cases import (
+    CASES,
+    CODES,
+    CODES_AND_DTYPES,
+    DTYPES,
+    WEIGHTS,
+    Case,
+    J,
+    K,
+    N,
+    assert_same,
+    cases_that_promise,
+    random_grads,
+    saved_tensors,
+)
+from tests.algorithms.lockstep import LockStep
+
+all_cases = pytest.mark.parametrize("case", CASES, ids=str)
+all_codes = pytest.mark.parametrize("code", CODES)
+all_codes_and_dtypes = pytest.mark.parametrize(("code", "dtype"), CODES_AND_DTYPES, ids=str)
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def that_promise(promise: Promise) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases_that_promise(promise), ids=str)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_names_and_promises_are_declared(name: str) -> None:
+    assert ALGORITHMS[name].name == name
+    assert ALGORITHMS[name].promises <= set(get_args(Promise))
+
+
+@that_promise("conserves")
+@all_codes_and_dtypes
+def test_sent_plus_residual_is_what_was_accumulated(case: Case, code: str, dtype: torch.dtype) -> None:
+    ranks = LockStep(case.make(value_code=code), WEIGHTS, J, dtype)
+    for rank, grads in enumerate(random_grads(N, dtype=dtype)):  # another rank is looked at in every step
+        accumulated = _residual(ranks.states[rank], J) + grads[rank]
+        sent = ranks.contribution(rank, grads)
+        ranks.step(grads)
+        kept = _residual(ranks.states[rank], J)
+        lost = (sent + kept - accumulated).abs()
+        largest = torch.stack([sent, kept, accumulated]).abs().amax(0)
+        assert bool((lost <= (0 if is_lossless(code) else _ulp(largest))).all())
+
+
+@that_promise("conserves")
+@all_codes
+def test_the_aggregate_is_the_weighted_sum_of_what_was_sent(case: Case, code: str) -> None:
+    ranks = LockStep(case.make(value_code=code), WEIGHTS, J, torch.float32)
+    cluster = case.cluster(value_code=code)
+    for grads in random_grads(2):
+        expected = torch.zeros(J)
+        for rank, weight in enumerate(torch.tensor(WEIGHTS)):
+            expected += weight * ranks.contribution(rank, grads)
+        ranks.step(grads)
+        assert torch.equal(cluster.step(grads), expected)
+
+
+@all_cases
+@all_codes_and_dtypes
+def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype) -> None:
+    ranks = LockStep(case.make(value_code=code), WEIGHTS, J, dtype)
+    cluster = case.cluster(value_code=code)
+    for grads in random_grads(5, dtype=dtype):
+        aggregates, _ = ranks.step(grads)
+        expected = cluster.step(grads)
+        assert expected.dtype == dtype
+        for aggregate in aggregates:
+            assert torch.equal(aggregate.to(dtype), expected)
+    assert cluster.state is not None
+    for name, rule in type(cluster.state).rules().items():
+        batch, singles = getattr(cluster.state, name), [getattr(state, name) for state in ranks.states]
+        assert batch.dtype in (torch.int64, accumulation_dtype(dtype))
+        for rank, single in enumerate(singles):
+            assert torch.equal(single, batch if rule == "shared" else batch[rank]), name
+
+
+@all_cases
+def test_replicas_equal_separate_clusters(case: Case) -> None:
+    num_replicas = 3
+    together = case.cluster()
+    apart = [case.cluster() for _ in range(num_replicas)]
+    for grads in random_grads(4, num_replicas, N, J):
+        aggregate = together.step(grads)
+        assert aggregate.shape == (num_replicas, J)
+        for replica, cluster in enumerate(apart):
+            assert torch.equal(cluster.step(grads[replica]), aggregate[replica])
+    for replica, cluster in enumerate(apart):
+        of_replica = {name: t if t.dim() == 0 else t[replica] for name, t in saved_tensors(together).items()}
+        assert_same(saved_tensors(cluster), of_replica)
+
+
+@that_promise("exact_k")
+@all_codes
+@pytest.mark.parametrize("k", [1, K, J])
+def test_exactly_k_are_sent(case: Case, code: str, k: int) -> None:
+    cluster = case.cluster(k=k, value_code=code)
+    ties = [torch.zeros(N, J), torch.ones(N, J)]
+    for grads in random_grads(3) + ties:
+        cluster.step(grads)
+        assert cluster.last_step.num_entries.tolist() == [k] * N
+
+
+@that_promise("exact_k")
+def test_k_follows_a_density_schedule(case: Case) -> None:
+    densities = [1.0, 0.5, 0.01, 0.3]
+    cluster = case.cluster(density=lambda step: densities[step])
+    for grads, k in zip(random_grads(4), [150, 75, 2, 45], strict=True):  # max(1, round(density · 150))
+        cluster.step(grads)
+        assert cluster.last_step.num_entries.tolist() == [k] * N
+
+
+@that_promise("dense_at_full_density")
+@all_dtypes
+@pytest.mark.parametrize("options", [{"k": J}, {"density": 1.0}], ids=str)
+def test_full_density_is_dense(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    cluster = case.cluster(**options)
+    dense = Cluster(Dense(), num_workers=N, weights=WEIGHTS)
+    for grads in random_grads(4, dtype=dtype):
+        assert torch.equal(cluster.step(grads), dense.step(grads))
+
+
+@that_promise("shared_support")
+def test_all_workers_send_the_same_entries(case: Case) -> None:
+    cluster, own_supports = case.cluster(), Cluster(TopK(k=K), num_workers=N)
+    for grads in random_grads(3):
+        assert int((cluster.step(grads) != 0).sum()) <= K
+        assert int((own_supports.step(grads) != 0).sum()) > K
+
+
+@that_promise("unbiased")
+def test_the_mean_aggregate_is_the_mean_gradient(case: Case) -> None:
+    """|mean - true| <= 5.5 standard errors in all J entries: once in 170,000 a false alarm (150 · 3.8e-8)."""
+    (grads,) = random_grads(1)
+    draws = torch.stack([case.cluster(seed=seed).step(grads).double() for seed in range(400)])
+    true = (torch.tensor(WEIGHTS, dtype=torch.float64)[:, None] * grads.double()).sum(0)
+    rounding = N * torch.finfo(torch.float32).eps * grads.abs().amax(0)
+    assert bool(((draws.mean(0) - true).abs() <= 5.5 * draws.std(0) / 400**0.5 + rounding).all())
+
+
+@all_cases
+@all_codes_and_dtypes
+def test_zero_gradients_stay_finite(case: Case, code: str, dtype: torch.dtype) -> None:
+    cluster = case.cluster(value_code=code)
+    zero, (some,) = torch.zeros(N, J, dtype=dtype), random_grads(1, dtype=dtype)
+    only_first = some * torch.tensor([[1], [0], [0], [0]])
+    assert not bool(cluster.step(zero).any())
+    for grads in (zero, some, zero, only_first, -only_first, zero):
+        assert bool(cluster.step(grads).isfinite().all())
+    assert all(bool(tensor.isfinite().all()) for tensor in saved_tensors(cluster).values())
+
+
+@all_cases
+@all_dtypes
+def test_memory_of_the_caller_is_neither_changed_nor_kept(case: Case, dtype: torch.dtype) -> None:
+    cluster, control = case.cluster(), case.cluster()
+    buffer = torch.empty(N, J, dtype=dtype)
+    for grads in random_grads(4, dtype=dtype):
+        aggregate = cluster.step(buffer.copy_(grads))
+        assert torch.equal(buffer, grads)
+        assert torch.equal(aggregate, control.step(grads.clone()))
+        buffer.fill_(torch.nan)
+        aggregate.fill_(torch.nan)
+
+
+@all_cases
+def test_layout_and_autograd_of_the_gradients_do_not_matter(case: Case) -> None:
+    cluster, control = case.cluster(), case.cluster()
+    for grads in random_grads(3):
+        transposed = grads.t().contiguous().t().requires_grad_()
+        assert torch.equal(cluster.step(transposed), control.step(grads))
+    assert_same(saved_tensors(cluster), saved_tensors(control))
+    assert not any(tensor.requires_grad for tensor in saved_tensors(cluster).values())
+
+
+@all_cases
+@all_codes
+def test_a_saved_state_goes_on_as_if_nothing_happened(case: Case, code: str) -> None:
+    whole, first, second = (case.cluster(value_code=code) for _ in range(3))
+    grads = random_grads(6)
+    for grad in grads[:3]:
+        whole.step(grad)
+        first.step(grad)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    first.step(grads[0])  # what was saved is a copy
+    second.load_state_dict(torch.load(file, weights_only=True))
+    for grad in grads[3:]:
+        assert torch.equal(second.step(grad), whole.step(grad))
+    assert_same(saved_tensors(second), saved_tensors(whole))
+
+
+@all_cases
+def test_a_worker_of_weight_zero_sends_nothing_and_keeps_its_state(case: Case) -> None:
+    weights = [0.5, 0.0, 0.5, 0.0]
+    before = case.cluster()
+    for grads in random_grads(3):
+        before.step(grads)
+    saved = before.state_dict()
+    saved["weights"] = torch.tensor(weights, dtype=torch.float64)
+    saved["weight"] = torch.tensor(weights).unsqueeze(-1)
+    one, other = case.cluster(weights), case.cluster(weights)
+    for cluster in (one, other):
+        cluster.load_state_dict(saved)
+    for grads in random_grads(3, seed=1):
+        changed = grads.clone()
+        changed[1], changed[3] = 1e30, 0.0
+        aggregate = one.step(grads)
+        assert bool(aggregate.isfinite().all())
+        assert torch.equal(aggregate, other.step(changed))
+        assert one.last_step.payload_bytes[[1, 3]].tolist() == [0, 0]
+        assert one.last_step.num_entries[[1, 3]].tolist() == [0, 0]
+        assert bool((one.last_step.payload_bytes[[0, 2]] > 0).all())
+    assert before.state is not None and one.state is not None
+    for name, rule in type(before.state).rules().items():
+        if rule != "shared":
+            assert torch.equal(getattr(one.state, name)[[1, 3]], getattr(before.state, name)[[1, 3]]), name
+    assert_same(saved_tensors(one), saved_tensors(other))
+
+
+@all_cases
+def test_refused_gradients_change_nothing(case: Case) -> None:
+    cluster, control = case.cluster(), case.cluster()
+    good = random_grads(4)
+    for grads in good[:2]:
+        cluster.step(grads)
+        control.step(grads)
+    bad = [good[2].clone() for _ in range(3)]
+    bad[0][2, 5], bad[1][2, 0], bad[2][2, J - 1] = torch.nan, torch.inf, -torch.inf
+    for grads in bad:
+        with pytest.raises(GradientError, match="grads of worker 2 must be finite, got NaN or inf"):
+            cluster.step(grads)
+    for grads in (good[2][:, 1:], good[2][1:], good[2].long(), good[2].double(), good[2][None]):
+        with pytest.raises(GradientError, match="grads must"):
+            cluster.step(grads)
+    assert_same(saved_tensors(cluster), saved_tensors(control))
+    for grads in good[2:]:
+        assert torch.equal(cluster.step(grads), control.step(grads))
+
+
+@that_promise("exact_k")
+def test_a_refused_k_or_density_changes_nothing(case: Case) -> None:
+    cluster = case.cluster(k=K)
+    with pytest.raises(ArgumentError, match=f"k must be at most the number of entries, J = 4, got {K}"):
+        cluster.step(torch.ones(N, 4))
+    cluster.step(torch.ones(N, K))  # the refused step has not fixed J
+    densities = [0.5, 0.5, 1.5]
+    scheduled = case.cluster(density=lambda step: densities[step])
+    for grads in random_grads(2):
+        scheduled.step(grads)
+    before = saved_tensors(scheduled)
+    with pytest.raises(ArgumentError, match=r"density must be in \(0, 1\], got 1.5"):
+        scheduled.step(random_grads(3)[2])
+    assert_same(before, saved_tensors(scheduled))
+
+
+# One variant of each algorithm: the law of a single step is tested on all of them above.
+LONG_RUNS = [case for case in cases_that_promise("conserves") if not case.options]
+LOSSY = [code for code in CODES if not is_lossless(code)]
+PAIRS = [(case, LOSSY[i % len(LOSSY)]) for i, case in enumerate(LONG_RUNS)]
+
+
+@pytest.mark.parametrize("case", LONG_RUNS, ids=str)
+def test_a_thousand_steps_lose_nothing(case: Case) -> None:
+    """Small whole gradients and weights that are powers of two: every sum is exact, so is the balance."""
+    weights = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+    cluster = case.cluster(weights.tolist())
+    all_grads = torch.randint(-3, 4, (1000, N, J), generator=torch.Generator().manual_seed(0)).float()
+    applied = torch.zeros(J).double()
+    for grads in all_grads:
+        applied += cluster.step(grads)
+    kept = _residual(cluster.state, N, J).double()
+    assert torch.equal(applied + weights @ kept, weights @ all_grads.double().sum(0))
+
+
+@pytest.mark.parametrize(("case", "code"), PAIRS, ids=str)
+def test_a_thousand_lossy_steps_drift_at_most_linearly(case: Case, code: str) -> None:
+    """Each step rounds at most 2 + N times: a and e once, and the sum once a worker."""
+    cluster = case.cluster(value_code=code)
+    weights = torch.tensor(WEIGHTS).double()  # as float32 has them
+    given, applied, largest = torch.zeros(N, J).double(), torch.zeros(J).double(), torch.zeros(J)
+    for grads in random_grads(1000):
+        before = _residual(cluster.state, N, J)
+        given += grads
+        applied += cluster.step(grads)
+        kept = _residual(cluster.state, N, J)
+        sent = before + grads - kept
+        largest = torch.stack([largest, *sent.abs(), *(before + grads).abs(), *kept.abs()]).amax(0)
+    drift = (applied + weights @ _residual(cluster.state, N, J).double() - weights @ given).abs()
+    assert bool((drift <= 1000 * (2 + N) * _ulp(largest)).all())
+
+
+def _residual(state: State | None, *shape: int) -> Tensor:
+    """A copy of the residual; zero where an algorithm keeps none."""
+    residual: Tensor | None = getattr(state, "residual", None)
+    return torch.zeros(shape) if residual is None else residual.clone()
+
+
+def _ulp(x: Tensor) -> Tensor:
+    return torch.nextafter(x, torch.full_like(x, torch.inf)) - x
