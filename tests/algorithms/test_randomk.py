@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from regtopk.algorithms import RandomK
+from regtopk.core.random import random_subset
+from regtopk.errors import ArgumentError
+from regtopk.simulate import Cluster
+
+
+def test_randomk_by_hand() -> None:
+    drawn = [int(random_subset(3, 1, 5, step)) for step in (0, 1)]
+    assert drawn[0] != drawn[1]  # seed 5 is one where they differ
+    cluster = Cluster(RandomK(k=1, seed=5), num_workers=2)
+    first = cluster.step(torch.tensor([[6.0, 4.0, 1.0], [-4.0, 4.0, 2.0]]))  # mean (1, 4, 1.5)
+    second = cluster.step(torch.tensor([[1.0, 0.0, 3.0], [1.0, 2.0, 3.0]]))  # mean (1, 1, 3)
+    assert first.tolist() == [value if entry == drawn[0] else 0 for entry, value in enumerate([1, 4, 1.5])]
+    # what was not drawn in the first step has been carried
+    assert second.tolist() == [value if entry == drawn[1] else 0 for entry, value in enumerate([2, 5, 4.5])]
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None, True])
+def test_a_seed_must_be_an_integer(seed: object) -> None:
+    with pytest.raises(ArgumentError, match=f"seed must be an integer, got {seed!r}"):
+        RandomK(k=1, seed=seed)  # type: ignore[arg-type]
