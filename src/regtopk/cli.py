@@ -1,8 +1,9 @@
 """The command line: parse, call, print."""
 
 import json
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -10,15 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from regtopk import ALGORITHMS, __version__
-from regtopk.errors import ArgumentError, RegtopkError
+from regtopk.errors import ArgumentError, OutputError, RegtopkError
 from regtopk.experiments import EXPERIMENTS, parse_settings
 from regtopk.report import format_number, write_report
-from regtopk.report.page import column_label
 from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
 
 app = typer.Typer(
@@ -32,6 +33,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DEMO_PARTS: dict[str, list[str]] = {"fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
+DEMO = {
+    "experiment": "demo",
+    "title": "RegTop-k in three small experiments",
+    "about": "Two workers that cancel, a step that waited too long, and twenty workers that disagree.",
+    "command": "regtopk demo",
+}
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
 
 
@@ -75,7 +83,7 @@ def list_algorithms(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("name", "what it does", "options")
+    table = Table("name", "what it does", "options", box=SIMPLE_HEAD)
     for row in rows:
         options = ", ".join(
             name if default is None else f"{name}={default}" for name, default in row["options"].items()
@@ -121,12 +129,7 @@ def reproduce(
         chosen.append(f"device={device}")
     folder = out or Path("out") / experiment
     summary = _run(experiment, chosen, folder, force=force)
-    page = write_report(folder)
-    if as_json:
-        typer.echo(json.dumps(summary, indent=2))
-    else:
-        _print_table(EXPERIMENTS[experiment].title, summary["table"])
-        typer.echo(f"{page}")
+    _show(summary, {experiment: summary}, write_report(folder), as_json=as_json)
 
 
 @app.command()
@@ -137,21 +140,12 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Run the paper's small experiments, print one table and write one page."""
-    is_demo = (out / CONFIG).exists() and "parts" in read_header(out)
-    claim_folder(out, force=force or is_demo)  # a demo may replace a demo
-    parts = {"fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
-    summaries = {name: _run(name, chosen, out / name, force=True) for name, chosen in parts.items()}
-    title = "RegTop-k in three small experiments"
-    about = "Two workers that cancel, a step that waited too long, and twenty workers that disagree."
-    header = {"experiment": "demo", "title": title, "about": about, "command": "regtopk demo"}
-    write_json(out / CONFIG, {**header, "versions": versions(), "parts": list(parts)})
+    force = force or _holds_demo(out)  # a demo may replace a demo
+    claim_folder(out, force=force)
+    write_json(out / CONFIG, {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)})
+    summaries = {name: _run(name, chosen, out / name, force=force) for name, chosen in DEMO_PARTS.items()}
     write_json(out / SUMMARY, summaries)
-    page = write_report(out)
-    if as_json:
-        typer.echo(json.dumps(summaries, indent=2))
-    else:
-        _print_table(title, [row for summary in summaries.values() for row in summary["table"]])
-        typer.echo(f"{page}")
+    _show(summaries, summaries, write_report(out), as_json=as_json)
 
 
 @app.command()
@@ -164,9 +158,24 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run
 def _run(name: str, settings: Sequence[str], folder: Path, *, force: bool) -> dict[str, Any]:
     experiment = EXPERIMENTS[name]
     config = parse_settings(experiment.config, settings)
-    command = " ".join(["regtopk", "reproduce", name, *(f"--set {word}" for word in settings)])
+    command = shlex.join(["regtopk", "reproduce", name, *_options(settings)])
     with _progress_bar(name) as progress:
         return experiment.record(config, folder, command=command, force=force, progress=progress)
+
+
+def _holds_demo(folder: Path) -> bool:
+    try:
+        return "parts" in read_header(folder)
+    except OutputError:
+        return False
+
+
+def _options(settings: Sequence[str]) -> Iterator[str]:
+    """The settings as one would type them."""
+    short = {"num_seeds": "--seeds", "device": "--device"}
+    for word in settings:
+        key, _, value = word.partition("=")
+        yield from (short[key], value) if key in short else ("--set", word)
 
 
 @contextmanager
@@ -179,11 +188,21 @@ def _progress_bar(label: str) -> Iterator[Callable[[float], None]]:
         yield lambda fraction: bar.update(task, completed=fraction)
 
 
-def _print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+def _show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
+    """Print the JSON, or one table (a column a method, a row a measure) and where the page is."""
+    if as_json:
+        typer.echo(json.dumps(content, indent=2))
+        return
+    rows = [row for summary in summaries.values() for row in summary["table"]]
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(title=title, title_justify="left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        table.add_column(column_label(column), justify="left" if column == "measure" else "right")
-    for row in rows:
-        table.add_row(*(format_number(row.get(column)) for column in columns))
+        is_label = column == "measure"
+        table.add_column("" if is_label else column, justify="left" if is_label else "right")
+    for name, summary in summaries.items():
+        table.add_section()
+        table.add_row(name, style="bold")
+        for row in summary["table"]:
+            table.add_row(*(format_number(row.get(column)) for column in columns))
     Console().print(table)
+    typer.echo(f"{page}")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from regtopk._version import __version__
 from regtopk.errors import OutputError
 
 Record = dict[str, Any]
@@ -157,8 +158,6 @@ def make_header(
 
 def versions() -> dict[str, str]:
     """What the numbers were made with."""
-    from regtopk import __version__
-
     return {
         "regtopk": __version__,
         "torch": torch.__version__,
@@ -169,8 +168,7 @@ def versions() -> dict[str, str]:
 
 def read_header(folder: Path) -> dict[str, Any]:
     """The config.json of a run, or of a folder of several."""
-    header: dict[str, Any] = json.loads(_read(folder, CONFIG))
-    return header
+    return _read_json(folder, CONFIG)[0]
 
 
 def read_run(folder: Path) -> Run:
@@ -179,8 +177,8 @@ def read_run(folder: Path) -> Run:
     Raises:
         OutputError: there is none, or it was not finished.
     """
-    records = [json.loads(line) for line in _read(folder, METRICS).splitlines()]
-    return Run(folder, read_header(folder), records, json.loads(_read(folder, SUMMARY)))
+    header, summary = read_header(folder), _read_json(folder, SUMMARY)[0]
+    return Run(folder, header, _read_json(folder, METRICS, by_line=True), summary)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -188,10 +186,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _read(folder: Path, name: str) -> str:
+def _read_json(folder: Path, name: str, *, by_line: bool = False) -> list[dict[str, Any]]:
+    path = folder / name
     try:
-        return (folder / name).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        return [json.loads(part) for part in (text.splitlines() if by_line else [text])]
     except OSError as error:
-        raise OutputError(
-            f"folder must hold a finished run, but {folder / name} cannot be read: {error.strerror or error}"
-        ) from error
+        reason = error.strerror or str(error)
+    except ValueError as error:
+        reason = f"not JSON, {error}"
+    raise OutputError(f"folder must hold a finished run, but {path} cannot be read: {reason}")

@@ -123,11 +123,11 @@ def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:
         "final_risk": final_risk,
         "paper_topk": PAPER,
         "table": [
-            {"measure": "iterations before the first step", **waited},
-            {"measure": "the same in the paper's text", "topk": PAPER["num_iterations_waited"]},
-            {"measure": "first step, over that of dense", **first_scale},
-            {"measure": "longest step, over the first of dense", **longest_scale},
-            {"measure": f"risk at iteration {config.num_iterations - 1}", **final_risk},
+            {"measure": "iterations waited", **waited},
+            {"measure": "waited, in the paper", "topk": PAPER["num_iterations_waited"]},
+            {"measure": "first step, × dense's", **first_scale},
+            {"measure": "longest step, × that", **longest_scale},
+            {"measure": "final risk", **final_risk},
         ],
     }
 
@@ -136,7 +136,7 @@ def panels(config: ScalingConfig) -> Sequence[Panel]:
     """Two: the lengths of the steps, and the model they lead to."""
     return (
         Panel(
-            title="Length of every step, over dense's first",
+            title="Length of every step, in units of dense's first",
             x="iteration",
             y="step_scale",
             x_label="iteration",

@@ -106,8 +106,8 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
     if panel.marks == "stems":
         _draw_stems(axes, panel, x, y, style)
         return
-    look = {"color": style.light, "lw": style.width, "alpha": style.opacity}
-    axes.plot(x, y, style.dashes, label=style.label, **look)
+    (line,) = axes.plot(x, y, style.dashes, color=style.light, label=style.label)
+    line.set(linewidth=style.width, alpha=style.opacity)
     if len(seeds[0]) > 1:
         low, high = [min(values) for values in seeds], [max(values) for values in seeds]
         axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)

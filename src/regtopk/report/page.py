@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.report.figure import draw_files, draw_inline, methods_of
-from regtopk.report.style import GRID, INK, METHOD_LABELS, format_number, style_of
+from regtopk.report.style import GRID, INK, format_number, style_of
 from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, read_header, read_run
 
-LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472", "link": "#1f5fd6"}
-DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0", "link": "#7fb0ff"}
+LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
+DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0"}
 
 CSS = """
 *{box-sizing:border-box}
@@ -126,7 +126,7 @@ def _adaptive(drawing: str, run: Run) -> str:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    head = "".join(f"<th>{escape(column_label(column))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(_heading(column))}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(format_number(row.get(key)))}</td>" for key in columns) + "</tr>"
         for row in rows
@@ -134,9 +134,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def column_label(column: str) -> str:
-    """The heading of a table's column."""
-    return "" if column == "measure" else METHOD_LABELS.get(column, column)
+def _heading(column: str) -> str:
+    return "" if column == "measure" else style_of(column).label
 
 
 def _settings(run: Run) -> str:

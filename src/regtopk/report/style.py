@@ -29,7 +29,6 @@ SPARE = (
     Style("", "#6f7d12", "#c3d34f"),
     Style("", "#8c5a3c", "#d8a384"),
 )
-METHOD_LABELS = {name: style.label for name, style in METHODS.items()}
 
 # ink, lines and ground of figures: (on light, on dark)
 INK = ("#20242b", "#e6e9ee")
