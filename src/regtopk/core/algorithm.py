@@ -38,6 +38,7 @@ class Algorithm(ABC, Generic[StateT]):
 
     name: ClassVar[str]
     promises: ClassVar[frozenset[Promise]]
+    listens: ClassVar[bool] = False  # whether it reads worker.report; then ranks share rank 0's every step
 
     @abstractmethod
     def init(self, worker: Worker) -> StateT:

@@ -29,6 +29,7 @@ MAX_FIELD_BITS = 32  # a field then never spans more than two words
 
 
 VALUE_BITS = {
+    "none": 0,  # indices alone
     "float64": 64,
     "float32": 32,
     "bfloat16": 16,
@@ -64,6 +65,8 @@ def is_lossless(value_code: str) -> bool:
 
 def wire_code(dtype: torch.dtype, value_code: str) -> str:
     """The code a frame names: float64 values that are not to be rounded travel as "float64"."""
+    if value_code == "none":
+        return "none"
     is_wide = is_lossless(value_code) and dtype == torch.float64
     return "float64" if is_wide else value_code
 

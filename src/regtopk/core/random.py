@@ -1,4 +1,7 @@
-"""Random draws as a function of (seed, step): the same numbers on every rank, device and after a resume."""
+"""Random draws as a function of (seed, worker, step, entry).
+
+Counter-based: the same numbers batched and single, on CPU and GPU, and after a resume.
+"""
 
 import torch
 from torch import Tensor
@@ -16,6 +19,38 @@ def mix(*words: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
+    """Uniform float64 numbers in [0, 1), one an entry: (..., numel) for workers of the given index.
+
+    A splitmix64 of (seed, step), the worker and the entry, in wrapping int64 tensor code.
+
+    Args:
+        index: n, int64: () on a rank gives (numel,), (N, 1) in the simulator gives (N, numel).
+        seed: an integer.
+        step: t.
+        numel: entries a worker draws.
+    """
+    entry = torch.arange(numel, dtype=torch.int64, device=index.device)
+    word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + _signed(mix(seed, step)))
+    word = _splitmix(word.unsqueeze(-1) + entry * _signed(0x9E3779B97F4A7C15))
+    return ((word >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def _splitmix(word: Tensor) -> Tensor:
+    word = (word ^ _shift_right(word, 30)) * _signed(0xBF58476D1CE4E5B9)
+    word = (word ^ _shift_right(word, 27)) * _signed(0x94D049BB133111EB)
+    return word ^ _shift_right(word, 31)
+
+
+def _shift_right(word: Tensor, bits: int) -> Tensor:
+    """A logical shift: int64 shifts drag the sign along."""
+    return (word >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
 
 
 def random_subset(numel: int, k: int, seed: int, step: int) -> Tensor:

@@ -49,10 +49,18 @@ class DenseSum:
 
 @dataclass(frozen=True)
 class Gather:
-    """Receive every worker's vector, (N, m), in rank order, as `Gathered`."""
+    """Receive every worker's vector, (N, m), in rank order, as `Gathered`.
+
+    Args:
+        tensor: this worker's.
+        count: how many of its entries are meant; None: all.
+        numel: says that it is a set of entries of a vector of this length, ascending int64, which then
+            travels in the index code; None: it travels as it is.
+    """
 
     tensor: Tensor
     count: Tensor | None = None
+    numel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,11 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Receive the vector of worker `source`, (m,)."""
+    """Receive the vector of worker `source`, (m,); `numel` as in `Gather`."""
 
     tensor: Tensor
     source: int
+    numel: int | None = None
 
 
 @dataclass(frozen=True)

@@ -58,3 +58,8 @@ def take(dense: Tensor, indices: Tensor) -> Tensor:
 def to_dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     """The vector of `numel` entries that holds the values at the (distinct) indices, else zero."""
     return values.new_zeros(*values.shape[:-1], numel).scatter_(-1, indices, values)
+
+
+def index_set(indices: Tensor, numel: int, count: Tensor | None = None) -> SparseGradient:
+    """Entries without values, as a message holds them when only their indices matter."""
+    return SparseGradient(indices, torch.zeros_like(indices, dtype=torch.float32), numel, count, "none")

@@ -29,7 +29,7 @@ def per_worker(on_resize: Literal["weighted_sum", "reset"]) -> Any:
 
 
 def shared(*, per_entry: bool = False) -> Any:
-    """Declare a state field that is identical on all ranks; say if it has one number for each of J entries."""
+    """Declare a state field that is identical on all ranks; say if it has one number for each entry."""
     return field(metadata={"on_resize": "shared", "per_entry": per_entry})
 
 

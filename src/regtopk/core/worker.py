@@ -67,6 +67,19 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What training measured since the last step, as adaptive algorithms want to know it.
+
+    Args:
+        loss: the training loss.
+        time_s: how long a step takes, measured or from a link model.
+    """
+
+    loss: float
+    time_s: float
+
+
+@dataclass(frozen=True)
 class Worker:
     """One rank, or in the simulator all of them as a batch.
 
@@ -78,6 +91,7 @@ class Worker:
         layout: which parameter owns which entries.
         batch_shape: leading dimensions of this worker's vectors: () on a rank, (N,) in the simulator,
             (R, N) when it runs R independent replicas of the cluster at once.
+        report: the newest loss and time, the same on all ranks; None if nobody has reported since.
     """
 
     weight: Tensor
@@ -86,6 +100,7 @@ class Worker:
     step: int
     layout: Layout
     batch_shape: tuple[int, ...] = ()
+    report: Report | None = None
 
     @property
     def numel(self) -> int:

@@ -113,14 +113,14 @@ def _check(exchange: "Exchange", saved: dict[str, Any]) -> None:
     missing = [rank for rank in needed if str(rank) not in saved["workers"]]
     if missing:
         raise StateError(
-            f"the saved state of {saved['num_workers']} ranks must hold rank(s) {missing} to be loaded on rank "
-            f"{exchange.rank} of {exchange.num_workers}: gather it, or merge the rank files "
+            f"the saved state of {saved['num_workers']} ranks must hold rank(s) {missing} to be loaded on "
+            f"rank {exchange.rank} of {exchange.num_workers}: gather it, or merge the rank files "
             "(regtopk.merge_state_dicts)"
         )
 
 
 def _resized_entries(exchange: "Exchange", saved: dict[str, Any]) -> Entries:
-    """Per-entry state for another number of ranks: e'_m = sum of w_n e_n over the old n given to m, over w'_m.
+    """Per-entry state for other ranks: e'_m = sum of w_n e_n over the old n given to m, over w'_m.
 
     Old ranks go, in order and evenly, to the new ranks that have weight.
     """

@@ -1,4 +1,4 @@
-"""The few collectives the driver needs, over torch.distributed, in bytes and with errors that say what to do."""
+"""The few collectives the driver needs, over torch.distributed, with errors that say what to do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from regtopk.errors import ClusterError
-
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,9 +1,9 @@
 """One line for users of DistributedDataParallel: a communication hook that exchanges sparsely.
 
-scope="model" holds all buckets until the last has arrived, selects over the whole model as the paper does, and
-then completes them together. scope="bucket" selects within each bucket and overlaps with backward: a queue,
-drained by one thread over a process group of its own, runs every bucket's rounds in the same order on every
-rank.
+scope="model" holds all buckets until the last has arrived, selects over the whole model as the paper does,
+and then completes them together. scope="bucket" selects within each bucket and overlaps with backward: a
+queue, drained by one thread over a process group of its own, runs every bucket's rounds in the same order on
+every rank.
 """
 
 import math
@@ -195,7 +195,7 @@ def _after_backward(callback: Any) -> None:
 
 
 def _give_dropped(p: nn.Parameter, aggregate: Tensor) -> None:
-    """DDP drops what a hook returns for a parameter that no rank used: hand it over here, if anything came."""
+    """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
     if p.grad is None:
         if bool(aggregate.any()):
             p.grad = aggregate.detach().clone()

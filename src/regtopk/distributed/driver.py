@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import check_index_code, full_message_bytes, is_lossless, quantise
-from regtopk.core.regions import dense_regions
+from regtopk.core.codes import check_index_code, full_message_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.distributed.collectives import Collectives, ring_gather
+from regtopk.distributed.dense_sum import dense_sum
 from regtopk.distributed.record import StepRecord, Stopwatch
 from regtopk.distributed.split import split_and_reduce
 from regtopk.errors import ArgumentError, OracleError
-from regtopk.wire import decode_rows, decode_segment, encode, encode_segment, raise_for_status
+from regtopk.wire import decode, decode_rows, encode, raise_for_status
 
 Collective = Literal["auto", "all_gather", "split"]
 
@@ -68,7 +68,7 @@ class ProcessGroupDriver:
         if isinstance(request, SparseSum):
             return self._sparse_sum(request.sparse)
         if isinstance(request, DenseSum):
-            return self._dense_sum(request)
+            return dense_sum(self, request)
         if isinstance(request, Gather):
             return self._gather(request)
         if isinstance(request, Broadcast):
@@ -83,6 +83,7 @@ class ProcessGroupDriver:
         if self._splits(sparse):
             return split_and_reduce(self, sparse)
         rows = self.gather_sparse(sparse)
+        self.record.num_entries += 0 if self.is_idle else int(sparse.counts)
         with self.watch.phase("decode_s"):
             indices, values = rows.without_padding()
             weighted = self.weights.to(values).unsqueeze(-1) * values
@@ -100,7 +101,6 @@ class ProcessGroupDriver:
                 messages, lengths = self.collectives.all_gather_ragged(message)
         sizes = lengths or [message.numel()] * self.num_workers
         self.count(message.numel(), *ring_gather(sizes, self.rank))
-        self.record.num_entries += 0 if self.is_idle else int(sparse.counts)
         with self.watch.phase("decode_s"):
             return self._decode_rows(messages, sizes, sparse)
 
@@ -126,87 +126,11 @@ class ProcessGroupDriver:
             sparse.code,
         )
 
-    def _dense_sum(self, request: DenseSum) -> Tensor:
-        """sum_n w_n x_n: coded segments to the owner of each region, who sums, and the sums to all."""
-        x, code = request.tensor, request.code
-        if is_lossless(code) and is_lossless(request.sum_code) and not self.deterministic:
-            return self._all_reduced(request)
-        sum_dtype = request.weight.dtype
-        x = x.to(sum_dtype)
-        if request.loss is not None:
-            request.loss.zero_()
-        bounds = dense_regions(x.numel(), self.weights.tolist())
-        with self.watch.phase("encode_s"):
-            empty = torch.empty(0, dtype=torch.uint8, device=x.device)
-            parts = [
-                empty if self.is_idle or start == end else encode_segment(x[start:end], code)
-                for start, end in bounds
-            ]
-        with self.watch.phase("collective_s"):
-            received = self.collectives.all_to_all(parts)
-        start, end = bounds[self.rank]
-        own = self._sum_region(received, end - start, code, sum_dtype, request, start)
-        return self._gather_regions(own, bounds, parts, received, request.sum_code)
-
-    def _sum_region(
-        self, received: list[Tensor], size: int, code: str, dtype: torch.dtype, request: DenseSum, start: int
-    ) -> Tensor:
-        """This rank's region: sum in rank order, and code the sum; the loss goes where it was asked for."""
-        with self.watch.phase("decode_s"):
-            if size == 0:
-                return torch.empty(0, dtype=dtype, device=request.tensor.device)
-            messages = torch.stack([received[rank] for rank in self.active])
-            rows, status = decode_segment(messages, size, code, dtype)
-            raise_for_status(status)
-            total = kernels.sum_dense_in_rank_order(rows, self.weights[self.active].to(rows))
-            if request.loss is None:
-                return total
-            coded = quantise(total, request.sum_code)
-            request.loss[start : start + size] = (total - coded) / request.weight
-            return coded
-
-    def _gather_regions(
-        self,
-        own: Tensor,
-        bounds: list[tuple[int, int]],
-        parts: list[Tensor],
-        received: list[Tensor],
-        sum_code: str,
-    ) -> Tensor:
-        with self.watch.phase("encode_s"):
-            message = encode_segment(own, sum_code) if own.numel() else own.new_empty(0, dtype=torch.uint8)
-        with self.watch.phase("collective_s"):
-            messages, sizes = self.collectives.all_gather_ragged(message)
-        with self.watch.phase("decode_s"):
-            regions = []
-            for rank, (start, end) in enumerate(bounds):
-                if start == end:
-                    continue
-                values, status = decode_segment(
-                    messages[rank, : sizes[rank]], end - start, sum_code, own.dtype
-                )
-                raise_for_status(status)
-                regions.append(values)
-        payload = sum(part.numel() for part in parts)
-        sent, got = ring_gather(sizes, self.rank)
-        sent += payload - parts[self.rank].numel()
-        got += sum(part.numel() for part in received) - received[self.rank].numel()
-        self.count(payload, sent, got)
-        self.record.num_entries += 0 if self.is_idle else bounds[-1][1]
-        return torch.cat(regions) if regions else own
-
-    def _all_reduced(self, request: DenseSum) -> Tensor:
-        x = request.tensor.to(request.weight.dtype)
-        with self.watch.phase("collective_s"):
-            total = self.collectives.all_reduce(x * request.weight)
-        payload = x.numel() * x.element_size()
-        moved = 2 * (self.num_workers - 1) * payload // self.num_workers
-        self.count(payload, moved, moved)
-        self.record.num_entries += x.numel()
-        return total
-
     def _gather(self, request: Gather) -> Gathered:
         tensor = request.tensor
+        if request.numel is not None:
+            found = self.gather_sparse(index_set(tensor, request.numel, request.count))
+            return Gathered(found.indices, found.counts)
         if self.is_idle:
             tensor = tensor[:0]
         elif request.count is not None:
@@ -219,15 +143,35 @@ class ProcessGroupDriver:
         return Gathered(rows, torch.tensor(lengths, device=rows.device))
 
     def _broadcast(self, request: Broadcast) -> Tensor:
+        is_source = self.rank == request.source
+        if request.numel is not None:
+            return self._broadcast_index_set(request.tensor, request.source, request.numel)
         tensor = request.tensor.clone()
         with self.watch.phase("collective_s"):
             self.collectives.broadcast(tensor, request.source)
-        size = tensor.numel() * tensor.element_size()
-        is_source = self.rank == request.source
-        passes_on = self.rank != (request.source - 1) % self.num_workers
-        self.count(size * is_source, size * passes_on, size * (not is_source))
+        self._count_broadcast(tensor.numel() * tensor.element_size(), request.source)
         self.record.num_entries += tensor.numel() * is_source
         return tensor
+
+    def _broadcast_index_set(self, indices: Tensor, source: int, numel: int) -> Tensor:
+        """Every rank names as many entries, so all but "rice" messages are as long as this rank's own."""
+        with self.watch.phase("encode_s"):
+            message = encode(index_set(indices, numel), self.index_code)
+        with self.watch.phase("collective_s"):
+            if self.index_code == "rice":
+                length = torch.tensor([message.numel()], device=message.device)
+                length = self.collectives.broadcast(length, source)
+                own, message = message, message.new_zeros(int(length))
+                message[: own.numel()] = own[: message.numel()]
+            self.collectives.broadcast(message, source)
+        self._count_broadcast(message.numel(), source)
+        with self.watch.phase("decode_s"):
+            return decode(message, numel).indices
+
+    def _count_broadcast(self, size: int, source: int) -> None:
+        is_source = self.rank == source
+        passes_on = self.rank != (source - 1) % self.num_workers
+        self.count(size * is_source, size * passes_on, size * (not is_source))
 
     def encoded(self, sparse: SparseGradient) -> Tensor:
         """This rank's message; nothing at all from a rank of weight zero."""

@@ -13,12 +13,12 @@ from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.core.worker import Worker
+from regtopk.core.worker import Report, Worker
 from regtopk.distributed import checkpoint, layout
 from regtopk.distributed.collectives import Collectives, group_of_its_own
 from regtopk.distributed.driver import Collective, ProcessGroupDriver
 from regtopk.distributed.groups import Group, Groups
-from regtopk.distributed.handshake import agree
+from regtopk.distributed.handshake import agree, share_report
 from regtopk.distributed.record import StepRecord, Stopwatch, summarise
 from regtopk.errors import ArgumentError, ClusterError
 
@@ -88,6 +88,12 @@ class Exchange:
         self._total = StepRecord()
         self._last_step = StepRecord()
         self._unread: list[Stopwatch] = []
+        self._report: Report | None = None
+        self._shared_report: Report | None = None
+
+    def report(self, *, loss: float, time_s: float) -> None:
+        """Tell adaptive algorithms the loss and the time of a step; of all ranks' reports rank 0's counts."""
+        self._report = Report(float(loss), float(time_s))
 
     def step(self) -> None:
         """Turn every parameter's `.grad` into the aggregate; a missing gradient counts as zero.
@@ -117,8 +123,11 @@ class Exchange:
     # What a step consists of; DDP's hook calls these bucket by bucket.
 
     def begin_step(self) -> None:
-        """Start counting."""
+        """Start counting, and share rank 0's report with an algorithm that listens."""
         self.driver.begin(self.device)
+        if self.algorithm.listens:
+            self._shared_report = share_report(self.driver.collectives, self._report, self.device)
+            self._report = None
 
     def flat_gradient(self, group: Group, grads: dict[str, Tensor]) -> Tensor:
         """A group's gradient as one vector, in at least float32 and without the loss scale."""
@@ -134,7 +143,7 @@ class Exchange:
 
     def aggregate(self, group: Group, flat: Tensor) -> Tensor:
         """Run the algorithm on one group: from this rank's gradient to the aggregate."""
-        worker = replace(group.worker, step=self.num_steps)
+        worker = replace(group.worker, step=self.num_steps, report=self._shared_report)
         algorithm, state = group.algorithm, group.state
         if self.num_steps < self.dense_steps:
             algorithm = Dense()
@@ -214,7 +223,7 @@ class Exchange:
         return checkpoint.state_dict(self)
 
     def gather_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
-        """All ranks' state in one, on rank `dst` of the group; None elsewhere. Loads on any number of ranks."""
+        """All ranks' state in one, on rank `dst` of the group (None elsewhere); loads on any number."""
         return checkpoint.gather_state_dict(self, dst)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SparseSum
 from regtopk.core.sparse import to_dense
-from regtopk.core.worker import Layout, Worker, check_weights
+from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.distributed.collectives import Collectives
 from regtopk.errors import ArgumentError, ClusterError, OracleError
 
@@ -63,6 +63,15 @@ def _first_difference(values: list[list[Any]]) -> str:
     return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
 
 
+def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:
+    """Rank 0's report, on every rank."""
+    numbers = [1.0, report.loss, report.time_s] if report is not None else [0.0, 0.0, 0.0]
+    there, loss, time_s = collectives.broadcast(
+        torch.tensor(numbers, dtype=torch.float64, device=device), 0
+    ).tolist()
+    return Report(loss, time_s) if there else None
+
+
 def refuse_oracles(algorithm: Algorithm[Any]) -> None:
     """Talk to the algorithm as a cluster of one would, on a few zeros, and see whether it peeks."""
     worker = Worker(
@@ -80,8 +89,8 @@ def refuse_oracles(algorithm: Algorithm[Any]) -> None:
     except StopIteration:
         return
     raise OracleError(
-        f"algorithm {algorithm.name!r} peeks at the sum of all workers' vectors before anything is sent: only "
-        "a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
+        f"algorithm {algorithm.name!r} peeks at the sum of all workers' vectors before anything is sent: "
+        "only a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
     )
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.codes import check_index_code
+from regtopk.core.link import Link
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
-from regtopk.core.worker import Layout, Worker, check_weights
+from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.simulate.driver import SimulatedDriver, dense_bytes
 
@@ -36,6 +37,7 @@ class Cluster:
             zero sends nothing and keeps its state.
         layout: which parameter owns which entries; one anonymous layer if None.
         index_code: how sent indices are counted: "elias-fano", "rice" or "raw32".
+        link: a link model that `report` takes the time of a step from.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Cluster:
         weights: Sequence[float] | Tensor | None = None,
         layout: Layout | None = None,
         index_code: str = "elias-fano",
+        link: Link | None = None,
     ) -> None:
         if type(num_workers) is not int or num_workers < 1:
             raise ArgumentError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
@@ -55,6 +58,9 @@ class Cluster:
         self._weights = tuple(self.weights.tolist())
         self.layout = layout
         self.index_code = check_index_code(index_code)
+        self.link = link
+        self.num_rounds = 0
+        self._report: Report | None = None
         self.state: State | None = None
         self.num_steps = 0
         self.last_step = Traffic.zeros(num_workers)
@@ -84,7 +90,17 @@ class Cluster:
         self._record(traffic)
         self._worker, self.state = worker, state
         self.num_steps += 1
+        self.num_rounds, self._report = driver.num_rounds, None
         return aggregate.squeeze(-2).to(grads.dtype) if grads.dim() > 2 else aggregate.to(grads.dtype)
+
+    def report(self, *, loss: float, time_s: float | None = None) -> None:
+        """Tell adaptive algorithms the loss, and the time of a step (from the link model if not given)."""
+        if time_s is None:
+            if self.link is None:
+                raise ArgumentError("report needs time_s, or a cluster with a link model, got neither")
+            num_bytes = float(self.last_step.sent_bytes.max())
+            time_s = self.link.time_s(num_bytes, self.num_rounds)
+        self._report = Report(float(loss), float(time_s))
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on later, in a cluster of the same kind; tensors are copied."""
@@ -150,7 +166,7 @@ class Cluster:
                 f"grads must stay of shape {want[0]} with sums in {want[1]} on {want[2]}, "
                 f"got {tuple(grads.shape)}, {dtype}, {grads.device}"
             )
-        return replace(known, step=self.num_steps)
+        return replace(known, step=self.num_steps, report=self._report)
 
     def _make_worker(self, weight: Tensor, grads_shape: tuple[int, ...]) -> Worker:
         *batch_shape, numel = grads_shape

@@ -14,10 +14,13 @@ from regtopk import kernels
 from regtopk.core.codes import full_message_bytes, message_bytes, quantise
 from regtopk.core.regions import dense_regions, dense_sum_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
 Counts = tuple[Tensor, Tensor, Tensor, Tensor]  # payload, sent, received bytes, and entries, by worker
+
+
+ROUNDS: dict[type, int] = {SparseSum: 1, DenseSum: 2, Gather: 1, Broadcast: 1, Peek: 0}
 
 
 class SimulatedDriver:
@@ -34,9 +37,11 @@ class SimulatedDriver:
         self.weights = weights
         self.is_active = _is_active(weights, traffic.num_entries.device)
         self.index_code = index_code
+        self.num_rounds = 0
 
     def answer(self, request: Request) -> Any:
         """What the cluster makes of a request."""
+        self.num_rounds += ROUNDS[type(request)]
         if isinstance(request, SparseSum):
             return self._sparse_sum(request)
         if isinstance(request, DenseSum):
@@ -90,23 +95,43 @@ class SimulatedDriver:
         return coded
 
     def _gather(self, request: Gather) -> Gathered:
-        """Every entry counts in full (8 bytes an int64): what is gathered is not coded."""
+        """Index sets count in the index code; anything else in full (8 bytes an int64)."""
         tensor = request.tensor
         counts = _full(tensor, tensor.shape[-1]) if request.count is None else request.count
         counts = counts * self.is_active
-        payload = counts * tensor.element_size()
-        self._count(payload, *all_gather_bytes(payload), counts)
+        if request.numel is not None:
+            entries = index_set(tensor, request.numel, request.count)
+            payload, sent, received, _ = self._sparse_counts(entries)
+            self._count(payload, sent, received, torch.zeros_like(counts))
+        else:
+            payload = counts * tensor.element_size()
+            self._count(payload, *all_gather_bytes(payload), counts)
         return Gathered(tensor.clone(), counts)  # what is received is never the sender's own memory
 
     def _broadcast(self, request: Broadcast) -> Tensor:
         tensor, num_workers = request.tensor, request.tensor.shape[-2]
         rank = torch.arange(num_workers, device=tensor.device).expand(tensor.shape[:-1])
-        message_bytes = tensor.shape[-1] * tensor.element_size()
-        payload = (rank == request.source) * message_bytes
+        num_entries, size = tensor.shape[-1], tensor.shape[-1] * tensor.element_size()
+        if request.numel is not None:
+            size = self._index_set_bytes(tensor[..., request.source, :], request.numel)
+            num_entries = 0
+        is_source = rank == request.source
         # passed on along a ring: all but the source's predecessor send it, all but the source get it
-        sent = (rank != (request.source - 1) % num_workers) * message_bytes
-        self._count(payload, sent, message_bytes - payload, payload // tensor.element_size())
+        passes_on = rank != (request.source - 1) % num_workers
+        self._count(is_source * size, passes_on * size, ~is_source * size, is_source * num_entries)
         return _received(tensor[..., request.source, :].clone())
+
+    def _index_set_bytes(self, indices: Tensor, numel: int) -> Tensor:
+        counts = _full(indices, indices.shape[-1])
+        sizes = message_bytes(
+            counts,
+            numel,
+            dtype=torch.float32,
+            value_code="none",
+            index_code=self.index_code,
+            indices=indices,
+        )
+        return sizes.unsqueeze(-1)
 
     def _count(self, payload: Tensor, sent: Tensor, received: Tensor, entries: Tensor) -> None:
         self.traffic.payload_bytes += payload

@@ -34,6 +34,7 @@ MAGIC = int.from_bytes(b"RTKG", "little")
 VERSION = 1
 INDEX_IDS = {"dense": 0, "elias-fano": 1, "bitmap": 2, "rice": 3, "raw32": 4}
 VALUE_IDS = {
+    "none": 0,
     "float32": 1,
     "float64": 2,
     "bfloat16": 3,

@@ -26,6 +26,8 @@ class Unpacked(NamedTuple):
 
 def pack_values(values: Tensor, code: str) -> Tensor:
     """Values (..., m) on the grid of a wire code, as words; lossless for those."""
+    if code == "none":
+        return values.new_empty(*values.shape[:-1], 0, dtype=torch.int32)
     if code in _NUMBERS:
         numbers = values.to(_NUMBERS[code])
         if VALUE_BITS[code] == 16:
@@ -49,6 +51,9 @@ def unpack_values(
         code: a wire code.
         dtype: of the result, float32 or float64.
     """
+    if code == "none":
+        nothing = torch.zeros(*count.shape, capacity, dtype=dtype, device=words.device)
+        return Unpacked(nothing, torch.ones_like(count, dtype=torch.bool))
     is_valid = torch.arange(capacity, device=words.device) < count.unsqueeze(-1)
     num = num_words(capacity * VALUE_BITS[code])
     if code in _NUMBERS:
