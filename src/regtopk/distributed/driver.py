@@ -204,18 +204,23 @@ class ProcessGroupDriver:
 def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) -> bool:
     """Whether a split by region is computed to move fewer bytes than an all_gather of everything.
 
-    all_gather receives (N - 1) B(k). The split receives (N - 1)/N B(k) and then (N - 1)/N of the sums on the
-    union of the supports, which is largest, J (1 - (1 - k/J)^N), when the workers choose independently.
+    all_gather receives N - 1 messages of k entries. The split receives N - 1 messages of about k / N, and then
+    N - 1 regions of the sum on the union of the supports, which is largest, J (1 - (1 - k/J)^N) entries, when
+    the workers choose independently.
     """
     numel, k = sparse.numel, sparse.indices.shape[-1]
     if num_workers < 3 or sparse.count is not None or k == 0:
         return False
     code = "elias-fano" if index_code == "rice" else index_code
-    dtype = sparse.values.dtype
-    message = full_message_bytes(k, numel, dtype=dtype, value_code=sparse.code, index_code=code)
-    union = round(numel * (1 - (1 - k / numel) ** num_workers))
-    sums = full_message_bytes(union, numel, dtype=dtype, value_code="float32", index_code=code)
-    return message + sums < num_workers * message
+    dtype, region = sparse.values.dtype, -(-numel // num_workers)
+    union = min(numel, -(-numel * (1 - (1 - k / numel) ** num_workers) // 1))
+
+    def size(count: float, of: int, value_code: str) -> int:
+        return full_message_bytes(int(count), of, dtype=dtype, value_code=value_code, index_code=code)
+
+    piece = size(-(-k // num_workers), region, sparse.code)
+    sums = size(-(-union // num_workers), region, "float32")
+    return piece + sums < size(k, numel, sparse.code)
 
 
 def empty_rows(sparse: SparseGradient, num_rows: int) -> SparseGradient:

@@ -111,7 +111,8 @@ class SimulatedDriver:
     def _broadcast(self, request: Broadcast) -> Tensor:
         tensor, num_workers = request.tensor, request.tensor.shape[-2]
         rank = torch.arange(num_workers, device=tensor.device).expand(tensor.shape[:-1])
-        num_entries, size = tensor.shape[-1], tensor.shape[-1] * tensor.element_size()
+        num_entries = tensor.shape[-1]
+        size: Tensor | int = num_entries * tensor.element_size()
         if request.numel is not None:
             size = self._index_set_bytes(tensor[..., request.source, :], request.numel)
             num_entries = 0
