@@ -9,7 +9,6 @@ its device and without reading anything back: what is wrong is returned as a sta
 `raise_for_status` where the host next waits anyway.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,7 +49,7 @@ REASONS = (
     f"version must be {VERSION}",
     "index and value codes must be those expected",
     "numel must be the J expected",
-    "count must be in 0..J and within the capacity",
+    "count must be in 0..J and within the capacity (-1: the sender's entries were broken)",
     "length must be what count and codes ask for",
     "checksum must be that of the words",
     "indices must be below J, ascending and distinct",
@@ -71,8 +70,8 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     """One worker's message, or a batch of equally long ones, as bytes (..., num_bytes) uint8.
 
     Nothing is read back from the device, except one number where the length depends on values there:
-    with "rice", and with padding. Indices that are not ascending and distinct are marked in the frame,
-    and refused by every receiver.
+    with "rice", and with padding. Indices that are not ascending and distinct, and values that are not
+    finite, are marked in the frame and refused by every receiver.
 
     Args:
         sparse: values on the grid of its code. Leading dimensions are a batch; with padding or with
@@ -99,16 +98,17 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     if index_code == "rice":
         unary = unary[..., : num_words(int(packed.unary_bits))]
     value_code = wire_code(values.dtype, sparse.code)
-    header = _header(indices, sparse.numel, packed.code, value_code)
-    return _seal([header, pack_values(values, value_code), packed.fields, unary])
+    is_sound = _are_indices(indices, sparse.numel) & torch.isfinite(values).all(-1)
+    frame = _frame(is_sound, sparse.numel, indices.shape[-1], packed.code, value_code)
+    return _seal([frame, pack_values(values, value_code), packed.fields, unary])
 
 
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     """Dense values (..., m) on the grid of a code, without indices, as bytes (..., num_bytes)."""
     value_code = wire_code(values.dtype, code)
     size = values.shape[-1]
-    header = _frame(values.shape[:-1], size, size, "dense", value_code, values.device)
-    return _seal([header, pack_values(values, value_code)])
+    frame = _frame(torch.isfinite(values).all(-1), size, size, "dense", value_code)
+    return _seal([frame, pack_values(values, value_code)])
 
 
 def decode(message: Tensor, numel: int) -> SparseGradient:
@@ -198,28 +198,19 @@ def raise_for_status(status: Tensor) -> None:
             raise WireFormatError(f"message of rank {rank} is damaged: {'; '.join(reasons)}")
 
 
-def _header(indices: Tensor, numel: int, index_code: str, value_code: str) -> Tensor:
-    """The frame's words (..., 8), its checksum zero; count -1 marks indices no one should trust."""
-    *batch, count = indices.shape
-    frame = _frame(batch, numel, count, index_code, value_code, indices.device)
-    is_sound = (indices.diff(dim=-1) > 0).all(-1)
-    if count > 0:
-        is_sound &= (indices[..., 0] >= 0) & (indices[..., -1] < numel)
-    frame[..., 4:6] = frame[..., 4:6].where(is_sound.unsqueeze(-1), -1)
-    return frame
-
-
-def _frame(
-    batch: Sequence[int],
-    numel: int,
-    count: int,
-    index_code: str,
-    value_code: str,
-    device: torch.device,
-) -> Tensor:
+def _frame(is_sound: Tensor, numel: int, count: int, index_code: str, value_code: str) -> Tensor:
+    """The frame's words (..., 8), its checksum still zero; a count of -1 marks entries not to be trusted."""
     kinds = VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
-    frame = torch.tensor([MAGIC | kinds << 32, numel, count, 0], device=device)
-    return frame.view(torch.int32).repeat(*batch, 1)
+    frame = torch.tensor([MAGIC | kinds << 32, numel, count, 0], device=is_sound.device)
+    frame = frame.repeat(*is_sound.shape, 1)
+    frame[..., 2] = frame[..., 2].where(is_sound, -1)
+    return reinterpret(frame, torch.int32)
+
+
+def _are_indices(indices: Tensor, numel: int) -> Tensor:
+    is_rising = (indices.diff(dim=-1) > 0).all(-1)
+    is_inside = ((indices >= 0) & (indices < numel)).all(-1)
+    return is_rising & is_inside
 
 
 def _seal(sections: list[Tensor]) -> Tensor:

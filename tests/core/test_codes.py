@@ -1,0 +1,166 @@
+"""Value codes: what quantise promises, for any finite values."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from regtopk.core.blocks import BLOCK
+from regtopk.core.codes import (
+    VALUE_CODES,
+    check_index_code,
+    check_value_code,
+    index_layout,
+    message_bytes,
+    quantise,
+    segment_bytes,
+)
+from regtopk.errors import ArgumentError
+
+LOSSY = VALUE_CODES[1:]
+BLOCK_CODES = ("int8", "4bit", "2bit")
+FLOATS = {torch.float32: (torch.int32, 32), torch.float64: (torch.int64, 64)}
+
+codes = st.sampled_from(VALUE_CODES)
+
+
+@st.composite
+def vectors(draw: st.DrawFn, max_size: int = 300) -> Tensor:
+    """Finite vectors of every kind: spread over all exponents, or close together, with zeros and extremes."""
+    dtype = draw(st.sampled_from(list(FLOATS)))
+    largest = torch.finfo(dtype).max
+    exponent = draw(st.integers(-150, 127) if dtype == torch.float32 else st.integers(-1060, 1023))
+    spread = draw(st.sampled_from([0.0, 1e-7, 1.0, 20.0, 300.0]))
+    size = draw(st.one_of(st.integers(0, 5), st.integers(0, max_size)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    power = exponent + spread * torch.rand(size, generator=generator, dtype=torch.float64)
+    sign = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
+    vector = (sign * torch.exp2(power)).clamp(-largest, largest).to(dtype)
+    width = FLOATS[dtype][1]
+    some = draw(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=width), max_size=4))  # type: ignore[arg-type]
+    some = (some + [0.0] * draw(st.integers(0, 2)))[:size]
+    vector[torch.randperm(size, generator=generator)[: len(some)]] = torch.tensor(some, dtype=dtype)
+    return vector
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    as_integers = FLOATS[a.dtype][0]
+    return a.dtype == b.dtype and torch.equal(a.view(as_integers), b.view(as_integers))
+
+
+@settings(deadline=None, max_examples=300)
+@given(vectors(), codes)
+def test_quantise_is_idempotent_odd_finite_and_keeps_zeros(x: Tensor, code: str) -> None:
+    q = quantise(x, code)
+    assert q.shape == x.shape
+    assert bool(torch.isfinite(q).all())
+    assert same_bits(quantise(q, code), q)
+    assert same_bits(quantise(-x, code), -q)
+    assert not bool(q[x == 0].any())
+    if code == "float32":
+        assert q is x
+
+
+@settings(deadline=None, max_examples=100)
+@given(vectors(), vectors(), codes, st.integers(0, 300))
+def test_padding_and_batch_do_not_touch_the_values(x: Tensor, garbage: Tensor, code: str, more: int) -> None:
+    alone = quantise(x, code)
+    count = torch.tensor([x.numel(), 0])
+    padding = garbage.to(x.dtype).nan_to_num()[:more]
+    rows = torch.stack([torch.cat([x, padding]), torch.cat([padding, x])])
+    assert same_bits(quantise(rows, code, count)[0, : x.numel()], alone)
+    assert same_bits(quantise(rows[0], code, count[0])[: x.numel()], alone)
+
+
+@settings(deadline=None, max_examples=200)
+@given(vectors(), st.sampled_from(BLOCK_CODES))
+def test_the_loss_is_a_contraction(x: Tensor, code: str) -> None:
+    """||x - Q(x)||^2 <= (1 - 1/128) ||x||^2 in every block, but for the rounding of its float32 scales."""
+    x = x.double().clamp(-1e38, 1e38)
+    x = x.where(x.abs() > 1e-30, 0)  # below, float32 itself has no digits left
+    lost = (x - quantise(x, code)).square()
+    for block, kept in zip(lost.split(BLOCK), x.square().split(BLOCK), strict=True):
+        assert float(block.sum()) <= (1 - 1 / BLOCK) * (1 + 1e-6) * float(kept.sum())
+
+
+@pytest.mark.parametrize("tail", ["one peak", "many halves", "two sizes"])
+def test_the_contraction_bound_holds_at_its_edge(tail: str) -> None:
+    """Blocks that make each code lose as much as it can, exact zeros included."""
+    x = torch.full((BLOCK,), 0.49)
+    x[0] = 1.0
+    if tail == "one peak":
+        x[1:] = 0.0
+    if tail == "many halves":
+        x[-1] = 0.0
+    for code in BLOCK_CODES:
+        lost = float((x - quantise(x, code)).square().sum())
+        assert lost <= (1 - 1 / BLOCK) * float(x.square().sum())
+
+
+def survivors(kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1_000_000, generator=generator)
+    if kind == "heavy":  # Student's t with 3 degrees of freedom
+        x /= (torch.randn(3, 1_000_000, generator=generator).square().mean(0)).sqrt()
+    return x[x.abs().topk(5000).indices.sort().values]
+
+
+@pytest.mark.parametrize(
+    ("code", "gauss", "heavy"),
+    [
+        ("bfloat16", 0.002, 0.002),
+        ("float16", 3e-4, 3e-4),
+        ("int8", 0.004, 0.02),
+        ("4bit", 0.02, 0.09),
+        ("2bit", 0.06, 0.31),
+    ],
+)
+def test_relative_error_on_what_top_k_sends(code: str, gauss: float, heavy: float) -> None:
+    for kind, bound in (("gauss", gauss), ("heavy", heavy)):
+        x = survivors(kind)
+        assert float((x - quantise(x, code)).norm() / x.norm()) < bound
+
+
+def test_levels_of_four_bits() -> None:
+    """lo + (hi - lo) i (i + 1) / 56, on both sides, nearest."""
+    x = torch.tensor([1.0, 29.0, -1.9, 3.1, 7.5, -23.0])
+    assert quantise(x, "4bit").tolist() == [1.0, 29.0, -2.0, 4.0, 7.0, -22.0]
+
+
+def test_two_bits_send_the_means_of_small_and_large() -> None:
+    assert quantise(torch.tensor([1.0, -1.5, 8.0, -9.0]), "2bit").tolist() == [1.25, -1.25, 8.5, -8.5]
+
+
+def test_saturation() -> None:
+    x = torch.tensor([1e300, -1e300, 1e5, 3.4e38], dtype=torch.float64)
+    assert quantise(x, "float16").tolist() == [65504.0, -65504.0, 65504.0, 65504.0]
+    assert quantise(x, "bfloat16").abs().max().item() == torch.finfo(torch.bfloat16).max
+    assert quantise(x, "4bit")[0].item() == torch.finfo(torch.float32).max
+
+
+def test_unknown_codes_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"value_code must be one of float32, .* got '3bit'"):
+        check_value_code("3bit")
+    with pytest.raises(ArgumentError, match=r"index_code must be one of elias-fano, .* got 'bitmap'"):
+        check_index_code("bitmap")
+    with pytest.raises(ArgumentError, match=r"numel must be in 0\.\.4294967296 .*'raw32', got 4294967297"):
+        index_layout(torch.tensor(1), 2**32 + 1, "raw32")
+    with pytest.raises(ArgumentError, match=r"numel must be in 0\.\.1099511627776 .*'rice', got"):
+        index_layout(torch.tensor(1), 2**40 + 1, "rice")
+
+
+def test_sizes_meet_the_budget_of_resnet18_at_a_thousandth() -> None:
+    numel, k = 11_173_962, 11_173
+    plain = int(message_bytes(torch.tensor(k), numel, dtype=torch.float32, value_code="float32"))
+    assert plain <= (12.1 + 32) * k / 8 + 64
+    coded = int(message_bytes(torch.tensor(k), numel, dtype=torch.float32, value_code="4bit"))
+    assert 8 * coded / k <= 16.6
+    wide = int(message_bytes(torch.tensor(k), numel, dtype=torch.float64, value_code="float32"))
+    assert wide == plain + 4 * k
+
+
+def test_segments_need_no_indices() -> None:
+    assert segment_bytes(1000, dtype=torch.float32, value_code="float32") == 32 + 4000
+    assert segment_bytes(1000, dtype=torch.float32, value_code="2bit") == 32 + 64 + 252
+    assert segment_bytes(0, dtype=torch.float32, value_code="4bit") == 32
