@@ -1,6 +1,7 @@
 """Draws a run's panels with matplotlib."""
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -37,7 +38,6 @@ STYLE = {
     "ytick.major.size": 0,
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
-    "axes.formatter.use_mathtext": False,
 }
 
 
@@ -91,12 +91,16 @@ def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record]) -> None:
     for method in methods_of(shown):
         curve = [record for record in shown if record["method"] == method]
         _draw_curve(axes, panel, curve, style_of(method))
-    if panel.log_y:
-        axes.set_yscale("log")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.margins(x=0.02)
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
     axes.set_ylim(bottom=panel.y_min)
+    if panel.log_y:
+        _label_log_axis(axes)
 
 
 def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
@@ -124,6 +128,24 @@ def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], styl
     at, lengths = [at for at, _ in taken], [length for _, length in taken]
     axes.vlines(at, floor, lengths, color=style.light, lw=0.9, alpha=0.6)
     axes.plot(at, lengths, "o", ms=4, color=style.light, label=style.label, mew=0)
+
+
+def _label_log_axis(axes: "Axes") -> None:
+    """Powers of ten as 10⁻⁶: plain text, which takes the page's font and a third of the time."""
+    low, high = axes.get_ylim()
+    shown_between = "235" if high / low < 100 else ""
+
+    def label_between(y: float, _: float) -> str:
+        return f"{y:.3g}" if f"{y:e}"[0] in shown_between else ""
+
+    axes.yaxis.set_major_formatter(lambda y, _: _power_of_ten(round(math.log10(y))))
+    axes.yaxis.set_minor_formatter(label_between)
+
+
+def _power_of_ten(exponent: int) -> str:
+    if -2 <= exponent <= 3:
+        return f"{10.0**exponent:g}"
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _as_list(value: Any) -> list[float]:

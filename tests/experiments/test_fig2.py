@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from regtopk.experiments.fig2 import FIG2, METHODS, Fig2Config, make_problems
+from regtopk.runs import Record
+
+SMALL = Fig2Config(num_seeds=2, num_iterations=30, record_every=20, num_workers=5, numel=12, num_points=40)
+
+
+def records_of(config: Fig2Config) -> list[Record]:
+    return list(FIG2.run(config, lambda fraction: None))
+
+
+def final_distances(config: Fig2Config) -> dict[str, dict[str, list[float]]]:
+    distances: dict[str, dict[str, list[float]]] = FIG2.summarise(config, records_of(config))[
+        "final_distance"
+    ]
+    return distances
+
+
+def test_optimum_is_where_the_mean_gradient_vanishes() -> None:
+    problems = make_problems(SMALL)
+    at_optimum = problems.grads(problems.optimum.unsqueeze(1))
+    assert at_optimum.shape == (2, 1, 5, 12)
+    assert at_optimum.abs().max() > 0.1  # the workers disagree
+    assert at_optimum.mean(2).abs().max() < 1e-12
+
+
+def test_gradients_of_least_squares() -> None:
+    config = Fig2Config(num_workers=3, numel=4, num_points=10)
+    problems = make_problems(config)
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(3, 10, 4, generator=generator, dtype=torch.float64)
+    means = 5**0.5 * torch.randn(3, 1, generator=generator, dtype=torch.float64)
+    truths = means + torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    noise = 0.5**0.5 * torch.randn(3, 10, generator=generator, dtype=torch.float64)
+    w = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    error = (points @ w) - (torch.einsum("ndj,nj->nd", points, truths) + noise)
+    expected = torch.einsum("ndj,nd->nj", points, error) / 10
+    torch.testing.assert_close(problems.grads(w.view(1, 1, 4))[0, 0], expected)
+
+
+def test_a_batch_of_seeds_is_the_seeds_one_by_one() -> None:
+    both = final_distances(SMALL)
+    first = final_distances(Fig2Config(**{**vars(SMALL), "num_seeds": 1}))
+    for method in METHODS:
+        for density, distances in both[method].items():
+            assert distances[0] == pytest.approx(first[method][density][0], rel=1e-9)
+            assert distances[0] != distances[1]
+
+
+def test_full_density_is_dense() -> None:
+    distances = final_distances(Fig2Config(**{**vars(SMALL), "densities": (1.0,)}))
+    for method in METHODS:
+        assert distances[method]["1.0"] == pytest.approx(distances["dense"]["1.0"], rel=1e-9)
+
+
+def test_records_and_progress() -> None:
+    fractions: list[float] = []
+    records = list(FIG2.run(SMALL, fractions.append))
+    assert sorted({record["iteration"] for record in records}) == [0, 20, 30]
+    assert len(records) == 3 * 5 * 3  # iterations, methods, densities
+    assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
+
+
+def test_thread_count_is_given_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        records_of(SMALL)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_table_shows_only_numbers_of_the_summary() -> None:
+    config = Fig2Config(**{**vars(SMALL), "num_seeds": 1})
+    summary = FIG2.summarise(config, records_of(config))
+    shown = {row["measure"]: row["topk"] for row in summary["table"]}
+    assert shown["S = 0.4, distance"] == summary["final_distance"]["topk"]["0.4"][0]
+    assert shown["S = 0.4, following"] == f"{summary['num_tracking_dense']['topk']['0.4']}/1"
+
+
+def test_seed_0_at_density_06() -> None:
+    final = final_distances(Fig2Config(densities=(0.6,)))
+    dense = final["dense"]["0.6"][0]
+    assert dense < 1e-8
+    assert final["regtopk"]["0.6"][0] <= 3 * dense
+    assert final["global-topk"]["0.6"][0] <= 3 * dense
+    assert final["topk"]["0.6"][0] > 1e-3
+    assert final["regtopk-current"]["0.6"][0] > 1e-3

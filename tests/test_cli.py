@@ -1,0 +1,182 @@
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from regtopk import ALGORITHMS, __version__
+from regtopk.cli import app
+
+QUICK = "--set", "num_iterations=5"
+
+
+def invoke(*words: str | Path) -> tuple[int, str, str]:
+    answer = CliRunner().invoke(app, [str(word) for word in words])
+    return answer.exit_code, answer.stdout, answer.stderr
+
+
+def test_version() -> None:
+    assert invoke("--version") == (0, f"regtopk {__version__}\n", "")
+
+
+def test_list() -> None:
+    code, out, _ = invoke("list")
+    assert code == 0
+    assert all(name in out for name in ALGORITHMS)
+
+
+def test_list_as_json() -> None:
+    code, out, _ = invoke("list", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0 and list(rows) == list(ALGORITHMS)
+    assert rows["regtopk"]["class"] == "RegTopK"
+    assert rows["regtopk"]["options"] | {"mu": 4.0, "q": "inf", "k": None} == rows["regtopk"]["options"]
+    assert all(row["summary"] for row in rows.values())
+
+
+def test_reproduce_writes_a_whole_run(tmp_path: Path) -> None:
+    out = tmp_path / "fig1"
+    code, printed, err = invoke("reproduce", "fig1", "--out", out)
+    assert code == 0 and err == ""
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "figure.png",
+        "figure.svg",
+        "index.html",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    summary = json.loads((out / "summary.json").read_text())
+    assert all(summary["max_abs_difference"][method] <= 1e-12 for method in ("dense", "topk", "regtopk"))
+    assert "off published points" in printed and "regtopk-current" in printed
+    assert str(out / "index.html") in printed.replace("\n", "")
+    assert json.loads((out / "config.json").read_text())["command"] == "regtopk reproduce fig1"
+
+
+def test_reproduce_as_json(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, printed, _ = invoke("reproduce", "fig2", "--out", out, "--seeds", "2", "--json", *QUICK)
+    assert code == 0
+    summary = json.loads(printed)
+    assert summary == json.loads((out / "summary.json").read_text())
+    final = summary["final_distance"]
+    assert list(final) == ["dense", "topk", "regtopk", "regtopk-current", "global-topk"]
+    assert all(list(by_density) == ["0.4", "0.5", "0.6"] for by_density in final.values())
+    assert all(len(seeds) == 2 for by_density in final.values() for seeds in by_density.values())
+    config = json.loads((out / "config.json").read_text())
+    assert config["command"] == "regtopk reproduce fig2 --set num_iterations=5 --seeds 2"
+    assert config["config"]["num_seeds"] == 2 and config["config"]["num_iterations"] == 5
+
+
+def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("reproduce", "scaling", *QUICK)[0] == 0
+    assert (tmp_path / "out" / "scaling" / "summary.json").exists()
+
+
+def test_a_run_is_not_replaced_unasked(tmp_path: Path) -> None:
+    assert invoke("reproduce", "fig1", "--out", tmp_path / "run", *QUICK)[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "run")
+    assert code == 2 and "--force" in err and err.count("\n") == 1
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert invoke("reproduce", "fig1", "--out", tmp_path / "run", "--force")[0] == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() != before
+
+
+def test_seeds_of_an_experiment_without_chance(tmp_path: Path) -> None:
+    code, _, err = invoke("reproduce", "fig1", "--seeds", "3", "--out", tmp_path / "run", *QUICK)
+    assert code == 0
+    assert err == "regtopk: fig1 draws nothing at random, --seeds changes nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fig9"], "experiment must be one of fig1, scaling, fig2, got 'fig9'"),
+        (["fig1", "--set", "learning=3"], "got 'learning' (did you mean 'lr'?)"),
+        (["fig2", "--seeds", "0"], "num_seeds must be an integer of at least 1, got 0"),
+        (
+            ["fig2", "--seeds", "2", "--set", "num_seeds=3"],
+            "each setting must be given once, got num_seeds twice",
+        ),
+        (["fig1", "--device", "abacus"], "device must be cpu or cuda, got 'abacus'"),
+        (["fig1", "--set", "lr=1e308"], "grads of worker 0 must be finite, got NaN or inf"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], message: str) -> None:
+    code, out, err = invoke("reproduce", *words, "--out", tmp_path / "run")
+    assert (code, out) == (2, "")
+    assert err.startswith("regtopk: ") and message in err and err.count("\n") == 1
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "file")
+    assert code == 2 and "output folder must be writable" in err and err.count("\n") == 1
+
+
+def test_report_draws_again(tmp_path: Path) -> None:
+    invoke("reproduce", "fig1", "--out", tmp_path, *QUICK)
+    (tmp_path / "index.html").unlink()
+    code, out, _ = invoke("report", tmp_path)
+    assert (code, out) == (0, f"{tmp_path / 'index.html'}\n")
+    assert (tmp_path / "index.html").exists()
+
+
+def test_report_of_nothing(tmp_path: Path) -> None:
+    code, _, err = invoke("report", tmp_path)
+    assert code == 2 and err.startswith("regtopk: folder must hold a finished run") and err.count("\n") == 1
+
+
+def test_demo_runs_again_but_spares_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = {"fig1": ["num_iterations=5"], "scaling": [], "fig2": ["num_iterations=2", "num_seeds=2"]}
+    monkeypatch.setattr("regtopk.cli.DEMO_PARTS", quick)
+    for _ in range(2):
+        code, printed, err = invoke("demo", "--out", tmp_path / "demo")
+        assert code == 0 and err == ""
+    assert printed.count("fig1") == printed.count("scaling") == 1 and "S = 0.6, distance" in printed
+    assert "<svg" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
+    assert set(json.loads((tmp_path / "demo" / "summary.json").read_text())) == {"fig1", "scaling", "fig2"}
+    assert invoke("reproduce", "fig1", "--out", tmp_path / "mine" / "fig1", *QUICK)[0] == 0
+    code, _, err = invoke("demo", "--out", tmp_path / "mine")
+    assert code == 2 and "--force" in err
+
+
+def test_ctrl_c_and_the_progress_bar(tmp_path: Path) -> None:
+    words = ["reproduce", "fig2", "--out", str(tmp_path / "run"), "--set", "num_iterations=1000000"]
+    terminal, stderr = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "regtopk", *words], stderr=stderr, stdout=subprocess.PIPE, text=True
+    )
+    os.close(stderr)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 20_000):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    shown = read_all(terminal)
+    assert process.wait(timeout=60) == 130
+    assert process.stdout is not None and process.stdout.read() == ""
+    assert "fig2" in shown and "Traceback" not in shown
+    assert shown.rstrip().endswith("regtopk: interrupted")
+    assert all(json.loads(line) for line in metrics.read_text().splitlines())
+
+
+def read_all(terminal: int) -> str:
+    shown = b""
+    while True:
+        try:
+            piece = os.read(terminal, 1 << 16)
+        except OSError:  # how Linux says that the other end of a terminal is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(terminal)
+    return shown.decode()

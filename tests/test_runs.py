@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from regtopk.errors import OutputError
+from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, read_header, read_run
+
+PANEL = Panel(title="t", x="iteration", y="loss", x_label="iteration", y_label="loss", where={"a": 1})
+HEADER = make_header("e", title="T", about="A", command="c", config={"lr": 0.1}, panels=[PANEL])
+
+
+def write_run(folder: Path, *, force: bool = False) -> None:
+    with RunWriter(folder, HEADER, force=force) as writer:
+        writer.add({"iteration": 0, "loss": [1.0, 2.0]})
+        writer.add({"iteration": 1, "loss": [0.5, 1.0]})
+        writer.finish({"final": 0.5})
+
+
+def test_a_run_reads_back(tmp_path: Path) -> None:
+    write_run(tmp_path / "deep" / "run")
+    run = read_run(tmp_path / "deep" / "run")
+    assert run.header == HEADER
+    assert run.panels == [PANEL]
+    assert run.records == [{"iteration": 0, "loss": [1.0, 2.0]}, {"iteration": 1, "loss": [0.5, 1.0]}]
+    assert run.summary == {"final": 0.5}
+
+
+def test_header_says_what_made_the_numbers() -> None:
+    assert set(HEADER["versions"]) == {"regtopk", "torch", "python", "machine"}
+
+
+def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"iteration": 0})
+        assert json.loads((tmp_path / METRICS).read_text()) == {"iteration": 0}
+        assert not (tmp_path / SUMMARY).exists()
+
+
+@pytest.mark.parametrize("name", [CONFIG, METRICS, "index.html"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(OutputError, match=f"must not hold a run, but .* holds {name}: .*--force"):
+        write_run(tmp_path)
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_force_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "index.html").write_text("stale")
+    with RunWriter(tmp_path, HEADER, force=True):
+        assert not (tmp_path / SUMMARY).exists()
+        assert not (tmp_path / "index.html").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*file/run: "):
+        write_run(tmp_path / "file" / "run")
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*file: "):
+        write_run(tmp_path / "file")
+
+
+def test_no_run_to_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        OutputError, match=r"must hold a finished run, but .*config.json cannot be read: No such"
+    ):
+        read_run(tmp_path)
+
+
+def test_an_unfinished_run_to_read(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"iteration": 0})
+    with pytest.raises(OutputError, match=r"must hold a finished run, but .*summary.json cannot be read"):
+        read_run(tmp_path)
+
+
+def test_a_damaged_run_to_read(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text('{"experiment": ')
+    with pytest.raises(OutputError, match=r"config.json cannot be read: not JSON, Expecting value"):
+        read_header(tmp_path)
