@@ -1,0 +1,81 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.core.state import State, accumulation_dtype, per_worker, shared
+from regtopk.errors import StateError
+
+
+@dataclass
+class Example(State):
+    residual: Tensor = per_worker("weighted_sum")
+    indices: Tensor = per_worker("reset")
+    mean: Tensor = shared()
+
+
+def example(fill: float = 1.0, k: int = 2) -> Example:
+    return Example(torch.full((3, 4), fill), torch.full((3, k), int(fill)), torch.full((4,), fill))
+
+
+def test_rules_are_read_from_the_fields() -> None:
+    assert Example.rules() == {"residual": "weighted_sum", "indices": "reset", "mean": "shared"}
+
+
+def test_loading_copies() -> None:
+    source, target = example(1.0, k=5), example(2.0)
+    target.load_state_dict(source.state_dict())
+    source.residual.zero_()
+    assert target.residual.unique().tolist() == [1.0]
+    assert target.indices.shape == (3, 5)  # the size of a selection may differ
+
+
+def test_loading_keeps_the_dtype() -> None:
+    target = example()
+    target.load_state_dict({name: tensor.double() for name, tensor in example(3.0).state_dict().items()})
+    assert (target.residual.dtype, target.indices.dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("change", [{"extra": torch.zeros(1)}, {"residual": torch.zeros(3, 5)}])
+def test_a_state_that_does_not_fit_is_refused_as_a_whole(change: dict[str, Tensor]) -> None:
+    target = example(2.0)
+    with pytest.raises(StateError, match="state "):
+        target.load_state_dict({**example(1.0).state_dict(), **change})
+    assert all(tensor.unique().tolist() == [2.0] for tensor in target.state_dict().values())
+
+
+def test_messages_name_the_field_the_rule_and_the_value() -> None:
+    with pytest.raises(StateError) as refused:
+        example().load_state_dict({})
+    assert str(refused.value) == "state must have the fields ['indices', 'mean', 'residual'], got []"
+    with pytest.raises(StateError) as refused:
+        example().load_state_dict({**example().state_dict(), "residual": torch.zeros(3, 5)})
+    assert str(refused.value) == "state field 'residual' must have shape (3, 4), got (3, 5)"
+
+
+@pytest.mark.parametrize("k_afterwards", [1, 2, 4])
+def test_some_workers_get_back_what_they_had(k_afterwards: int) -> None:
+    state, rows = example(7.0), torch.tensor([0, 2])
+    kept = state.copy_of_workers(rows)
+    state.residual = torch.zeros(3, 4)
+    state.indices = torch.zeros(3, k_afterwards, dtype=torch.int64)
+    state.mean = torch.zeros(4)
+    state.restore_workers_(rows, kept)
+    assert state.residual.tolist() == [[7.0] * 4, [0.0] * 4, [7.0] * 4]
+    expected = ([7, 7, 0, 0])[:k_afterwards]
+    assert state.indices.tolist() == [expected, [0] * k_afterwards, expected]
+    assert state.mean.tolist() == [0.0] * 4  # shared state follows the cluster
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_sums_are_kept_in_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert accumulation_dtype(dtype) == expected

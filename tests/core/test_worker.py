@@ -1,0 +1,67 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from regtopk.core.worker import Layer, Layout, Worker, check_weights
+from regtopk.errors import ArgumentError
+
+
+def test_a_layout_of_shapes_has_no_gaps() -> None:
+    layout = Layout.of_shapes([("conv", (2, 3), "conv"), ("scale", (), "other"), ("bias", (4,), "bias")])
+    assert [(layer.start, layer.numel) for layer in layout.layers] == [(0, 6), (6, 1), (7, 4)]
+    assert layout.numel == 11
+
+
+def test_a_gap_is_refused() -> None:
+    with pytest.raises(ArgumentError) as refused:
+        Layout((Layer("a", (2,), 0), Layer("b", (2,), 3)))
+    assert str(refused.value) == "layout must be without gaps: layer 'b' must start at 2, got 3"
+
+
+def test_state_starts_from_zeros_of_the_workers_shape_and_dtype() -> None:
+    weight = torch.full((3, 1), 1 / 3, dtype=torch.float64)
+    batch = Worker(weight, torch.arange(3), 3, 0, Layout.anonymous(5), batch_shape=(2, 3))
+    assert batch.zeros().shape == (2, 3, 5) and batch.zeros().dtype == torch.float64
+    assert batch.zeros(4, dtype=torch.int64).shape == (2, 3, 4)
+    rank = Worker(torch.tensor(0.5), torch.tensor(1), 2, 0, Layout.anonymous(5))
+    assert rank.zeros().shape == (5,) and rank.zeros().dtype == torch.float32
+
+
+def test_weights_are_uniform_unless_given() -> None:
+    assert check_weights(None, 4).tolist() == [0.25] * 4
+    given = torch.tensor([0.5, 0.5, 0.0], requires_grad=True)
+    weights = check_weights(given, 3)
+    assert weights.tolist() == [0.5, 0.5, 0.0] and weights.dtype == torch.float64
+    assert not weights.requires_grad
+    assert check_weights([1, 0], 2).tolist() == [1.0, 0.0]
+
+
+def test_a_sum_within_1e6_is_taken_as_it_is() -> None:
+    for weight in (0.5 + 9e-7, 0.5 - 9e-7):
+        assert check_weights([0.5, weight], 2).tolist() == [0.5, weight]
+    for weight in (0.5 + 1.1e-6, 0.5 - 1.1e-6):
+        with pytest.raises(ArgumentError, match="weights must sum to 1 within 1e-6"):
+            check_weights([0.5, weight], 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.5, 0.6], "weights must sum to 1 within 1e-6, got a sum of 1.1"),
+        ([0.5, 0.25], "weights must sum to 1 within 1e-6, got a sum of 0.75"),
+        ([0.0, 0.0], "weights must sum to 1 within 1e-6, got a sum of 0.0"),
+        ([1.5, -0.5], "weights must be finite and >= 0, got -0.5 for worker 1"),
+        ([math.nan, 1.0], "weights must be finite and >= 0, got nan for worker 0"),
+        ([0.0, math.inf], "weights must be finite and >= 0, got inf for worker 1"),
+        ([1.0], "weights must be one number for each of the 2 workers, got shape (1,)"),
+        ([0.5, 0.25, 0.25], "weights must be one number for each of the 2 workers, got shape (3,)"),
+        ([[0.5], [0.5]], "weights must be one number for each of the 2 workers, got shape (2, 1)"),
+        (1.0, "weights must be one number for each of the 2 workers, got shape ()"),
+    ],
+)
+def test_weights_that_break_a_rule_are_refused(weights: Any, message: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        check_weights(weights, 2)
+    assert str(refused.value) == message

@@ -1,0 +1,96 @@
+"""Sums run from zero in rank order, bit for bit; and a NaN is found where it is."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+
+
+@pytest.fixture(params=[1, 2, 7])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def sparse_rows(*shape: int, numel: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Distinct entries a row, and values of very different size, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(0)
+    *batch, m = shape
+    # a random start and a stride that has no divisor in common with numel: distinct, and cheap
+    start = torch.randint(numel, (*batch, 1), generator=generator)
+    indices = ((start + torch.arange(m) * 7919) % numel).sort(-1).values
+    size = 10.0 ** torch.randint(-4, 5, (*batch, m), generator=generator)
+    return indices, (torch.randn(*batch, m, generator=generator) * size).to(dtype)
+
+
+# (N, m), J: many workers, long rows, heavy collisions; all far above the 32,768 entries from which torch
+# splits work among threads.
+LARGE = [((1000, 1000), 100_003), ((4, 200_000), 250_007), ((30_000, 5), 11), ((3, 64, 2000), 2003)]
+
+
+@pytest.mark.parametrize(("shape", "numel"), LARGE)
+def test_large_sparse_sums_run_in_rank_order(shape: tuple[int, ...], numel: int, num_threads: int) -> None:
+    indices, values = sparse_rows(*shape, numel=numel)
+    total = kernels.sum_sparse_in_rank_order(indices, values, numel)
+    *_, num_workers, m = shape
+    rows = zip(indices.reshape(-1, num_workers, m), values.reshape(-1, num_workers, m), strict=True)
+    for (row_indices, row_values), row_total in zip(rows, total.reshape(-1, numel), strict=True):
+        expected = np.zeros(numel, dtype=np.float32)
+        for at, value in zip(row_indices.numpy(), row_values.numpy(), strict=True):
+            expected[at] += value  # distinct within a worker: a plain addition an entry
+        assert np.array_equal(row_total.numpy().view(np.int32), expected.view(np.int32))
+    backwards = kernels.sum_sparse_in_rank_order(indices.flip(-2), values.flip(-2), numel)
+    assert not torch.equal(total, backwards)  # the order is visible in these numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sparse_sums_equal_a_plain_loop(dtype: torch.dtype) -> None:
+    indices, values = sparse_rows(50, 20, numel=61, dtype=dtype)
+    number = np.float32 if dtype == torch.float32 else np.float64
+    expected = [number(0)] * 61
+    for row_indices, row_values in zip(indices.tolist(), values.numpy(), strict=True):
+        for index, value in zip(row_indices, row_values, strict=True):
+            expected[index] = expected[index] + value
+    total = kernels.sum_sparse_in_rank_order(indices, values, 61)
+    assert total.dtype == dtype and total.tolist() == [float(x) for x in expected]
+
+
+def test_no_workers_entries_and_no_entries() -> None:
+    none = torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, 0)
+    assert kernels.sum_sparse_in_rank_order(*none, 4).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 9), (300, 1000), (2, 5, 9)])
+def test_dense_sums_run_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(shape, generator=generator) * 100).to(dtype)
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    weights = torch.rand(shape[-2], generator=generator, dtype=torch.float64).to(sum_dtype)
+    total = kernels.sum_dense_in_rank_order(rows, weights)
+    expected = np.zeros((*shape[:-2], shape[-1]), dtype=weights.numpy().dtype)
+    for rank, weight in enumerate(weights.numpy()):
+        expected = expected + rows[..., rank, :].to(sum_dtype).numpy() * weight
+    assert total.dtype == sum_dtype and np.array_equal(total.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 40, 70_000])
+def test_the_first_row_that_is_not_finite_is_found(dtype: torch.dtype, numel: int) -> None:
+    largest = torch.finfo(dtype).max
+    grads = torch.full((4, numel), -largest, dtype=dtype)
+    assert kernels.find_non_finite_row(grads) is None
+    assert kernels.find_non_finite_row(torch.zeros(numel, dtype=dtype)) is None
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for row in (3, 1):
+            grads[row, -1] = value
+            assert kernels.find_non_finite_row(grads) == row
+            assert kernels.find_non_finite_row(grads.reshape(2, 2, numel)) == row
+        assert kernels.find_non_finite_row(grads[1]) == 0
+        grads[:, -1] = largest
