@@ -1,0 +1,156 @@
+"""What a cluster refuses, and that refusing costs nothing; saving and loading."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from regtopk.algorithms import Dense, RegTopK, TopK
+from regtopk.core.worker import Layout
+from regtopk.errors import ArgumentError, GradientError, StateError
+from regtopk.simulate import Cluster
+from tests.algorithms.cases import assert_same, saved_tensors
+
+
+@pytest.mark.parametrize("num_workers", [0, -1, 2.0, "2", None, True])
+def test_num_workers_must_be_a_count(num_workers: Any) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        Cluster(TopK(k=1), num_workers=num_workers)
+    assert str(refused.value) == f"num_workers must be an integer of at least 1, got {num_workers!r}"
+
+
+def test_weights_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="weights must sum to 1 within 1e-6"):
+        Cluster(TopK(k=1), num_workers=2, weights=[0.5, 0.25])
+
+
+def test_an_unknown_index_code_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"index_code must be one of .*, got 'huffman'"):
+        Cluster(TopK(k=1), num_workers=2, index_code="huffman")
+
+
+WRONG = [
+    ([[1.0, 2.0]] * 2, "grads must be a floating point tensor, got list"),
+    (torch.ones(2, 3, dtype=torch.int64), "grads must be a floating point tensor, got torch.int64"),
+    (torch.ones(2, 3, dtype=torch.bool), "grads must be a floating point tensor, got torch.bool"),
+    (torch.ones(2, 3, dtype=torch.complex64), "grads must be a floating point tensor, got torch.complex64"),
+    (torch.ones(3, 3), "grads must have shape (N, J) = (2, J) with J >= 1, got (3, 3)"),
+    (torch.ones(3), "grads must have shape (N, J) = (2, J) with J >= 1, got (3,)"),
+    (torch.ones(2, 0), "grads must have shape (N, J) = (2, J) with J >= 1, got (2, 0)"),
+    (torch.ones(1, 1, 2, 3), "grads must have shape (N, J) = (2, J) with J >= 1, got (1, 1, 2, 3)"),
+    (torch.ones(0, 2, 3), "grads must have shape (N, J) = (2, J) with J >= 1, got (0, 2, 3)"),
+    (torch.tensor([[1.0], [torch.nan]]), "grads of worker 1 must be finite, got NaN or inf"),
+    (torch.tensor([[torch.inf], [torch.nan]]), "grads of worker 0 must be finite, got NaN or inf"),
+    (
+        torch.tensor([[[1.0], [1.0]], [[1.0], [-torch.inf]]]),
+        "grads of worker 1 must be finite, got NaN or inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("grads", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_gradients_that_do_not_fit_are_refused(grads: Any, message: str) -> None:
+    cluster = Cluster(RegTopK(k=1), num_workers=2)
+    with pytest.raises(GradientError) as refused:
+        cluster.step(grads)
+    assert str(refused.value) == message
+    # a first step that was refused has bound the cluster to nothing
+    assert cluster.state is None and cluster.num_steps == 0
+    assert cluster.step(torch.ones(2, 5, dtype=torch.float64)).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [torch.ones(2, 4), torch.ones(2, 3).double(), torch.ones(1, 2, 3)],
+    ids=["J", "dtype", "replicas"],
+)
+def test_gradients_must_stay_of_one_kind(grads: torch.Tensor) -> None:
+    cluster = Cluster(RegTopK(k=1), num_workers=2)
+    cluster.step(torch.ones(2, 3))
+    before = saved_tensors(cluster)
+    with pytest.raises(GradientError) as refused:
+        cluster.step(grads)
+    sums = "torch.float64" if grads.dtype == torch.float64 else "torch.float32"
+    assert str(refused.value) == (
+        "grads must stay of shape (2, 3) with sums in torch.float32 on cpu, "
+        f"got {tuple(grads.shape)}, {sums}, cpu"
+    )
+    assert_same(before, saved_tensors(cluster))
+    cluster.step(torch.ones(2, 3).bfloat16())  # its sums are float32 too
+
+
+def test_a_layout_fixes_the_number_of_entries() -> None:
+    cluster = Cluster(TopK(k=1), num_workers=2, layout=Layout.anonymous(3))
+    with pytest.raises(GradientError, match="grads must have the layout's J = 3 entries, got 4"):
+        cluster.step(torch.ones(2, 4))
+    assert cluster.step(torch.ones(2, 3)).shape == (3,)
+
+
+def test_one_worker_is_a_cluster() -> None:
+    assert Cluster(TopK(k=1), num_workers=1).step(torch.tensor([[1.0, -3.0]])).tolist() == [0.0, -3.0]
+
+
+def test_large_gradients_run_like_small_ones() -> None:
+    """Above the size where faster kernels take over, the balance still holds to the bit."""
+    grads = torch.randint(-50, 50, (3, 40_000), generator=torch.Generator().manual_seed(0)).float()
+    cluster = Cluster(RegTopK(density=0.01), num_workers=3, weights=[0.5, 0.25, 0.25])
+    applied = sum(cluster.step(grads) for _ in range(3))
+    assert cluster.state is not None
+    kept = torch.tensor([0.5, 0.25, 0.25]) @ cluster.state.state_dict()["residual"]
+    assert torch.equal(applied + kept, 3 * (torch.tensor([0.5, 0.25, 0.25]) @ grads))
+
+
+def saved(**changes: Any) -> dict[str, Any]:
+    cluster = Cluster(TopK(k=1), num_workers=2)
+    cluster.step(torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 4.0]]))
+    state_dict = cluster.state_dict()
+    return {**state_dict, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "regtopk"}, "algorithm of the saved state must be 'topk', got 'regtopk'"),
+        ({"num_workers": 3}, "num_workers of the saved state must be 2, got 3"),
+        (
+            {"weights": torch.tensor([0.25, 0.75]).double()},
+            "weights of the saved state must be [0.5, 0.5], got [0.25, 0.75]",
+        ),
+        ({"state": {}}, "state must have the fields ['residual'], got []"),
+        (
+            {"state": {"residual": torch.zeros(2, 4)}},
+            "state field 'residual' must have shape (2, 3), got (2, 4)",
+        ),
+        ({"loss": 1.0}, "a saved cluster must hold ["),
+    ],
+)
+def test_a_saved_state_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    cluster = Cluster(TopK(k=1), num_workers=2)
+    cluster.step(torch.ones(2, 3))
+    before = saved_tensors(cluster)
+    with pytest.raises(StateError) as refused:
+        cluster.load_state_dict(saved(**changes))
+    assert str(refused.value).startswith(message)
+    assert_same(before, saved_tensors(cluster))
+
+
+def test_an_empty_dict_is_refused() -> None:
+    with pytest.raises(StateError, match=r"a saved cluster must hold \['algorithm', .*, got \[\]"):
+        Cluster(TopK(k=1), num_workers=2).load_state_dict({})
+
+
+def test_a_cluster_that_never_ran_can_be_saved_and_loaded() -> None:
+    fresh, used = Cluster(RegTopK(k=1), num_workers=2), Cluster(RegTopK(k=1), num_workers=2)
+    used.step(torch.ones(2, 3))
+    used.load_state_dict(fresh.state_dict())
+    assert used.state is None and used.num_steps == 0
+    assert used.last_step.payload_bytes.tolist() == [0, 0] == used.total.payload_bytes.tolist()
+    assert used.step(torch.ones(2, 7)).shape == (7,)  # free to choose J again
+
+
+def test_dense_has_nothing_to_save_but_its_counts() -> None:
+    cluster, other = Cluster(Dense(), num_workers=2), Cluster(Dense(), num_workers=2)
+    cluster.step(torch.ones(2, 3))
+    other.load_state_dict(cluster.state_dict())
+    assert other.num_steps == 1
+    assert torch.equal(other.total.payload_bytes, cluster.total.payload_bytes)

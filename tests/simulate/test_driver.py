@@ -1,0 +1,57 @@
+"""Answers have the shapes that requests promise, and are never the sender's memory."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, SparseSum
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.traffic import Traffic
+from regtopk.simulate.driver import SimulatedDriver
+
+WEIGHT = torch.tensor([[0.5], [0.25], [0.25]])
+ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+
+def driver(*replicas: int) -> SimulatedDriver:
+    return SimulatedDriver(Traffic.zeros(*replicas, 3), tuple(WEIGHT.flatten().tolist()), "raw32")
+
+
+@pytest.mark.parametrize("request_type", [DenseSum, Peek])
+def test_a_dense_sum_is_weighted(request_type: type[DenseSum | Peek]) -> None:
+    assert driver().answer(request_type(ROWS, WEIGHT)).tolist() == [2.5, 3.5]
+    by_replica = driver(2).answer(request_type(torch.stack([ROWS, 2 * ROWS]), WEIGHT))
+    assert by_replica.tolist() == [[[2.5, 3.5]], [[5.0, 7.0]]]
+
+
+def test_a_sparse_sum_is_weighted_and_ignores_padding() -> None:
+    indices = torch.tensor([[1, 3], [1, 99], [-1, -1]])
+    values = torch.tensor([[2.0, 4.0], [8.0, torch.nan], [torch.inf, torch.inf]])
+    sparse = SparseGradient(indices, values, numel=4, count=torch.tensor([2, 1, 0]))
+    assert driver().answer(SparseSum(sparse, WEIGHT)).tolist() == [0.0, 3.0, 0.0, 2.0]
+
+
+def test_what_is_gathered_and_broadcast_is_a_copy() -> None:
+    def same_memory(left: Tensor, right: Tensor) -> bool:
+        return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+    gathered = driver().answer(Gather(ROWS, count=torch.tensor([2, 1, 0])))
+    assert torch.equal(gathered.rows, ROWS) and gathered.counts.tolist() == [2, 1, 0]
+    assert driver().answer(Gather(ROWS)).counts.tolist() == [2, 2, 2]
+    received = driver().answer(Broadcast(ROWS, source=1))
+    assert received.tolist() == [3.0, 4.0]
+    assert not same_memory(gathered.rows, ROWS) and not same_memory(received, ROWS)
+    assert driver(2).answer(Broadcast(ROWS.expand(2, 3, 2), source=2)).tolist() == [[[5.0, 6.0]]] * 2
+
+
+def test_the_loss_of_a_coded_sum_goes_to_the_owner_of_its_region() -> None:
+    numel = 300  # 3 blocks of 128: one a worker
+    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(0))
+    loss = torch.full_like(rows, torch.nan)
+    exact = driver().answer(DenseSum(rows, WEIGHT))
+    coded = driver().answer(DenseSum(rows, WEIGHT, sum_code="bfloat16", loss=loss))
+    assert torch.equal(coded, exact.bfloat16().float())
+    owner = torch.arange(numel) // 128
+    assert torch.equal(loss != 0, (torch.arange(3)[:, None] == owner) & (coded != exact))
+    # weights are powers of two, so the loss over the weight, times the weight, is the loss
+    assert torch.equal((WEIGHT * loss).sum(0), exact - coded)
