@@ -1,6 +1,12 @@
 import torch
 
-from regtopk.core.selection import take_at_, take_largest_
+from regtopk.core.selection import (
+    find_largest_,
+    take_above_,
+    take_at_,
+    take_largest_,
+    take_largest_per_chunk_,
+)
 
 
 def test_what_a_code_loses_stays_in_the_residual() -> None:
@@ -23,3 +29,31 @@ def test_without_a_gradient_the_residual_is_taken_as_it_is() -> None:
     residual = torch.tensor([5.0, 6.0])
     assert take_at_(residual, None, torch.tensor([1])).tolist() == [6.0]
     assert residual.tolist() == [5.0, 0.0]
+
+
+def test_the_largest_of_every_chunk_are_coded_too() -> None:
+    residual, grad = torch.zeros(5), torch.tensor([1 / 3, 0.1, 0.1, -3.0, 0.5])
+    sent = take_largest_per_chunk_(residual, grad, 2, 1, code="bfloat16")
+    third = float(torch.tensor(1 / 3).bfloat16())
+    assert sent.indices.tolist() == [0, 3, 4] and sent.code == "bfloat16" and sent.count is None
+    assert sent.values.tolist() == [third, -3.0, 0.5]
+    assert torch.equal(sent.values, grad[sent.indices] - residual[sent.indices])
+
+
+def test_padding_does_not_erase_the_residual_of_entry_0() -> None:
+    residual = torch.tensor([[0.25, 3.0, 0.5], [1.0, 2.0, -1 / 3]])
+    before = residual.clone()
+    sent = take_above_(residual, None, torch.tensor([1.0, 0.3]), capacity=3, code="bfloat16")
+    assert sent.counts.tolist() == [1, 3] and sent.indices[0].tolist() == [1, 0, 0]
+    assert residual[0].tolist() == [0.25, 0.0, 0.5]
+    third = -float(torch.tensor(1 / 3).bfloat16())
+    assert sent.values[1].tolist() == [1.0, 2.0, third]
+    assert torch.equal(residual[1], before[1] - sent.values[1])
+
+
+def test_finding_the_largest_leaves_them_there() -> None:
+    residual, grad = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([1.0, -4.0, 0.0])
+    assert find_largest_(residual, grad, 2).tolist() == [1, 2]
+    assert residual.tolist() == [2.0, -4.0, 5.0]
+    damped, damping = torch.tensor([2]), torch.tensor([0.1])
+    assert find_largest_(residual, torch.zeros(3), 2, damped=damped, damping=damping).tolist() == [0, 1]

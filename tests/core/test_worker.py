@@ -65,3 +65,10 @@ def test_weights_that_break_a_rule_are_refused(weights: Any, message: str) -> No
     with pytest.raises(ArgumentError) as refused:
         check_weights(weights, 2)
     assert str(refused.value) == message
+
+
+def test_senders_are_those_with_weight_and_take_turns() -> None:
+    def senders(step: int) -> list[int]:
+        return Worker(torch.tensor(0.5), torch.tensor(0), 4, step, Layout.anonymous(1), idle=(1,)).senders
+
+    assert [senders(step) for step in range(4)] == [[0, 2, 3], [2, 3, 0], [3, 0, 2], [0, 2, 3]]

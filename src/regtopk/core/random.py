@@ -54,7 +54,12 @@ def _signed(word: int) -> int:
 
 
 def random_subset(numel: int, k: int, seed: int, step: int) -> Tensor:
-    """k distinct entries of 0..J-1, ascending (k,) int64 on the CPU: O(k), whatever J is.
+    """k distinct entries of 0..J-1, ascending, (k,) int64 on the CPU: O(k), whatever J is."""
+    return random_sequence(numel, k, seed, step).sort().values
+
+
+def random_sequence(numel: int, k: int, seed: int, step: int) -> Tensor:
+    """k distinct entries of 0..J-1 in random order, (k,) int64 on the CPU: O(k), whatever J is.
 
     A keyed bijection of 0..2^b-1 (2^b >= J) sends 0, 1, ..., k-1 to distinct numbers; those that fall
     outside J are sent on along their cycle until they fall inside, which keeps them distinct.
@@ -64,7 +69,7 @@ def random_subset(numel: int, k: int, seed: int, step: int) -> Tensor:
     drawn = _permute(torch.arange(k, dtype=torch.int64), bits, keys)
     while bool((outside := drawn >= numel).any()):
         drawn[outside] = _permute(drawn[outside], bits, keys)
-    return drawn.sort().values
+    return drawn
 
 
 def _permute(x: Tensor, bits: int, keys: list[int]) -> Tensor:

@@ -70,6 +70,11 @@ class Gathered:
     rows: Tensor
     counts: Tensor
 
+    def joined(self, senders: list[int]) -> Tensor:
+        """The rows of some workers one after the other, in the shape of what is received."""
+        joined = self.rows[..., senders, :].flatten(-2)
+        return joined if joined.dim() == 1 else joined.unsqueeze(-2)
+
 
 @dataclass(frozen=True)
 class Broadcast:

@@ -25,16 +25,62 @@ def take_largest_(
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
 
+def take_largest_per_chunk_(
+    residual: Tensor,
+    grad: Tensor,
+    chunk: int,
+    k_per_chunk: int,
+    *,
+    code: str = "float32",
+    damped: Tensor | None = None,
+    damping: Tensor | None = None,
+) -> SparseGradient:
+    """The same with the k largest scores of every chunk; all of a last chunk that is shorter."""
+    indices, values = kernels.take_largest_per_chunk_(
+        residual, grad, chunk, k_per_chunk, damped=damped, damping=damping
+    )
+    sent = _code_(residual, indices, values, code)
+    return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
+
+
+def take_above_(
+    residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int, *, code: str = "float32"
+) -> SparseGradient:
+    """residual := residual + grad - sent, where sent holds the entries of |a| >= threshold.
+
+    Of more than ``capacity`` of them in a row the first are taken; the others stay in the residual.
+    """
+    taken = kernels.take_above_(residual, grad, threshold, capacity)
+    sent = _code_(residual, taken.indices, taken.values, code, taken.count)
+    return SparseGradient(taken.indices, sent, residual.shape[-1], taken.count, code)
+
+
+def find_largest_(
+    residual: Tensor,
+    grad: Tensor,
+    k: int,
+    *,
+    damped: Tensor | None = None,
+    damping: Tensor | None = None,
+) -> Tensor:
+    """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
+    indices, values = kernels.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    residual.scatter_(-1, indices, values)
+    return indices
+
+
 def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: str = "float32") -> Tensor:
     """residual := residual + grad - sent, where sent holds the entries at the given indices."""
     indices = indices.expand(*residual.shape[:-1], indices.shape[-1])
     return _code_(residual, indices, kernels.take_at_(residual, grad, indices), code)
 
 
-def _code_(residual: Tensor, indices: Tensor, values: Tensor, code: str) -> Tensor:
+def _code_(
+    residual: Tensor, indices: Tensor, values: Tensor, code: str, count: Tensor | None = None
+) -> Tensor:
     """What is sent of the values taken: the residual, zero there, gets back what the code loses."""
     if is_lossless(code):
         return values
-    sent = quantise(values, code)
-    residual.scatter_(-1, indices, values - sent)
+    sent = quantise(values, code, count)
+    residual.scatter_add_(-1, indices, values - sent)  # adds: padding, zeros for entry 0, must not erase it
     return sent

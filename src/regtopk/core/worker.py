@@ -92,6 +92,7 @@ class Worker:
         batch_shape: leading dimensions of this worker's vectors: () on a rank, (N,) in the simulator,
             (R, N) when it runs R independent replicas of the cluster at once.
         report: the newest loss and time, the same on all ranks; None if nobody has reported since.
+        idle: the workers of weight zero, ascending, the same on all ranks.
     """
 
     weight: Tensor
@@ -101,11 +102,19 @@ class Worker:
     layout: Layout
     batch_shape: tuple[int, ...] = ()
     report: Report | None = None
+    idle: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         """J, the length of the gradient."""
         return self.layout.numel
+
+    @property
+    def senders(self) -> list[int]:
+        """The workers that send: those of a weight above zero, beginning with another one every step."""
+        active = [rank for rank in range(self.num_workers) if rank not in self.idle]
+        first = self.step % len(active)
+        return active[first:] + active[:first]
 
     def zeros(self, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A zero vector for this worker, J long unless told: what a state starts from."""

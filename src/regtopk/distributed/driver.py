@@ -56,6 +56,7 @@ class ProcessGroupDriver:
         self.weights = weights
         self.is_idle = float(weights[collectives.rank]) == 0
         self.active = [rank for rank, weight in enumerate(weights.tolist()) if weight > 0]
+        self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
         self.record = StepRecord()
         self.watch = Stopwatch(torch.device("cpu"))
 

@@ -266,6 +266,7 @@ class Exchange:
             self.num_workers,
             self.num_steps,
             layout.layout_of(names, self.shapes, self._kinds),
+            idle=self.driver.idle,
         )
         algorithm = Dense() if names[0] in self._skipped else self.algorithm
         return Group(names, worker.layout, algorithm, worker, algorithm.init(worker), worker.zeros())

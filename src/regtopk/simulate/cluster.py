@@ -172,7 +172,8 @@ class Cluster:
         *batch_shape, numel = grads_shape
         index = torch.arange(self.num_workers, device=weight.device).unsqueeze(-1)
         layout = self.layout or Layout.anonymous(numel)
-        return Worker(weight, index, self.num_workers, 0, layout, tuple(batch_shape))
+        idle = tuple(rank for rank, w in enumerate(self._weights) if w == 0)
+        return Worker(weight, index, self.num_workers, 0, layout, tuple(batch_shape), idle=idle)
 
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
         conversation = self.algorithm.exchange(grads, state, worker)
