@@ -37,6 +37,14 @@ def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
         assert not (tmp_path / SUMMARY).exists()
 
 
+def test_a_run_that_diverged(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"loss": 1.0})
+        with pytest.raises(OutputError, match=r"records must be finite, got {'loss': inf}: the run diverged"):
+            writer.add({"loss": float("inf")})
+    assert (tmp_path / METRICS).read_text() == '{"loss": 1.0}\n'
+
+
 @pytest.mark.parametrize("name", [CONFIG, METRICS, "index.html"])
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("precious")

@@ -39,7 +39,7 @@ class Panel:
         y: field of the records; a list there is one value a seed, drawn as median and range.
         x_label, y_label: along the axes.
         where: only records with these values are drawn.
-        log_y: a logarithmic axis; values <= 0 are left out.
+        log_x, log_y: logarithmic axes; values <= 0 are left out.
         marks: "line", or "stems" for lengths of single steps.
         dots: a second field, drawn as circles over the curve (published points).
         x_max, y_min: where the axes end.
@@ -51,6 +51,7 @@ class Panel:
     x_label: str
     y_label: str
     where: Mapping[str, Any] = field(default_factory=dict)
+    log_x: bool = False
     log_y: bool = False
     marks: Literal["line", "stems"] = "line"
     dots: str | None = None
@@ -103,8 +104,16 @@ class RunWriter:
         self._metrics.close()
 
     def add(self, record: Record) -> None:
-        """Append one record, at once on disk."""
-        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        """Append one record, at once on disk.
+
+        Raises:
+            OutputError: a number in it is not finite, which JSON cannot say: the run diverged.
+        """
+        try:
+            line = json.dumps(record, allow_nan=False)
+        except ValueError:
+            raise OutputError(f"records must be finite, got {record}: the run diverged") from None
+        self._metrics.write(line + "\n")
         self._metrics.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:

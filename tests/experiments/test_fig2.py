@@ -12,9 +12,8 @@ def records_of(config: Fig2Config) -> list[Record]:
 
 
 def final_distances(config: Fig2Config) -> dict[str, dict[str, list[float]]]:
-    distances: dict[str, dict[str, list[float]]] = FIG2.summarise(config, records_of(config))[
-        "final_distance"
-    ]
+    summary = FIG2.summarise(config, records_of(config))
+    distances: dict[str, dict[str, list[float]]] = summary["final_distance"]
     return distances
 
 
