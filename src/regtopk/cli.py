@@ -18,7 +18,7 @@ from rich.table import Table
 
 from regtopk import ALGORITHMS, __version__
 from regtopk.errors import ArgumentError, OutputError, RegtopkError
-from regtopk.experiments import EXPERIMENTS, parse_settings
+from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
 from regtopk.report import format_number, write_report
 from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
 
@@ -33,12 +33,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-DEMO_PARTS: dict[str, list[str]] = {"fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
+]
+DEMO_PARTS: dict[str, list[str]] = {"train": [], "fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
 DEMO = {
     "experiment": "demo",
-    "title": "RegTop-k in three small experiments",
-    "about": "Two workers that cancel, a step that waited too long, and twenty workers that disagree.",
+    "title": "RegTop-k in four small experiments",
+    "about": (
+        "A real training by two processes, and the paper's examples in the simulator: two workers that "
+        "cancel, a step that waited too long, and twenty workers that disagree."
+    ),
     "command": "regtopk demo",
+}
+RUNS = {**EXPERIMENTS, TRAIN.name: TRAIN}
+OPTIONS = {"num_seeds": "--seeds", "device": "--device"}  # settings that have an option of their own
+TRAIN_OPTIONS = {
+    **OPTIONS,
+    "num_workers": "--workers",
+    "algorithm": "--algorithm",
+    "density": "--density",
+    "value_code": "--value-code",
+    "scope": "--scope",
+    "dataset": "--dataset",
+    "num_steps": "--steps",
+    "lr": "--lr",
 }
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
 
@@ -110,9 +129,7 @@ def reproduce(
     out: Annotated[Path | None, typer.Option(help="Folder of the run; out/EXPERIMENT if not given.")] = None,
     seeds: Annotated[int | None, typer.Option(help="How many data seeds, from 0 on.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
-    ] = None,
+    settings: Settings = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -132,6 +149,47 @@ def reproduce(
     _show(summary, {experiment: summary}, write_report(folder), as_json=as_json)
 
 
+def _option(field: str, text: str) -> Any:
+    """An option of `train`: its setting's name, what it is, and the setting's default."""
+    return typer.Option(TRAIN_OPTIONS[field], help=text, show_default=str(getattr(TRAIN.config, field)))
+
+
+@app.command()
+@say_errors
+def train(
+    workers: Annotated[int | None, _option("num_workers", "How many processes.")] = None,
+    algorithm: Annotated[str | None, _option("algorithm", "See regtopk list.")] = None,
+    density: Annotated[float | None, _option("density", "Share of the entries a worker sends.")] = None,
+    value_code: Annotated[str | None, _option("value_code", "How values travel.")] = None,
+    scope: Annotated[str | None, _option("scope", "Select over the model, or over each bucket.")] = None,
+    dataset: Annotated[str | None, _option("dataset", "What is learned.")] = None,
+    steps: Annotated[int | None, _option("num_steps", "How many steps.")] = None,
+    lr: Annotated[float | None, _option("lr", "Learning step length.")] = None,
+    seeds: Annotated[int | None, _option("num_seeds", "How many seeds, from 0 on.")] = None,
+    device: Annotated[str | None, _option("device", "cpu or cuda.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("out/train"),
+    settings: Settings = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train with real processes, with an algorithm and dense; write records, figures and a page."""
+    given = {
+        "num_workers": workers,
+        "algorithm": algorithm,
+        "density": density,
+        "value_code": value_code,
+        "scope": scope,
+        "dataset": dataset,
+        "num_steps": steps,
+        "lr": lr,
+        "num_seeds": seeds,
+        "device": device,
+    }
+    chosen = [f"{name}={value}" for name, value in given.items() if value is not None]
+    summary = _run(TRAIN.name, [*chosen, *(settings or ())], out, force=force)
+    _show(summary, {TRAIN.name: summary}, write_report(out), as_json=as_json)
+
+
 @app.command()
 @say_errors
 def demo(
@@ -139,7 +197,7 @@ def demo(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Run the paper's small experiments, print one table and write one page."""
+    """Train with two processes, run the paper's small experiments, print one table and write one page."""
     force = force or _holds_demo(out)  # a demo may replace a demo
     claim_folder(out, force=force)
     write_json(out / CONFIG, {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)})
@@ -156,11 +214,16 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run
 
 
 def _run(name: str, settings: Sequence[str], folder: Path, *, force: bool) -> dict[str, Any]:
-    experiment = EXPERIMENTS[name]
+    experiment = RUNS[name]
     config = parse_settings(experiment.config, settings)
-    command = shlex.join(["regtopk", "reproduce", name, *_options(settings)])
+    if name == TRAIN.name:
+        command = ["train", *_options(settings, TRAIN_OPTIONS)]
+    else:
+        command = ["reproduce", name, *_options(settings, OPTIONS)]
     with _progress_bar(name) as progress:
-        return experiment.record(config, folder, command=command, force=force, progress=progress)
+        return experiment.record(
+            config, folder, command=shlex.join(["regtopk", *command]), force=force, progress=progress
+        )
 
 
 def _holds_demo(folder: Path) -> bool:
@@ -170,9 +233,8 @@ def _holds_demo(folder: Path) -> bool:
         return False
 
 
-def _options(settings: Sequence[str]) -> Iterator[str]:
+def _options(settings: Sequence[str], short: Mapping[str, str]) -> Iterator[str]:
     """The settings as one would type them."""
-    short = {"num_seeds": "--seeds", "device": "--device"}
     for word in settings:
         key, _, value = word.partition("=")
         yield from (short[key], value) if key in short else ("--set", word)

@@ -7,7 +7,8 @@ from regtopk.experiments.fig1 import FIG1
 from regtopk.experiments.fig2 import FIG2
 from regtopk.experiments.scaling import SCALING
 from regtopk.experiments.settings import parse_settings
+from regtopk.experiments.train import TRAIN
 
 EXPERIMENTS: dict[str, Experiment[Any]] = {"fig1": FIG1, "scaling": SCALING, "fig2": FIG2}
 
-__all__ = ["EXPERIMENTS", "Experiment", "parse_settings"]
+__all__ = ["EXPERIMENTS", "TRAIN", "Experiment", "parse_settings"]

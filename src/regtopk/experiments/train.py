@@ -1,0 +1,253 @@
+"""Training by real processes: scikit-learn's digits, DistributedDataParallel, with an algorithm and dense.
+
+Every rank trains a small network on its own rows of the same shuffled batches. Dense is DDP as it is, without
+a hook; the algorithm is the same script with `regtopk.attach`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.codes import check_value_code
+from regtopk.distributed.ddp import Scope
+from regtopk.distributed.handshake import refuse_oracles
+from regtopk.distributed.record import PHASES
+from regtopk.errors import ArgumentError, MissingExtraError
+from regtopk.experiments.digits import NUM_TRAIN, Training, load_digits
+from regtopk.experiments.experiment import Experiment, Progress, Summary
+from regtopk.experiments.launch import emit, launch
+from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.runs import Panel, Record
+
+DATASETS = ("digits",)
+TARGET = 95.0  # percent of the test digits: what "sent until" counts up to
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training.
+
+    Args:
+        algorithm: one of `ALGORITHMS`; dense is trained beside it.
+        density: k / J in (0, 1].
+        value_code: how values are coded on the wire.
+        scope: what is selected over: model or bucket.
+        dataset: digits.
+        num_workers: N, processes on this machine, >= 2.
+        num_steps: T.
+        batch_size: digits a worker and step.
+        lr: learning step length, > 0.
+        num_seeds: seeds 0 to num_seeds - 1, of the first weights and of the batches.
+        record_every: steps between records.
+        device: cpu (gloo) or cuda (NCCL, one GPU a worker).
+    """
+
+    algorithm: str = "regtopk"
+    density: float = 0.01
+    value_code: str = "float32"
+    scope: Scope = "model"
+    dataset: str = "digits"
+    num_workers: int = 2
+    num_steps: int = 300
+    batch_size: int = 32
+    lr: float = 0.4
+    num_seeds: int = 1
+    record_every: int = 10
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        names = [name for name in ALGORITHMS if name != "dense"]  # dense is always there
+        if self.algorithm not in names:
+            raise ArgumentError(f"algorithm must be one of {', '.join(names)}, got {self.algorithm!r}")
+        check_density(self.density)
+        check_value_code(self.value_code)
+        if self.scope not in ("model", "bucket"):
+            raise ArgumentError(f"scope must be model or bucket, got {self.scope!r}")
+        if self.dataset not in DATASETS:
+            raise ArgumentError(f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}")
+        for name in ("num_steps", "batch_size", "num_seeds", "record_every"):
+            check_count(name, getattr(self, name))
+        if self.num_workers < 2:
+            raise ArgumentError(f"num_workers must be an integer of at least 2, got {self.num_workers}")
+        if self.batch_size * self.num_workers > NUM_TRAIN:
+            raise ArgumentError(
+                f"batch_size must be at most {NUM_TRAIN // self.num_workers} ({NUM_TRAIN} training digits, "
+                f"{self.num_workers} workers), got {self.batch_size}"
+            )
+        check_positive("lr", self.lr)
+        check_device(self.device)
+        if self.device == "cuda" and self.num_workers > torch.cuda.device_count():
+            raise ArgumentError(
+                f"num_workers must be at most the number of GPUs, {torch.cuda.device_count()}, "
+                f"got {self.num_workers}"
+            )
+
+
+def make_algorithm(config: TrainConfig) -> Algorithm[Any]:
+    """The algorithm with those of the settings that it has."""
+    kind = ALGORITHMS[config.algorithm]
+    known = {f.name for f in fields(kind)}
+    options = {"density": config.density, "value_code": config.value_code}
+    return kind(**{name: option for name, option in options.items() if name in known})
+
+
+def run(config: TrainConfig, progress: Progress) -> Iterator[Record]:
+    """Train in new processes; yield what they measured, every few steps."""
+    refuse_oracles(make_algorithm(config))
+    if find_spec("sklearn") is None:
+        raise MissingExtraError("the digits come with scikit-learn: pip install 'regtopk[experiments]'")
+    records = launch(train_rank, asdict(config), config.num_workers)
+    num_records = 2 * len(record_steps(config))
+    for done, record in enumerate(records, start=1):
+        progress(done / num_records)
+        yield record
+
+
+def record_steps(config: TrainConfig) -> list[int]:
+    """After which steps a record is made: before the first, every few, and after the last."""
+    return sorted({*range(0, config.num_steps, config.record_every), config.num_steps})
+
+
+# What follows runs on every rank.
+
+
+def train_rank(settings: Mapping[str, Any]) -> None:
+    """Train with both methods; rank 0 emits the records."""
+    config = TrainConfig(**settings)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.num_workers))
+    device = torch.device(config.device)
+    if config.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+    digits = load_digits(device)
+    for method in ("dense", config.algorithm):
+        algorithm = None if method == "dense" else make_algorithm(config)
+        trainings = [
+            Training(
+                digits,
+                algorithm,
+                scope=config.scope,
+                batch_size=config.batch_size,
+                lr=config.lr,
+                seed=seed,
+            )
+            for seed in range(config.num_seeds)
+        ]
+        for step in range(config.num_steps + 1):
+            if step in record_steps(config):
+                record = make_record(method, step, [training.measure() for training in trainings], device)
+                if dist.get_rank() == 0:
+                    emit(record)
+            if step < config.num_steps:
+                for training in trainings:
+                    training.step()
+    dist.destroy_process_group()
+
+
+def make_record(
+    method: str, step: int, measured: Sequence[Mapping[str, float]], device: torch.device
+) -> Record:
+    """Loss and accuracy of every seed; bytes and times as means over seeds and ranks."""
+    names = [name for name in measured[0] if name not in ("loss", "accuracy")]
+    means = torch.tensor([[m[name] for name in names] for m in measured], dtype=torch.float64).mean(0)
+    means = means.to(device) / dist.get_world_size()
+    dist.all_reduce(means)
+    return {
+        "method": method,
+        "step": step,
+        "loss": [m["loss"] for m in measured],
+        "accuracy": [m["accuracy"] for m in measured],
+        **dict(zip(names, means.tolist(), strict=True)),
+    }
+
+
+# The table and the figure.
+
+
+def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
+    """Where each method ended, what it sent, and where its time went."""
+    final = {record["method"]: record for record in records}
+    sent = {method: record["sent_bytes"] for method, record in final.items()}
+    measures = {
+        "test_accuracy": {method: median(record["accuracy"]) for method, record in final.items()},
+        "training_loss": {method: median(record["loss"]) for method, record in final.items()},
+        "sent_bytes": sent,
+        "sent_bytes_a_step": {method: total / config.num_steps for method, total in sent.items()},
+        "times_less_than_dense": {config.algorithm: sent["dense"] / sent[config.algorithm]},
+        "sent_bytes_until_target": {method: _sent_until_target(method, records) for method in final},
+        "step_s": {method: _median_of_steps("step_s", method, records) for method in final},
+        **{phase: {config.algorithm: _median_of_steps(phase, config.algorithm, records)} for phase in PHASES},
+    }
+    return {**measures, "target_accuracy": TARGET, "table": _table(measures)}
+
+
+def _median_of_steps(name: str, method: str, records: Sequence[Record]) -> float:
+    return float(median(r[name] for r in records if r["method"] == method and r["step"] > 0))
+
+
+def _sent_until_target(method: str, records: Sequence[Record]) -> float | None:
+    reached = (r for r in records if r["method"] == method and median(r["accuracy"]) >= TARGET)
+    return next((record["sent_bytes"] for record in reached), None)
+
+
+def _table(measures: Mapping[str, Mapping[str, float | None]]) -> list[dict[str, Any]]:
+    rows = [
+        ("digits read right, %", "test_accuracy", 1.0),
+        ("training loss", "training_loss", 1.0),
+        ("sent a worker and step, kB", "sent_bytes_a_step", 1e-3),
+        ("sent a worker in all, kB", "sent_bytes", 1e-3),
+        ("times less than dense", "times_less_than_dense", 1.0),
+        (f"sent until {TARGET:.0f} % right, kB", "sent_bytes_until_target", 1e-3),
+        ("time of a step, ms", "step_s", 1e3),
+        *((f"of which {phase[:-2]}, ms", phase, 1e3) for phase in PHASES),
+    ]
+    return [
+        {"measure": label, **{method: x and unit * x for method, x in measures[name].items()}}
+        for label, name, unit in rows
+    ]
+
+
+def panels(config: TrainConfig) -> Sequence[Panel]:
+    """Accuracy and loss, against steps and against bytes sent."""
+    accuracy = Panel(
+        title="Accuracy, by steps",
+        x="step",
+        y="accuracy",
+        x_label="step",
+        y_label="test digits read right, %",
+    )
+    loss = replace(accuracy, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)
+    bytes_sent: dict[str, Any] = {"x": "sent_bytes", "x_label": "bytes sent by a worker", "log_x": True}
+    return (
+        accuracy,
+        replace(accuracy, title="Accuracy, by bytes", **bytes_sent),
+        loss,
+        replace(loss, title="Loss, by bytes", **bytes_sent),
+    )
+
+
+TRAIN = Experiment(
+    name="train",
+    title="Real training: processes, messages and bytes",
+    about=(
+        "Processes on this machine, started by torch's launcher and joined by torch.distributed, train a "
+        "small network on scikit-learn's digits: once with DistributedDataParallel as it is (dense), once "
+        "with one more line, regtopk.attach. The algorithm's bytes are those of its messages, dense's those "
+        "of a ring all_reduce. Here processes talk through memory: the times do not show what sending less "
+        "is worth on a network."
+    ),
+    config=TrainConfig,
+    run=run,
+    summarise=summarise,
+    panels=panels,
+)
