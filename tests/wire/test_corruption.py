@@ -122,7 +122,7 @@ def test_forged_values_and_scales_are_refused(value_code: str, word: int, value:
     """Not finite, negative, or lo above hi."""
     message = bytes(make(3000, 9, "elias-fano", value_code).tolist())
     forged = message[: 4 * word] + struct.pack("<f", float(value)) + message[4 * word + 4 :]
-    with pytest.raises(WireFormatError, match="damaged: values and scales must be finite"):
+    with pytest.raises(WireFormatError, match="refused: values and scales must be finite"):
         wire.decode(torch.tensor(list(seal(forged)), dtype=torch.uint8), 3000)
 
 

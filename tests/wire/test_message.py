@@ -18,7 +18,7 @@ from regtopk.core.codes import (
     quantise,
     segment_bytes,
 )
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire.indices import max_unary_bits
 from tests.wire.strategies import dtypes, sparse_gradients
@@ -101,6 +101,19 @@ def test_the_frame_names_the_bitmap_where_it_is_smaller() -> None:
     assert wire.encode(SparseGradient(indices, torch.ones(500), 1000), "raw32").numel() == 32 + 4000
 
 
+@pytest.mark.parametrize("index_code", INDEX_CODES)
+@pytest.mark.parametrize("indices", [[], [3], [0, 5, 70, 99], list(range(100))])
+def test_index_sets_travel_without_values(index_code: str, indices: list[int]) -> None:
+    sent = index_set(torch.tensor(indices, dtype=torch.int64), 100)
+    message = wire.encode(sent, index_code)
+    values = wire.encode_segment(torch.zeros(len(indices)))
+    with_values = wire.encode(SparseGradient(sent.indices, torch.zeros(len(indices)), 100), index_code)
+    assert message.numel() == with_values.numel() - values.numel() + 32
+    assert torch.equal(wire.decode(message, 100).indices, sent.indices)
+    found, status = wire.decode_rows(message[None], 100, len(indices), index_code, "none")
+    assert torch.equal(found.indices[0], sent.indices) and not bool(status.any())
+
+
 def test_padding_is_not_sent() -> None:
     indices, values = torch.tensor([3, 5, 9, 0]), torch.tensor([1.0, 2.0, 4.0, float("nan")])
     padded = SparseGradient(indices, values, 10, count=torch.tensor(3))
@@ -120,7 +133,7 @@ def test_segments(size: int, code: str, dtype: torch.dtype, seed: int) -> None:
     messages[1, 9] += 1
     found, status = wire.decode_segment(messages, size, code, dtype)
     assert torch.equal(found[0], values[0]) and not bool(found[1].any())
-    with pytest.raises(WireFormatError, match=r"message of rank 1 is damaged: numel .*; checksum"):
+    with pytest.raises(WireFormatError, match=r"message of rank 1 is refused: numel .*; checksum"):
         wire.raise_for_status(status)
 
 
@@ -171,7 +184,7 @@ def test_status_names_what_is_wrong() -> None:
     ):
         found, status = wire.decode_rows(rows_of(three()), *arguments)
         assert found.counts.tolist() == [0]
-        with pytest.raises(WireFormatError, match=f"message of rank 0 is damaged: .*{reason}"):
+        with pytest.raises(WireFormatError, match=f"message of rank 0 is refused: .*{reason}"):
             wire.raise_for_status(status)
     wire.raise_for_status(torch.zeros(3, dtype=torch.int64))
 

@@ -123,7 +123,6 @@ def index_layout(count: Tensor, numel: int, index_code: str, indices: Tensor | N
             the most it can take, k + ((J - k) >> width).
     """
     check_index_code(index_code, numel)
-    is_empty = count == 0
     if index_code == "raw32":
         zero = torch.zeros_like(count)
         return IndexLayout(zero.bool(), zero + 32, count, zero)
@@ -132,23 +131,20 @@ def index_layout(count: Tensor, numel: int, index_code: str, indices: Tensor | N
     field_words = num_words(count * width)
     if index_code == "rice":
         unary_bits = count + _unary_of_gaps(count, numel, width, indices)
-        return IndexLayout(torch.zeros_like(is_empty), width, field_words, unary_bits)
-    unary_bits = (count + ((numel - 1) >> width)).where(~is_empty, 0)
+        return IndexLayout(torch.zeros_like(count, dtype=torch.bool), width, field_words, unary_bits)
+    unary_bits = (count + ((numel - 1) >> width)) * (count > 0)
     is_bitmap = num_words(numel) < field_words + num_words(unary_bits)
-    return IndexLayout(
-        is_bitmap,
-        width.where(~is_bitmap, 0),
-        field_words.where(~is_bitmap, 0),
-        unary_bits.where(~is_bitmap, numel),
-    )
+    is_split = ~is_bitmap
+    unary_bits = torch.where(is_bitmap, numel, unary_bits)
+    return IndexLayout(is_bitmap, width * is_split, field_words * is_split, unary_bits)
 
 
 def _unary_of_gaps(count: Tensor, numel: int, width: Tensor, indices: Tensor | None) -> Tensor:
     if indices is None:
-        return ((numel - count) >> width).where(count > 0, 0)
+        return ((numel - count) >> width) * (count > 0)
     is_valid = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
     gaps = indices.diff(dim=-1, prepend=indices.new_full((*indices.shape[:-1], 1), -1)) - 1
-    return (gaps >> width[..., None]).where(is_valid, 0).sum(-1)
+    return ((gaps >> width[..., None]) * is_valid).sum(-1)
 
 
 def value_words(count: IntOrTensor, code: str) -> IntOrTensor:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.core.codes import index_layout, num_words
+from regtopk.core.codes import IndexLayout, index_layout, num_words
 from regtopk.wire import bits
 
 
@@ -65,7 +65,13 @@ def pack_indices(indices: Tensor, numel: int, index_code: str) -> Packed:
 
 
 def unpack_indices(
-    words: Tensor, start: Tensor, count: Tensor, numel: int, capacity: int, index_code: str
+    words: Tensor,
+    start: Tensor,
+    count: Tensor,
+    layout: IndexLayout,
+    numel: int,
+    capacity: int,
+    index_code: str,
 ) -> Unpacked:
     """Decode rows that may hold different numbers of indices.
 
@@ -73,27 +79,27 @@ def unpack_indices(
         words: (..., w) int32.
         start: (...,) int64, the word each row's indices start at.
         count: (...,) int64, 0 <= count <= capacity.
+        layout: what follows for each row from count.
         numel: J.
         capacity: the most indices a row may hold.
         index_code: one of `INDEX_CODES`; "elias-fano" includes the bitmap, where that is smaller.
     """
-    layout = index_layout(count, numel, index_code)
     place = torch.arange(capacity, device=words.device)
     is_valid = place < count.unsqueeze(-1)
     width = layout.width.unsqueeze(-1)
     field = bits.read_fields(words, start.unsqueeze(-1), width, capacity)
     end = start + layout.field_words
     if index_code == "raw32":
-        return Unpacked(field, _is_sound(field, is_valid, numel), end)
+        return Unpacked(field, are_in_order(field, numel, is_valid), end)
     position, num_ones = _find_ones(words, end, layout.unary_bits, capacity, numel)
-    high = position.where(layout.is_bitmap.unsqueeze(-1), position - place)
+    high = position - place * ~layout.is_bitmap.unsqueeze(-1)
     if index_code == "rice":
-        indices = (high << width) + field.where(is_valid, 0).cumsum(-1) + place
+        indices = (high << width) + (field * is_valid).cumsum(-1) + place
         unary_bits = _last(position + 1, count)
     else:
         indices = (high << width) + field
         unary_bits = layout.unary_bits
-    is_sound = _is_sound(indices, is_valid, numel) & (num_ones == count)
+    is_sound = are_in_order(indices, numel, is_valid) & (num_ones == count)
     return Unpacked(indices, is_sound, end + num_words(unary_bits))
 
 
@@ -122,10 +128,12 @@ def max_unary_bits(capacity: int, numel: int) -> int:
     return max(3 * capacity, min(numel, 4 * capacity)) + 512
 
 
-def _is_sound(indices: Tensor, is_valid: Tensor, numel: int) -> Tensor:
-    """Whether the indices that are not padding ascend without repeating, and stay below J: (...,)."""
-    is_rising = (indices.diff(dim=-1) > 0) | ~is_valid[..., 1:]
-    is_inside = (indices < numel) | ~is_valid
+def are_in_order(indices: Tensor, numel: int, is_valid: Tensor | None = None) -> Tensor:
+    """Whether indices (..., m) that are not padding ascend without repeating, from 0 to below J: (...,)."""
+    is_rising = indices.diff(dim=-1) > 0
+    is_inside = (indices >= 0) & (indices < numel)
+    if is_valid is not None:
+        is_rising, is_inside = is_rising | ~is_valid[..., 1:], is_inside | ~is_valid
     return is_rising.all(-1) & is_inside.all(-1)
 
 

@@ -54,17 +54,17 @@ def unpack_values(
     if code == "none":
         nothing = torch.zeros(*count.shape, capacity, dtype=dtype, device=words.device)
         return Unpacked(nothing, torch.ones_like(count, dtype=torch.bool))
-    is_valid = torch.arange(capacity, device=words.device) < count.unsqueeze(-1)
+    is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
     num = num_words(capacity * VALUE_BITS[code])
     if code in _NUMBERS:
         section = bits.take_words(words, start.unsqueeze(-1), num)
-        values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].where(is_valid, 0)
+        values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].masked_fill(is_padding, 0)
         return Unpacked(values.to(dtype), torch.isfinite(values).all(-1))
     scales = _take_scales(words, start, count, capacity, code)
     num_scales = NUM_SCALES[code] * ((count + BLOCK - 1) // BLOCK)
     section = bits.take_words(words, (start + num_scales).unsqueeze(-1), num)
     symbols = bits.unpack(section, VALUE_BITS[code])[..., :capacity]
-    values = dequantise(symbols, scales, code).where(is_valid, 0)
+    values = dequantise(symbols, scales, code).masked_fill(is_padding, 0)
     lo, hi = scales[..., 0], scales[..., -1]
     is_sound = (torch.isfinite(hi) & (lo >= 0) & (lo <= hi)).all(-1)
     return Unpacked(values.to(dtype), is_sound)
@@ -76,4 +76,4 @@ def _take_scales(words: Tensor, start: Tensor, count: Tensor, capacity: int, cod
     section = bits.take_words(words, start.unsqueeze(-1), num_blocks * NUM_SCALES[code])
     scales = section.view(torch.float32).view(*count.shape, num_blocks, NUM_SCALES[code])
     first = torch.arange(0, num_blocks * BLOCK, BLOCK, device=words.device)
-    return scales.where((first < count.unsqueeze(-1)).unsqueeze(-1), 0.0)
+    return scales.masked_fill((first >= count.unsqueeze(-1)).unsqueeze(-1), 0.0)

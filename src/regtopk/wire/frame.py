@@ -1,0 +1,134 @@
+"""The frame of a message: what it says of itself, and what is wrong with it.
+
+32 bytes, little-endian: magic (4), version (1), index code (1), value code (1), zero (1), J (8), count (8),
+checksum (8). The checksum is the sum of (2 i + 3) · word_i modulo 2^64 over the 32-bit words of the message,
+read as signed, without its own two: any change of one word, and of any two bits, changes it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.core.codes import HEADER_WORDS, IndexLayout, index_layout, num_words, value_words
+from regtopk.errors import ArgumentError, WireFormatError
+from regtopk.wire.bits import reinterpret
+
+MAGIC = int.from_bytes(b"RTKG", "little")
+VERSION = 1
+INDEX_IDS = {"dense": 0, "elias-fano": 1, "bitmap": 2, "rice": 3, "raw32": 4}
+VALUE_IDS = {
+    "none": 0,
+    "float32": 1,
+    "float64": 2,
+    "bfloat16": 3,
+    "float16": 4,
+    "int8": 5,
+    "4bit": 6,
+    "2bit": 7,
+}
+
+# What can be wrong with a message; bit i of a status stands for entry i.
+REASONS = (
+    "magic must be 'RTKG'",
+    f"version must be {VERSION}",
+    "index and value codes must be those expected",
+    "numel must be the J expected",
+    "count must be in 0..J and within the capacity (-1: the sender's entries were broken)",
+    "length must be what count and codes ask for",
+    "checksum must be that of the words",
+    "indices must be below J, ascending and distinct",
+    "values and scales must be finite",
+)
+BAD_MAGIC, BAD_VERSION, BAD_CODES, BAD_NUMEL, BAD_COUNT, BAD_LENGTH, BAD_CHECKSUM, BAD_INDICES, BAD_VALUES = (
+    1 << i for i in range(len(REASONS))
+)
+
+
+class Header(NamedTuple):
+    """What frames say, each (...,). Where the status is not 0, the number is at least within bounds."""
+
+    num_entries: Tensor
+    status: Tensor
+    layout: IndexLayout | None  # None for dense segments
+
+
+def raise_for_status(status: Tensor) -> None:
+    """Raise what is wrong with the first bad row, if there is one. Reads the status back, once."""
+    for rank, bits in enumerate(status.flatten().tolist()):
+        if bits:
+            raise WireFormatError(f"message of rank {rank} is refused: {reasons(bits)}")
+
+
+def reasons(bits: int) -> str:
+    """What the bits of one status say."""
+    return "; ".join(reason for i, reason in enumerate(REASONS) if bits >> i & 1)
+
+
+def make_frame(is_sound: Tensor, numel: int, count: int, index_code: str, value_code: str) -> Tensor:
+    """The frame's words (..., 8), its checksum still zero; a count of -1 marks entries not to be trusted."""
+    kinds = VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
+    frame = torch.zeros(*is_sound.shape, 4, dtype=torch.int64, device=is_sound.device)
+    frame[..., 0] = MAGIC | kinds << 32  # filled in one by one: a tensor from a list waits for the device
+    frame[..., 1] = numel
+    frame[..., 2] = torch.where(is_sound, count, -1)
+    return reinterpret(frame, torch.int32)
+
+
+def seal(sections: list[Tensor]) -> Tensor:
+    """A frame and the sections behind it as bytes (..., num_bytes), with their checksum."""
+    words = torch.cat(sections, dim=-1)
+    words[..., 6:8] = reinterpret(_checksum(words).unsqueeze(-1), torch.int32)
+    return reinterpret(words, torch.uint8)
+
+
+def _checksum(words: Tensor) -> Tensor:
+    """sum of (2 i + 3) word_i modulo 2^64, without the two words of the checksum: (...,) int64."""
+    weight = 2 * torch.arange(words.shape[-1], device=words.device) + 3
+    weight[6:8] = 0
+    return (words * weight).sum(-1)
+
+
+def to_words(messages: Tensor) -> Tensor:
+    """Bytes (..., num_bytes) as words; refuses lengths no message has."""
+    num_bytes = messages.shape[-1]
+    if messages.dtype != torch.uint8:
+        raise ArgumentError(f"messages must be uint8, got {messages.dtype}")
+    if num_bytes < 4 * HEADER_WORDS or num_bytes % 4:
+        raise WireFormatError(
+            f"a message must have a multiple of 4 and at least {4 * HEADER_WORDS} bytes, got {num_bytes}"
+        )
+    return reinterpret(messages, torch.int32)
+
+
+def check_frame(words: Tensor, numel: int, capacity: int, index_code: str, value_code: str) -> Header:
+    """What each frame says, checked. Where it is wrong, count is at least within bounds."""
+    kinds = words[..., 1]
+    found_numel, count, checksum = reinterpret(words[..., 2:8], torch.int64).unbind(-1)
+    is_counted = (count >= 0) & (count <= min(numel, capacity))
+    count = count * is_counted
+    size = HEADER_WORDS + value_words(count, value_code)  # the fewest words it can take
+    layout, index_id = None, torch.zeros_like(kinds)
+    if index_code != "dense":
+        layout = index_layout(count, numel, index_code)
+        index_id = torch.where(layout.is_bitmap, INDEX_IDS["bitmap"], INDEX_IDS[index_code])
+        unary_bits = count if index_code == "rice" else layout.unary_bits
+        size = size + layout.field_words + num_words(unary_bits)
+    status = status_of(
+        (words[..., 0] == MAGIC, BAD_MAGIC),
+        ((kinds & 0xFF) == VERSION, BAD_VERSION),
+        ((kinds >> 8) == (index_id | VALUE_IDS[value_code] << 8), BAD_CODES),
+        (found_numel == numel, BAD_NUMEL),
+        (is_counted, BAD_COUNT),
+        (size <= words.shape[-1], BAD_LENGTH),
+        (checksum == _checksum(words), BAD_CHECKSUM),
+    )
+    return Header(count, status, layout)
+
+
+def status_of(*checks: tuple[Tensor, int]) -> Tensor:
+    """The bits of the checks that failed, added up."""
+    status = ~checks[0][0] * checks[0][1]
+    for is_met, bit in checks[1:]:
+        status = status + ~is_met * bit
+    return status
