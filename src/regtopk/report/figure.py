@@ -95,7 +95,7 @@ def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record]) -> None:
     axes.set_ylabel(panel.y_label)
     axes.margins(x=0.02)
     if panel.log_x:
-        axes.set_xscale("log")
+        axes.set_xscale("log", nonpositive="mask")
     if panel.log_y:
         axes.set_yscale("log")
     axes.set_ylim(bottom=panel.y_min)
