@@ -1,6 +1,7 @@
 """The kernels under test. Without a GPU, Triton's run in its interpreter, on CPU tensors."""
 
 import os
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -10,8 +11,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
 
-@pytest.fixture(params=["cpu"])
+@pytest.fixture(params=["cpu", "triton"])
 def kernel(request: pytest.FixtureRequest) -> ModuleType:
-    from regtopk.kernels import cpu
+    return import_module(f"regtopk.kernels.{request.param}")
 
-    return cpu
+
+@pytest.fixture
+def numel(kernel: ModuleType) -> int:
+    """Entries enough for several threads, or for several programs where an interpreter runs them."""
+    return 70_001 if kernel.__name__.endswith("cpu") else 9_001

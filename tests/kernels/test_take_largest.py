@@ -1,26 +1,48 @@
 """Every fast kernel against the reference: sizes, dtypes, layouts, and inputs chosen to hurt."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
+from regtopk.kernels import cpu
 from tests.kernels.checks import bits, check_take_largest_, choose_damped
 
-EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 32767, 32768, 32769, 65535, 65536]
+EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
+LARGE = [65535, 65536, 65537, 2**17 - 1, 2**17, 2**17 + 1, 999_983]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("numel", EDGES)
-def test_all_sizes(kernel: ModuleType, numel: int) -> None:
+def test_small_sizes(kernel: ModuleType, numel: int) -> None:
+    check_several_k(kernel, numel, {1, max(1, numel // 1000), numel})
+
+
+@pytest.mark.parametrize("numel", LARGE)
+def test_large_sizes(numel: int) -> None:
+    check_several_k(cpu, numel, {1, numel // 1000, numel // 10})
+
+
+def check_several_k(kernel: ModuleType, numel: int, several_k: set[int]) -> None:
     torch.manual_seed(numel)
-    for k in sorted({1, min(2, numel), max(1, numel // 1000), max(1, numel // 10), numel}):
-        residual, grad = torch.randn(numel), torch.randn(numel)
-        check_take_largest_(kernel, residual, grad, k)
+    for k in sorted(several_k):
         damped, damping = choose_damped(numel, k)
-        check_take_largest_(kernel, residual, grad, k, damped, damping)
+        check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, damped, damping)
 
 
-ADVERSARIAL = {
+def test_two_to_the_sixteen_entries(kernel: ModuleType) -> None:
+    check_several_k(kernel, 2**16, {65})
+
+
+@pytest.mark.slow
+def test_ten_million_entries() -> None:
+    check_several_k(cpu, 10_000_000, {10_000})
+
+
+ADVERSARIAL: dict[str, Callable[[int], Tensor]] = {
     "zero": lambda n: torch.zeros(n),
     "negative zero": lambda n: torch.full((n,), -0.0),
     "equal": lambda n: torch.full((n,), 0.75),
@@ -38,72 +60,76 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-@pytest.mark.parametrize("k", [1, 40, 20_000])
-def test_inputs_chosen_to_hurt(kernel: ModuleType, name: str, k: int) -> None:
-    numel = 40_009
+@pytest.mark.parametrize("density", [1e-5, 1e-3, 0.5])
+def test_inputs_chosen_to_hurt(kernel: ModuleType, numel: int, name: str, density: float) -> None:
+    k = max(1, round(density * numel))
     torch.manual_seed(0)
     damped, damping = choose_damped(numel, k)
     grad = ADVERSARIAL[name](numel)
     check_take_largest_(kernel, torch.zeros(numel), grad, k)
-    check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, damping)
-    check_take_largest_(kernel, grad * 0.5, grad, k, damped, damping * 0)
+    check_take_largest_(kernel, grad * 0.5, grad, k, damped, damping)
 
 
-def test_an_overflowing_sum_is_taken_first(kernel: ModuleType) -> None:
-    residual, grad = torch.rand(40_000), torch.rand(40_000)
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # from Triton's interpreter
+def test_an_overflowing_sum_is_taken_first(kernel: ModuleType, numel: int) -> None:
+    residual, grad = torch.rand(numel), torch.rand(numel)
     residual[777] = grad[777] = 3e38
     indices, values = check_take_largest_(kernel, residual, grad, 1)
     assert indices.tolist() == [777] and values.tolist() == [float("inf")]
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.5])
-def test_damped_entries_at_the_boundary(kernel: ModuleType, factor: float) -> None:
+def test_damped_entries_at_the_boundary(kernel: ModuleType, numel: int, factor: float) -> None:
     """Damping moves entries onto, over and below the k-th score, exactly."""
-    numel, k = 40_000, 100
+    k = 100
     torch.manual_seed(1)
     grad = torch.randn(numel)
     order = grad.abs().argsort(descending=True)
-    for first in (0, k - 3, k - 1, k, k + 2, 5 * k):
+    for first in (0, k - 3, k + 2):
         damped = order[first : first + 60].sort().values
-        damping = torch.full((60,), factor)
-        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, damping)
+        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((60,), factor))
         exact = grad[order[k - 1]].abs() / grad[damped].abs()  # scores within an ulp of the k-th
         check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, exact)
 
 
-def test_more_entries_damped_than_taken_and_in_any_order(kernel: ModuleType) -> None:
-    numel, k = 40_000, 10
+@pytest.mark.parametrize("density", [1e-3, 0.5])
+def test_more_entries_damped_than_taken_and_in_any_order(
+    kernel: ModuleType, numel: int, density: float
+) -> None:
     torch.manual_seed(2)
-    damped, damping = torch.randperm(numel)[:30_000], torch.rand(30_000) * 3
-    check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, damped, damping)
+    damped, damping = torch.randperm(numel)[: numel // 2], torch.rand(numel // 2) * 3
+    grad = torch.randn(numel)
+    check_take_largest_(kernel, torch.randn(numel), grad, round(density * numel), damped, damping)
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    check_take_largest_(kernel, torch.randn(numel), torch.randn(numel), k, *nothing)
+    check_take_largest_(kernel, torch.randn(numel), grad, 10, *nothing)
 
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes(kernel: ModuleType, residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    numel, k = 33_333, 33
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_dtypes(kernel: ModuleType, numel: int, residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    k = 33
     torch.manual_seed(3)
     damped, damping = choose_damped(numel, k)
     damping = damping.to(residual_dtype)
-    for scale in (1.0, 1e-6, 1e-7, 1e-30):  # 1e-6, 1e-7: denormal in float16
+    for scale in (1.0, 1e-6):  # the second is denormal in float16
         residual = torch.randn(numel, dtype=residual_dtype) * scale
         grad = (torch.randn(numel, dtype=torch.float64) * scale).to(grad_dtype)
         check_take_largest_(kernel, residual, grad, k, damped, damping)
-        check_take_largest_(kernel, residual * 0, grad, numel // 2)
+    check_take_largest_(kernel, residual * 0, grad, numel // 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_finite_half_is_read_exactly(kernel: ModuleType, dtype: torch.dtype) -> None:
     grad = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
     grad = grad[torch.isfinite(grad)]
+    if kernel is not cpu and not torch.cuda.is_available():  # the interpreter flushes denormals
+        grad = grad[grad.abs() >= torch.finfo(torch.float32).tiny]
     check_take_largest_(kernel, torch.zeros(len(grad)), grad, 1)
 
 
-@pytest.mark.parametrize("batch", [(1,), (2,), (5,), (2, 3)])
-def test_batches(kernel: ModuleType, batch: tuple[int, ...]) -> None:
-    numel, k = 33_001, 50
+@pytest.mark.parametrize("batch", [(1,), (5,), (2, 3)])
+def test_batches(kernel: ModuleType, numel: int, batch: tuple[int, ...]) -> None:
+    k = 50
     torch.manual_seed(4)
     damped, damping = choose_damped(numel, k, batch)
     residual, grad = torch.randn(*batch, numel), torch.randn(*batch, numel)
@@ -112,18 +138,19 @@ def test_batches(kernel: ModuleType, batch: tuple[int, ...]) -> None:
     check_take_largest_(kernel, residual, grad, k, damped, damping)
 
 
-def test_rows_of_a_wider_matrix(kernel: ModuleType) -> None:
+def test_rows_of_a_wider_matrix(kernel: ModuleType, numel: int) -> None:
     torch.manual_seed(5)
-    wide, wide_grad = torch.randn(3, 40_000), torch.randn(3, 50_000)
-    around = wide[:, 36_000:].clone()
-    check_take_largest_(kernel, wide[:, :36_000], wide_grad[:, 7:36_007], 40)
-    assert torch.equal(wide[:, 36_000:], around)
+    wide, wide_grad = torch.randn(3, numel + 4000), torch.randn(3, numel + 9999)
+    around = wide[:, numel:].clone()
+    check_take_largest_(kernel, wide[:, :numel], wide_grad[:, 7 : numel + 7], 40)
+    assert torch.equal(wide[:, numel:], around)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_rows_that_are_not_finite_are_left_alone(kernel: ModuleType, bad: float, dtype: torch.dtype) -> None:
-    numel, k = 33_000, 40
+@pytest.mark.parametrize(("bad", "dtype"), list(zip((NAN, INF, -INF, NAN), DTYPES, strict=True)))
+def test_rows_that_are_not_finite_are_left_alone(
+    kernel: ModuleType, numel: int, bad: float, dtype: torch.dtype
+) -> None:
+    k = 40
     torch.manual_seed(6)
     residual, grad = torch.randn(3, numel), torch.randn(3, numel).to(dtype)
     damped, damping = choose_damped(numel, k, (3,))
@@ -141,8 +168,8 @@ def test_rows_that_are_not_finite_are_left_alone(kernel: ModuleType, bad: float,
     assert torch.equal(residual[[0, 2]], others)
 
 
-def test_one_vector_that_is_not_finite_is_left_alone(kernel: ModuleType) -> None:
-    residual, grad, non_finite = torch.randn(33_000), torch.randn(33_000), torch.zeros((), dtype=torch.bool)
+def test_one_vector_that_is_not_finite_is_left_alone(kernel: ModuleType, numel: int) -> None:
+    residual, grad, non_finite = torch.randn(numel), torch.randn(numel), torch.zeros((), dtype=torch.bool)
     before = residual.clone()
     grad[5] = float("nan")
     kernel.take_largest_(residual, grad, 7, non_finite=non_finite)

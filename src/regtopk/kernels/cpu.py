@@ -144,10 +144,9 @@ def find_non_finite_row(grad: Tensor) -> int | None:
 
 def _take_largest_of_row_(row: _Row, k: int, indices: Array, values: Array) -> None:
     guess, capacity = _guess(row, k)
-    found = _collect_(row, guess, capacity)
-    num_found = sum(num for num, _, _ in found)
-    if num_found >= k and all(num <= capacity for num, _, _ in found):
-        collected: list[Any] = [(positions[:num], keys[:num]) for num, positions, keys in found]
+    found = _collect_(row, guess, capacity // len(row.stretches))
+    if k <= sum(num for num, _, _ in found) <= capacity:
+        collected: list[Any] = _collected(row, guess, found)
         threshold, num_above, num_equal = _threshold_of_collected([keys for _, keys in collected], k)
     else:
         collected = [None] * len(found)
@@ -187,24 +186,23 @@ def _take_above_of_row_(row: _Row, key: Any, indices: Array, values: Array) -> i
 
 
 def _guess(row: _Row, k: int) -> tuple[Any, int]:
-    """A key that somewhat more than k entries should reach, and how many to collect in a stretch.
+    """A key that somewhat more than k entries should reach, and how many to collect at most.
 
-    No key at all where they would not fit in J / 16 bytes: then there is nothing to collect.
+    They are kept in arrays below J / 16 bytes each, up to density 0.001 all together. Where they would
+    not fit, nothing is collected.
     """
-    key_type = row.bits.dtype.type
-    budget_bytes = max(row.numel // 16, 1 << 20) - row.saved.nbytes
-    capacity = budget_bytes // (len(row.stretches) * (4 + 2 * row.bits.itemsize))
     num_samples = min(_NUM_SAMPLES, row.numel // 16) // 16 * 16
     expected = k * num_samples / row.numel
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
     num_wanted = rank / max(1, num_samples) * row.numel
-    if rank > num_samples // 2 or num_wanted > 0.8 * capacity * len(row.stretches):
-        return key_type(row.mask), 0
+    capacity = max(row.numel // 256, min(row.numel // 64, math.ceil(1.2 * num_wanted)), 1 << 14)
+    if rank > num_samples // 2 or num_wanted > 0.9 * capacity:
+        return row.mask, 0
     sample = np.empty(num_samples, row.accumulated.dtype)
     loops.sample_(row.accumulated, row.grad, row.kind, sample)
     keys = sample.view(row.bits.dtype) & row.mask
     keys.partition(num_samples - rank)
-    return max(keys[num_samples - rank], key_type(1)), capacity
+    return max(keys[num_samples - rank], row.bits.dtype.type(1)), capacity
 
 
 def _collect_(row: _Row, guess: Any, capacity: int) -> list[tuple[int, Array, Array]]:
@@ -221,6 +219,16 @@ def _collect_(row: _Row, guess: Any, capacity: int) -> list[tuple[int, Array, Ar
         return num, positions, keys
 
     return side_by_side(collect, row.stretches)
+
+
+def _collected(row: _Row, guess: Any, found: list[tuple[int, Array, Array]]) -> list[tuple[Array, Array]]:
+    """What was found in each stretch; looked for again where there was not room for all of it."""
+    for n, (num, positions, keys) in enumerate(found):
+        if num > positions.size:
+            positions, keys = np.empty(num, positions.dtype), np.empty(num, keys.dtype)
+            loops.collect(row.bits, *row.stretches[n], row.mask, guess, 0, positions, keys)
+            found[n] = num, positions, keys
+    return [(positions[:num], keys[:num]) for num, positions, keys in found]
 
 
 def _threshold_of_collected(stretches: list[Array], k: int) -> tuple[Any, Array, Array]:

@@ -1,0 +1,65 @@
+"""Chunked Top-k: the fast kernels against the reference, and the reference by hand."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.kernels import reference
+from tests.kernels.checks import check_taken_at, choose_damped
+
+
+def check_take_per_chunk_(
+    kernel: ModuleType,
+    residual: Tensor,
+    grad: Tensor,
+    chunk: int,
+    k: int,
+    damped: Tensor | None = None,
+    damping: Tensor | None = None,
+) -> None:
+    accumulated = residual.clone().add_(grad)
+    score = reference._score(accumulated, damped, damping)
+    of_reference = residual.clone()
+    expected, _ = reference.take_largest_per_chunk_(
+        of_reference, grad, chunk, k, damped=damped, damping=damping
+    )
+    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, damped=damped, damping=damping)
+    assert indices.shape == expected.shape and bool((indices.diff(dim=-1) > 0).all())
+    assert torch.equal(indices // chunk, expected // chunk)
+    by_chunk = [128.0 * (i // chunk) + score.double().gather(-1, i) for i in (indices, expected)]
+    assert torch.equal(by_chunk[0].sort(-1).values, by_chunk[1].sort(-1).values)
+    check_taken_at(residual, accumulated, indices, values)
+
+
+def test_the_reference_by_hand() -> None:
+    residual = torch.tensor([3.0, 1.0, -2.0, 0.0, 5.0, -6.0, 7.0])
+    indices, values = reference.take_largest_per_chunk_(
+        residual, torch.zeros(7), 3, 2, damped=torch.tensor([0]), damping=torch.tensor([0.1])
+    )
+    assert indices.tolist() == [1, 2, 4, 5, 6] and values.tolist() == [1.0, -2.0, 5.0, -6.0, 7.0]
+    assert residual.tolist() == [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("chunk", "k"), [(1, 1), (64, 3), (1000, 1000), (4096, 5), (5000, 40), (20_000, 7)])
+def test_chunks(kernel: ModuleType, numel: int, chunk: int, k: int) -> None:
+    torch.manual_seed(chunk)
+    numel = min(numel, 20 * chunk + 7)
+    damped, damping = choose_damped(numel, max(1, numel // 50))
+    check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k)
+    check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k, damped, damping)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, 1e-45])
+def test_equal_entries(kernel: ModuleType, numel: int, value: float) -> None:
+    check_take_per_chunk_(kernel, torch.zeros(numel), torch.full((numel,), value), 4096, 5)
+
+
+def test_batches_and_dtypes(kernel: ModuleType, numel: int) -> None:
+    torch.manual_seed(0)
+    damped, damping = choose_damped(numel, 90, (2, 2))
+    residual = torch.randn(2, 2, numel, dtype=torch.float64)
+    grad = torch.randn(2, 2, numel).bfloat16()
+    check_take_per_chunk_(kernel, residual, grad, 3000, 11, damped, damping.double())
+    check_take_per_chunk_(kernel, residual.float(), grad.half(), 3000, 11)
