@@ -40,7 +40,7 @@ class Panel:
         x_label, y_label: along the axes.
         where: only records with these values are drawn.
         log_x, log_y: logarithmic axes; values <= 0 are left out.
-        marks: "line", or "stems" for lengths of single steps.
+        marks: "line", "stems" for lengths of single steps, or "bars" for the last y of each method.
         dots: a second field, drawn as circles over the curve (published points).
         x_max, y_min: where the axes end.
     """
@@ -53,7 +53,7 @@ class Panel:
     where: Mapping[str, Any] = field(default_factory=dict)
     log_x: bool = False
     log_y: bool = False
-    marks: Literal["line", "stems"] = "line"
+    marks: Literal["line", "stems", "bars"] = "line"
     dots: str | None = None
     x_max: float | None = None
     y_min: float | None = None

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -88,8 +88,11 @@ def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record]) -> None:
     shown = [r for r in records if all(r[key] == value for key, value in panel.where.items())]
     if panel.x_max is not None:
         shown = [record for record in shown if record[panel.x] <= panel.x_max]
-    for method in methods_of(shown):
-        curve = [record for record in shown if record["method"] == method]
+    curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
+    if panel.marks == "bars":
+        _draw_bars(axes, panel, curves)
+        return
+    for method, curve in curves.items():
         _draw_curve(axes, panel, curve, style_of(method))
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
@@ -120,6 +123,20 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
         dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
         at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
         axes.plot(*at, "o", ms=5, mfc="none", mec=INK[0], mew=0.7, zorder=3)
+
+
+def _draw_bars(axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]]) -> None:
+    """One row a method: the median over seeds of its last record, and the range."""
+    seeds = {method: _as_list(curve[-1][panel.y]) for method, curve in curves.items()}
+    ranked = sorted(seeds, key=lambda method: median(seeds[method]))
+    for row, method in enumerate(ranked):
+        style, values = style_of(method), seeds[method]
+        axes.plot([min(values), max(values)], [row, row], color=style.light, lw=2.5, alpha=0.5)
+        axes.plot([median(values)], [row], "o", ms=6, color=style.light, mew=0)
+    axes.set_yticks(range(len(ranked)), [style_of(method).label for method in ranked])
+    axes.set_xlabel(panel.x_label)
+    if panel.log_x:
+        axes.set_xscale("log")
 
 
 def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:

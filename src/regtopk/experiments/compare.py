@@ -1,0 +1,315 @@
+"""Many methods on one task, at equal density or at equal bytes, over several seeds."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.core.algorithm import check_density
+from regtopk.core.codes import check_index_code, check_value_code
+from regtopk.errors import ArgumentError
+from regtopk.experiments.budget import Probe
+from regtopk.experiments.experiment import Experiment, Progress, Summary
+from regtopk.experiments.fleet import OPTIMIZERS, Fleet
+from regtopk.experiments.methods import make_method, parse_method, takes_density
+from regtopk.experiments.settings import check_count, check_device
+from regtopk.experiments.splits import check_split
+from regtopk.experiments.statistics import paired_difference, spread
+from regtopk.experiments.tasks import TASKS, Task, TaskConfig
+from regtopk.runs import Panel, Record
+
+LAST_EVALUATIONS = 3  # what "final" averages over, where a number is noisy
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Settings of a comparison; 0 and empty words mean the task's own default.
+
+    Args:
+        task: one of `TASKS`.
+        algorithms: methods with commas, as NAME[:OPTION=VALUE]...; empty: every algorithm.
+        densities: k / J of the methods that take one, each a comparison of its own.
+        bytes_per_step: mean payload a worker and step, instead of densities; 0: off.
+        like: sets it from a method NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
+        value_code: of the methods whose words do not say.
+        index_code: how indices are counted.
+        split: iid, sorted[:SHARDS] or dirichlet[:ALPHA].
+        optimizer: sgd, momentum (0.9) or adam.
+        lr: learning step lengths; of several, each method takes its best on a seed that is not counted.
+        num_seeds: seeds 0 to num_seeds - 1.
+        num_workers, num_steps, batch_size: of the task.
+        num_evaluations: along the way.
+        data: where the data set is.
+        device: cpu or cuda.
+    """
+
+    task: str = "digits"
+    algorithms: str = ""
+    densities: tuple[float, ...] = (0.01,)
+    bytes_per_step: float = 0.0
+    like: str = ""
+    value_code: str = "float32"
+    index_code: str = "elias-fano"
+    split: str = "iid"
+    optimizer: str = "sgd"
+    lr: tuple[float, ...] = ()
+    num_seeds: int = 1
+    num_workers: int = 0
+    num_steps: int = 0
+    batch_size: int = 0
+    num_evaluations: int = 15
+    data: str = ""
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for kind, name, table in (("task", self.task, TASKS), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if name not in table:
+                nearest = get_close_matches(name, table, n=1, cutoff=0.0)[0]
+                raise ArgumentError(
+                    f"{kind} must be one of {', '.join(table)}, got {name!r} (did you mean {nearest!r}?)"
+                )
+        for method in self.methods:
+            parse_method(method)
+        for density in self.densities:
+            check_density(density)
+        check_value_code(self.value_code)
+        check_index_code(self.index_code)
+        check_split(self.split)
+        check_device(self.device)
+        for name in ("num_seeds", "num_evaluations"):
+            check_count(name, getattr(self, name))
+        if not 0 <= self.bytes_per_step < math.inf:
+            raise ArgumentError(f"bytes_per_step must be positive (0: off), got {self.bytes_per_step}")
+        if self.bytes_per_step and self.like:
+            raise ArgumentError(
+                f"give one of bytes_per_step and like, got {self.bytes_per_step}, {self.like!r}"
+            )
+        if self.like:
+            parse_like(self.like)
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods as words."""
+        return [word.strip() for word in self.algorithms.split(",") if word.strip()] or list(ALGORITHMS)
+
+    @property
+    def is_at_equal_bytes(self) -> bool:
+        """Whether densities follow from a byte budget."""
+        return bool(self.bytes_per_step or self.like)
+
+    @property
+    def lrs(self) -> tuple[float, ...]:
+        """The grid of learning step lengths."""
+        return self.lr or (TASKS[self.task].defaults["lr"],)
+
+    def task_config(self) -> TaskConfig:
+        """What the task is made from."""
+        defaults = TASKS[self.task].defaults
+        return TaskConfig(
+            num_workers=self.num_workers or int(defaults["num_workers"]),
+            num_steps=self.num_steps or int(defaults["num_steps"]),
+            batch_size=self.batch_size or int(defaults["batch_size"]),
+            split=self.split,
+            data=Path(self.data) if self.data else None,
+            device=self.device,
+        )
+
+
+def parse_like(like: str) -> tuple[str, float, str, str]:
+    """Read NAME:DENSITY:INDEX_CODE:VALUE_CODE."""
+    words = like.split(":")
+    if len(words) != 4:
+        raise ArgumentError(f"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got {like!r}")
+    name, density, index_code, value_code = words
+    parse_method(name)
+    try:
+        number = check_density(float(density))
+    except ValueError:
+        raise ArgumentError(f"like must name a density in (0, 1], got {like!r}") from None
+    return name, number, check_index_code(index_code), check_value_code(value_code)
+
+
+def run(config: CompareConfig, progress: Progress) -> Iterator[Record]:
+    """Yield every method's loss, quality and bytes along the way, one number for each seed."""
+    make_task = TASKS[config.task]
+    task = make_task(config.task_config(), range(config.num_seeds))
+    tuning = make_task(config.task_config(), [config.num_seeds]) if len(config.lrs) > 1 else None
+    plan = _plan(config, task)
+    for place, (method, density) in enumerate(plan):
+        lr = _best_lr(config, tuning, method, density) if tuning else config.lrs[0]
+        done = place / len(plan)
+        for record in _train(config, task, method, density, lr):
+            yield record
+            progress(done + record["step"] / task.config.num_steps / len(plan))
+
+
+def _plan(config: CompareConfig, task: Task) -> list[tuple[str, float | None]]:
+    """Which methods run at which densities; a method without an open density runs once."""
+    if not config.is_at_equal_bytes:
+        return [
+            (method, density)
+            for method in config.methods
+            for density in (config.densities if takes_density(method) else (None,))
+        ]
+    probe, budget = Probe(task), config.bytes_per_step
+    if config.like:
+        name, density, index_code, value_code = parse_like(config.like)
+        reference = make_method(name, density=density, value_code=value_code)
+        budget = probe.payload(reference, index_code)
+    return [(method, _density_for(config, method, probe, budget)) for method in config.methods]
+
+
+def _density_for(config: CompareConfig, method: str, probe: Probe, budget: float) -> float | None:
+    if not takes_density(method):
+        return None
+    return probe.find_density(
+        lambda density: make_method(method, density=density, value_code=config.value_code),
+        config.index_code,
+        budget,
+        name=method,
+    )
+
+
+def _best_lr(config: CompareConfig, tuning: Task, method: str, density: float | None) -> float:
+    """The best of the grid on a seed that is not counted; the same number of runs for every method."""
+    quality = {}
+    for lr in config.lrs:
+        records = list(_train(config, tuning, method, density, lr))
+        final = _final(records, tuning)[0]
+        quality[lr] = -math.inf if records[-1]["diverged"] else final if tuning.is_better_higher else -final
+    return max(quality, key=lambda lr: quality[lr])
+
+
+def _train(
+    config: CompareConfig, task: Task, method: str, density: float | None, lr: float
+) -> Iterator[Record]:
+    algorithm = make_method(method, density=density, value_code=config.value_code)
+    fleet = Fleet(task, algorithm, optimizer=config.optimizer, lr=lr, index_code=config.index_code)
+    num_steps = task.config.num_steps
+    stops = sorted({round(num_steps * i / config.num_evaluations) for i in range(config.num_evaluations + 1)})
+    for stop in stops:
+        fleet.run_until(stop)
+        yield {
+            "method": method,
+            "density": density,
+            "value_code": getattr(algorithm, "value_code", None),
+            "lr": lr,
+            "step": stop,
+            "loss": fleet.losses,
+            task.metric: fleet.evaluate(),
+            "payload_bytes": fleet.payload_bytes,
+            "diverged": fleet.diverged,
+        }
+
+
+def _final(records: Sequence[Record], task: type[Task] | Task) -> list[float]:
+    last = records[-LAST_EVALUATIONS:] if task.is_better_higher else records[-1:]
+    return [fmean(values) for values in zip(*(record[task.metric] for record in last), strict=True)]
+
+
+def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
+    """Where each method ended, its spread, its bytes, and the paired difference from Top-k."""
+    task = TASKS[config.task]
+    runs: dict[tuple[str, float | None], list[Record]] = {}
+    for record in records:
+        runs.setdefault((record["method"], record["density"]), []).append(record)
+    finals = {key: _final(run_records, task) for key, run_records in runs.items()}
+    results = []
+    for (method, density), run_records in runs.items():
+        last = run_records[-1]
+        final = finals[method, density]
+        mean, std = spread(final)
+        base = finals.get(("topk", density)) or next((f for (m, _), f in finals.items() if m == "topk"), None)
+        results.append(
+            {
+                "method": method,
+                "density": density,
+                "value_code": last["value_code"],
+                "optimizer": config.optimizer,
+                "lr": last["lr"],
+                "payload_bytes_per_step": last["payload_bytes"] / last["step"],
+                "final": final,
+                "mean": mean,
+                "std": std,
+                "difference_from_topk": None if base is None else paired_difference(final, base),
+                "diverged": last["diverged"],
+            }
+        )
+    return {"task": config.task, "metric": task.metric, "results": results, "table": _table(results, task)}
+
+
+def _table(results: Sequence[dict[str, Any]], task: type[Task]) -> list[dict[str, Any]]:
+    rows = []
+    ranked = sorted(results, key=lambda r: -r["mean"] if task.is_better_higher else r["mean"])
+    for result in ranked:
+        difference = result["difference_from_topk"]
+        interval = None
+        if difference is not None and difference["low"] is not None:
+            interval = f"{difference['low']:+.3g} … {difference['high']:+.3g}"
+        rows.append(
+            {
+                "measure": result["method"],
+                "density": result["density"],
+                "bytes a step": round(result["payload_bytes_per_step"]),
+                "lr": result["lr"],
+                task.metric: result["mean"],
+                "± std": result["std"],
+                "from Top-k": None if difference is None else difference["mean"],
+                "95 % interval": interval,
+                "diverged": f"{len(result['diverged'])} seeds" if result["diverged"] else None,
+            }
+        )
+    return rows
+
+
+def panels(config: CompareConfig) -> Sequence[Panel]:
+    """Loss against iterations, quality against bytes, and where each method ended."""
+    task = TASKS[config.task]
+    is_distance = not task.is_better_higher
+    at_each: list[dict[str, float]] = (
+        [{}] if config.is_at_equal_bytes else [{"density": d} for d in config.densities]
+    )
+    shown = []
+    for where in at_each:
+        suffix = f", density {where['density']:g}" if where and len(at_each) > 1 else ""
+        shown.append(
+            Panel(
+                f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where, log_y=is_distance
+            )
+        )
+        shown.append(
+            Panel(
+                f"{task.metric.capitalize()} against bytes{suffix}",
+                "payload_bytes",
+                task.metric,
+                "bytes a worker has contributed",
+                task.metric,
+                where=where,
+                log_x=True,
+                log_y=is_distance,
+            )
+        )
+        title = f"{task.metric.capitalize()} at the end{suffix}"
+        shown.append(
+            Panel(title, "step", task.metric, task.metric, "", where=where, log_x=is_distance, marks="bars")
+        )
+    return shown
+
+
+COMPARE = Experiment(
+    name="compare",
+    title="Methods compared",
+    about=(
+        "All methods start from the same models and see the same batches. Lines are medians over seeds, "
+        "shades the range. Bytes are what one worker contributes, frames included."
+    ),
+    config=CompareConfig,
+    run=run,
+    summarise=summarise,
+    panels=panels,
+)

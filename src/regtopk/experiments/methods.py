@@ -1,0 +1,78 @@
+"""Methods as words: "regtopk", "topk:value_code=4bit", "consensus:score=regtopk:mu=1"."""
+
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.core.algorithm import Algorithm
+from regtopk.errors import ArgumentError
+
+SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
+
+
+def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
+    """The algorithm's name and the options given in words.
+
+    ``score=regtopk`` gives an algorithm RegTop-k's score; mu, reference and q are then the score's.
+
+    Raises:
+        ArgumentError: an unknown algorithm or option (the nearest is named), or a value that cannot be read.
+    """
+    name, *words = spec.split(":")
+    if name not in ALGORITHMS:
+        nearest = get_close_matches(name, ALGORITHMS, n=1, cutoff=0.0)[0]
+        raise ArgumentError(
+            f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r} (did you mean {nearest!r}?)"
+        )
+    known = {f.name: f for f in fields(ALGORITHMS[name])}
+    given = dict(_split_word(word, spec) for word in words)
+    score = given.pop("score", None)
+    options: dict[str, Any] = {}
+    if score is not None:
+        if score != "regtopk" or "score" not in known:
+            raise ArgumentError(f"score must be 'regtopk', of an algorithm that takes one, got {spec!r}")
+        of_score = {key: given.pop(key) for key in list(given) if key in SCORE_OPTIONS and key not in known}
+        options["score"] = PosteriorScore(**{key: _read(value) for key, value in of_score.items()})
+    for key, value in given.items():
+        if key not in known:
+            nearest = get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ArgumentError(
+                f"option of {name} must be one of {', '.join(known)}, got {key!r} (did you mean {nearest!r}?)"
+            )
+        options[key] = _read(value)
+    return name, options
+
+
+def make_method(spec: str, *, density: float | None, value_code: str | None) -> Algorithm[Any]:
+    """The algorithm of a spec, with a density and a value code where it takes them and the spec has none."""
+    name, options = parse_method(spec)
+    known = {f.name for f in fields(ALGORITHMS[name])}
+    if density is not None and "density" in known and not {"density", "k"} & set(options):
+        options["density"] = density
+    if value_code is not None and "value_code" in known:
+        options.setdefault("value_code", value_code)
+    return ALGORITHMS[name](**options)
+
+
+def takes_density(spec: str) -> bool:
+    """Whether the method's density is still open."""
+    name, options = parse_method(spec)
+    return "density" in {f.name for f in fields(ALGORITHMS[name])} and not {"density", "k"} & set(options)
+
+
+def _split_word(word: str, spec: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {spec!r}")
+    return key, value
+
+
+def _read(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

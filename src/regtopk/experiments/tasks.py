@@ -1,0 +1,222 @@
+"""What methods are compared on: gradients of N simulated workers, and a number that says how good a model is.
+
+A model is a flat vector; R seeds are R rows, and all workers of all seeds give their gradients in one call.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional as F
+
+from regtopk.core.worker import Layout
+from regtopk.distributed.layout import layout_of
+from regtopk.distributed.parameters import Parameters
+from regtopk.errors import ArgumentError
+from regtopk.experiments.fig2 import Fig2Config, make_problems
+from regtopk.experiments.images import Images, load_images
+from regtopk.experiments.splits import batch_order, divide
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What all tasks are made from; None means the task's own default."""
+
+    num_workers: int
+    num_steps: int
+    batch_size: int
+    split: str
+    data: Path | None
+    device: str
+
+
+class Task(ABC):
+    """A problem, for some seeds."""
+
+    metric: ClassVar[str]  # what `evaluate` gives
+    is_better_higher: ClassVar[bool]
+    defaults: ClassVar[dict[str, float]]  # num_workers, num_steps, batch_size, lr
+    layout: Layout
+    weights: list[float]
+
+    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+        self.config = config
+        self.seeds = list(seeds)
+
+    @abstractmethod
+    def start(self) -> Tensor:
+        """The first models, (R, J)."""
+
+    @abstractmethod
+    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Gradients (R, N, J), and the workers' mean loss (R,)."""
+
+    @abstractmethod
+    def evaluate(self, models: Tensor) -> list[float]:
+        """How good each model is."""
+
+
+class LinearRegression(Task):
+    """Figure 2's regression: the distance from the optimum."""
+
+    metric = "distance"
+    is_better_higher = False
+    defaults: ClassVar[dict[str, float]] = {
+        "num_workers": 20,
+        "num_steps": 2500,
+        "batch_size": 500,
+        "lr": 0.01,
+    }
+
+    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+        super().__init__(config, seeds)
+        if config.split != "iid":
+            raise ArgumentError(
+                f"split must be iid for linreg, whose workers differ anyway, got {config.split!r}"
+            )
+        self.problems = make_problems(
+            Fig2Config(
+                num_seeds=max(seeds) + 1,
+                num_workers=config.num_workers,
+                num_points=config.batch_size,
+                device=config.device,
+            )
+        )
+        self.layout = Layout.anonymous(self.problems.optimum.shape[-1])
+        self.weights = [1 / config.num_workers] * config.num_workers
+
+    def start(self) -> Tensor:
+        """From zero, in float64."""
+        return torch.zeros_like(self.problems.optimum[self.seeds])
+
+    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Full batches: A_n w - b_n."""
+        moment = self.problems.moment[self.seeds]
+        grads = (models.unsqueeze(1) @ self.problems.gram[self.seeds]).view(moment.shape) - moment
+        return grads, self._distance(models)
+
+    def evaluate(self, models: Tensor) -> list[float]:
+        """||w - w*||."""
+        distances: list[float] = self._distance(models).tolist()
+        return distances
+
+    def _distance(self, models: Tensor) -> Tensor:
+        distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum[self.seeds], dim=-1)
+        return distance
+
+
+class Classification(Task):
+    """A small network on images: the test accuracy in percent."""
+
+    metric = "accuracy"
+    is_better_higher = True
+    data_set: ClassVar[str]
+
+    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+        super().__init__(config, seeds)
+        self.images: Images = load_images(self.data_set, config.data, config.device)
+        divided = [divide(self.images.train_labels, config.num_workers, config.split, s) for s in seeds]
+        orders = [
+            batch_order(parts, config.batch_size, config.num_steps, seed)
+            for parts, seed in zip(divided, seeds, strict=True)
+        ]
+        self.order = torch.stack(orders).to(config.device)  # (R, T, N, B)
+        sizes = torch.tensor([len(part) for part in divided[0]], dtype=torch.float64)
+        self.weights = (sizes / sizes.sum()).tolist() if config.split.startswith("dirichlet") else []
+        self.weights = self.weights or [1 / config.num_workers] * config.num_workers
+        self.network = self.make_network()
+        parameters = Parameters(self.network)
+        self.layout = layout_of(parameters.named, parameters)
+        self._grads = vmap(vmap(grad_and_value(self._loss), (None, 0, 0)), (0, 0, 0))
+
+    @abstractmethod
+    def make_network(self) -> nn.Module:
+        """The network, without buffers."""
+
+    def start(self) -> Tensor:
+        """torch's own initialisation, by seed."""
+        models = []
+        for seed in self.seeds:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                network = self.make_network()
+            models.append(nn.utils.parameters_to_vector(network.parameters()).detach())
+        return torch.stack(models).to(self.config.device)
+
+    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Of each worker's own mini-batch."""
+        rows = self.order[:, step]
+        grads, losses = self._grads(models, self.images.train[rows], self.images.train_labels[rows])
+        return grads.detach(), losses.detach().mean(-1)
+
+    @torch.no_grad()
+    def evaluate(self, models: Tensor) -> list[float]:
+        """Percent of the test images."""
+        accuracies = []
+        for model in models:
+            scores = torch.cat([self._apply(model, part) for part in self.images.test.split(5000)])
+            is_right = scores.argmax(-1) == self.images.test_labels
+            accuracies.append(100 * float(is_right.double().mean()))
+        return accuracies
+
+    def _loss(self, model: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self._apply(model, x), y)
+
+    def _apply(self, model: Tensor, x: Tensor) -> Tensor:
+        parameters = {
+            layer.name: model[layer.start : layer.start + layer.numel].view(layer.shape)
+            for layer in self.layout.layers
+        }
+        scores: Tensor = functional_call(self.network, parameters, (x,))
+        return scores
+
+
+class Digits(Classification):
+    """scikit-learn's digits with a perceptron 64-64-10."""
+
+    data_set = "digits"
+    defaults: ClassVar[dict[str, float]] = {"num_workers": 8, "num_steps": 300, "batch_size": 16, "lr": 0.2}
+
+    def make_network(self) -> nn.Module:
+        """One hidden layer."""
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class FashionMnist(Classification):
+    """Fashion-MNIST with a perceptron 784-256-128-10."""
+
+    data_set = "fashion-mnist"
+    defaults: ClassVar[dict[str, float]] = {"num_workers": 8, "num_steps": 1500, "batch_size": 20, "lr": 0.1}
+
+    def make_network(self) -> nn.Module:
+        """Two hidden layers: J = 235,146."""
+        return nn.Sequential(
+            nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
+
+
+class Cifar10(Classification):
+    """CIFAR-10 with a small convolutional network."""
+
+    data_set = "cifar10"
+    defaults: ClassVar[dict[str, float]] = {"num_workers": 8, "num_steps": 2000, "batch_size": 20, "lr": 0.05}
+
+    def make_network(self) -> nn.Module:
+        """Three convolutions and two linear layers."""
+        blocks: list[nn.Module] = []
+        for channels_in, channels_out in ((3, 32), (32, 64), (64, 128)):
+            blocks += [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+TASKS: dict[str, type[Task]] = {
+    "linreg": LinearRegression,
+    "digits": Digits,
+    "fashion-mnist": FashionMnist,
+    "cifar10": Cifar10,
+}
