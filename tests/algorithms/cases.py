@@ -8,16 +8,17 @@ from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm, Promise
-from regtopk.core.codes import VALUE_CODES
+from regtopk.core.codes import VALUE_CODES, is_lossless
+from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
 
 N, J, K = 4, 150, 7  # J is more than one block of a code
+LAYOUT = Layout.of_shapes(
+    [("conv", (5, 4, 5), "conv"), ("linear", (4, 10), "linear"), ("bias", (10,), "bias")]
+)
 WEIGHTS = [0.4, 0.3, 0.2, 0.1]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CODES = list(VALUE_CODES)
-# All codes in float32, and all dtypes uncoded and with one of the codes: not every pair tells something new.
-CODES_AND_DTYPES = [(code, DTYPES[0]) for code in CODES]
-CODES_AND_DTYPES += [(code, dtype) for code in ("float32", "4bit") for dtype in DTYPES[1:]]
 
 # Options beside k and value_code; an algorithm that is not here is tested with its defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -48,15 +49,31 @@ class Case:
     def takes(self, option: str) -> bool:
         return option in {f.name for f in fields(ALGORITHMS[self.name])}
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it stands for its algorithm where one variant tells enough."""
+        return self.options == VARIANTS.get(self.name, [{}])[0]
+
+    @property
+    def codes(self) -> list[str]:
+        """The value codes it is tested with: all, two for a second variant, one if it takes none."""
+        if not self.takes("value_code"):
+            return ["float32"]
+        return CODES if self.is_first else ["float32", "4bit"]
+
+    def sends_exactly(self, code: str) -> bool:
+        """Whether what it sends with a code are the accumulated values to the bit."""
+        return self.takes("value_code") and is_lossless(code)
+
     def make(self, **options: Any) -> Algorithm[Any]:
         """The algorithm; k is K unless told, and options it does not take are left out."""
         if "density" not in options:
             options.setdefault("k", K)
         taken = {key: value for key, value in options.items() if self.takes(key)}
-        return ALGORITHMS[self.name](**taken, **self.options)
+        return ALGORITHMS[self.name](**{**taken, **self.options})
 
     def cluster(self, weights: list[float] | None = None, **options: Any) -> Cluster:
-        return Cluster(self.make(**options), num_workers=N, weights=weights or WEIGHTS)
+        return Cluster(self.make(**options), num_workers=N, weights=weights or WEIGHTS, layout=LAYOUT)
 
 
 CASES = [Case(name, options) for name in ALGORITHMS for options in VARIANTS.get(name, [{}])]
@@ -64,6 +81,17 @@ CASES = [Case(name, options) for name in ALGORITHMS for options in VARIANTS.get(
 
 def cases_that_promise(promise: Promise) -> list[Case]:
     return [case for case in CASES if promise in case.promises]
+
+
+def with_codes(cases: list[Case]) -> list[tuple[Case, str]]:
+    """Each case with each of its codes, in float32."""
+    return [(case, code) for case in cases for code in case.codes]
+
+
+def with_codes_and_dtypes(cases: list[Case]) -> list[tuple[Case, str, torch.dtype]]:
+    """Each case with its codes in float32, and uncoded in the other dtypes: more pairs tell nothing new."""
+    coded = [(case, code, torch.float32) for case, code in with_codes(cases)]
+    return coded + [(case, "float32", dtype) for case in cases for dtype in DTYPES[1:]]
 
 
 def random_grads(

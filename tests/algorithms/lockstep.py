@@ -24,12 +24,12 @@ class LockStep:
     Args:
         algorithm: what the ranks run.
         weights: w_n, one a rank.
-        numel: J.
+        layout: of the J entries.
         dtype: of the gradients.
     """
 
     def __init__(
-        self, algorithm: Algorithm[Any], weights: list[float], numel: int, dtype: torch.dtype
+        self, algorithm: Algorithm[Any], weights: list[float], layout: Layout, dtype: torch.dtype
     ) -> None:
         self.algorithm = algorithm
         self.dtype = accumulation_dtype(dtype)
@@ -40,7 +40,7 @@ class LockStep:
                 index=torch.tensor(rank),
                 num_workers=len(weights),
                 step=0,
-                layout=Layout.anonymous(numel),
+                layout=layout,
             )
             for rank, weight in enumerate(weights)
         ]
