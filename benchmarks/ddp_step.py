@@ -1,0 +1,194 @@
+"""What does a training step cost with each way to exchange gradients, and where does our time go?
+
+N processes on this machine, joined by gloo over loopback, take the same step (forward, backward with DDP,
+SGD) of a chain of linear layers whose own work is small: no hook, torch's fp16 hook, torch's PowerSGD (in
+one bucket: with several it hangs on gloo), and Top-k and RegTop-k. All variants run in turn, round after
+round; a step's time is that of the slowest rank. Times of a shared machine drift, so what is printed is the
+median over rounds of each round's ratio to no hook. On loopback bytes cost next to nothing: this measures
+what an exchange costs in work, not what it saves on a network.
+
+    python benchmarks/ddp_step.py [--json] [--out FILE] [--workers N] [--rounds R] [--density S]
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+from regtopk.distributed.record import PHASES
+
+WIDTH, DEPTH, BATCH = 965, 12, 4  # 11,186,280 parameters
+ONE_BUCKET_MB = 1000
+WARM_UP = 3
+
+
+def variants(density: float) -> dict[str, Callable[[nn.Module], Any]]:
+    """From a name to what wraps and hooks the model; returns the model and our exchange, if it is ours."""
+    table: dict[str, Callable[[nn.Module], Any]] = {
+        "no hook": lambda net: (DistributedDataParallel(net), None),
+        "torch fp16": with_fp16,
+        "torch PowerSGD": with_powersgd,
+    }
+    for code in ("float32", "4bit"):
+        for scope in ("model", "bucket"):
+            for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
+                algorithm = kind(density=density, value_code=code)
+                table[f"{name}, {scope}, {code}"] = with_ours(algorithm, scope)
+    return table
+
+
+def with_fp16(net: nn.Module) -> Any:
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model, None
+
+
+def with_powersgd(net: nn.Module) -> Any:
+    model = DistributedDataParallel(net, bucket_cap_mb=ONE_BUCKET_MB)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model, None
+
+
+def with_ours(algorithm: Any, scope: str) -> Callable[[nn.Module], Any]:
+    def wrap(net: nn.Module) -> Any:
+        model = DistributedDataParallel(net)
+        return model, regtopk.attach(model, algorithm, scope=scope)
+
+    return wrap
+
+
+class Stepper:
+    """One variant's model, and a step of it."""
+
+    def __init__(self, wrap: Callable[[nn.Module], Any]) -> None:
+        torch.manual_seed(0)
+        layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.model, self.exchange = wrap(nn.Sequential(*layers))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(self) -> dict[str, float]:
+        """Seconds of a step, and of our phases in it."""
+        x = torch.randn(BATCH, WIDTH, generator=self.generator)
+        dist.barrier()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.model(x).square().sum().backward()
+        self.optimizer.step()
+        times = {"step_s": time.perf_counter() - start}
+        if self.exchange is not None:
+            last = self.exchange.last_step
+            times |= {phase: getattr(last, phase) for phase in PHASES}
+        return times
+
+
+def rank_main(rank: int, options: argparse.Namespace, store: str, answer: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.workers))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.workers)
+    steppers = {name: Stepper(wrap) for name, wrap in variants(options.density).items()}
+    for stepper in steppers.values():
+        for _ in range(WARM_UP):
+            stepper.step()
+    rounds: list[dict[str, dict[str, float]]] = []
+    for number in range(options.rounds):
+        names = list(steppers)
+        first = number % len(names)  # every variant comes first once
+        rounds.append({name: slowest(steppers[name].step()) for name in names[first:] + names[:first]})
+    sent = {name: s.exchange.last_step.sent_bytes for name, s in steppers.items() if s.exchange is not None}
+    if rank == 0:
+        answer.put((rounds, sent, sum(p.numel() for p in steppers["no hook"].model.parameters())))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slowest(times: dict[str, float]) -> dict[str, float]:
+    """The step of the slowest rank; our phases as means over ranks."""
+    values = torch.tensor(list(times.values()), dtype=torch.float64)
+    longest = values[:1].clone()
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(values)
+    means = dict(zip(times, (values / dist.get_world_size()).tolist(), strict=True))
+    return {**means, "step_s": float(longest)}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    answer = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = mp.start_processes(rank_main, (options, store, answer), nprocs=options.workers, join=False)
+        while not ranks.join(timeout=1):
+            pass
+    rounds, sent, numel = answer.get()
+    results = []
+    for name in rounds[0]:
+        median = {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
+        against = statistics.median(r[name]["step_s"] / r["no hook"]["step_s"] for r in rounds)
+        row = {"variant": name, "times_no_hook": against, **median, "sent_bytes": sent.get(name)}
+        plain = name.removeprefix("Reg")
+        if plain != name:
+            extra = statistics.median(r[name]["step_s"] / r[plain]["step_s"] for r in rounds)
+            row["extra_over_topk"] = extra - 1
+        results.append(row)
+    return {
+        "command": f"benchmarks/ddp_step.py --workers {options.workers} --rounds {options.rounds} "
+        f"--density {options.density}",
+        "numel": numel,
+        "num_cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "results": results,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
+    lines = [
+        f"J = {report['numel']:,}, {report['num_cpus']} CPUs ({report['machine']}), torch {report['torch']}:"
+        f" `python {report['command']}`",
+        "",
+        "| variant | step, × no hook | extra over Top-k | select | encode | collective | decode | sent |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in report["results"]:
+        extra = f"{100 * row['extra_over_topk']:+.1f} %" if "extra_over_topk" in row else ""
+        shares = [f"{100 * row[phase] / row['step_s']:.1f} %" if phase in row else "" for phase in PHASES]
+        sent = f"{row['sent_bytes'] / 1e3:,.1f} kB" if row["sent_bytes"] else ""
+        cells = [row["variant"], f"{row['times_no_hook']:.2f}", extra, *shares, sent]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, help="write the JSON here, and a table beside it as .md")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=22, help="twice every variant's turn to be first")
+    parser.add_argument("--density", type=float, default=0.001)
+    options = parser.parse_args()
+    report = run(options)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        options.out.with_suffix(".md").write_text(table(report) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2) if options.json else table(report))
+
+
+if __name__ == "__main__":
+    main()

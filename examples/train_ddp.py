@@ -1,0 +1,88 @@
+"""Train scikit-learn's digits with DistributedDataParallel and RegTop-k: copy it, and put your model in.
+
+    torchrun --nproc_per_node 2 examples/train_ddp.py
+
+Run it again with --resume and it goes on from its checkpoint. Needs `pip install 'regtopk[experiments]'`.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import regtopk
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--density", type=float, default=0.01, help="share of the entries a worker sends")
+    parser.add_argument("--checkpoint", type=Path, default=Path("out/train_ddp"))
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if is_cuda else "gloo")
+    rank = dist.get_rank()
+
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    train, test = TensorDataset(x[:1437], y[:1437]), (x[1437:].to(device), y[1437:].to(device))
+    sampler = DistributedSampler(train)
+    loader = DataLoader(train, batch_size=32, sampler=sampler)
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = DistributedDataParallel(network.to(device))
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=arguments.density))  # on every rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+
+    first_epoch = 0
+    if arguments.resume:
+        first_epoch = load(arguments.checkpoint, network, optimizer, exchange)
+
+    for epoch in range(first_epoch, arguments.epochs):
+        sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
+            optimizer.step()
+        save(arguments.checkpoint, epoch + 1, network, optimizer, exchange)
+
+    if rank == 0:
+        with torch.no_grad():
+            accuracy = (network(test[0]).argmax(-1) == test[1]).float().mean()
+        print(f"{100 * float(accuracy):.1f} % of the test digits read right")
+        print(exchange.summary())
+    dist.destroy_process_group()
+
+
+def save(folder: Path, epoch: int, network: nn.Module, optimizer, exchange: regtopk.Exchange) -> None:
+    """Model and optimizer once, and what was not sent yet from every rank."""
+    state = exchange.gather_state_dict()  # on rank 0, None elsewhere
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {"epoch": epoch, "model": network.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**parts, "exchange": state}, folder / "checkpoint.tmp")
+        os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # whole, or the one before
+
+
+def load(folder: Path, network: nn.Module, optimizer, exchange: regtopk.Exchange) -> int:
+    """Every rank reads the same file, on as many ranks as before or on others."""
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+    network.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    exchange.load_state_dict(saved["exchange"])
+    return saved["epoch"]
+
+
+if __name__ == "__main__":
+    main()
