@@ -5,66 +5,96 @@ import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
+_forks.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "regtopk"])
+
 
 class Ranks:
-    """N gloo processes that run any importable function on every rank."""
+    """N gloo processes that run any importable function on every rank.
 
-    def __init__(self, num_ranks: int) -> None:
+    Args:
+        num_ranks: N.
+        timeout_s: of the process group.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float = 100) -> None:
         self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """function(*args) on every rank; the results in rank order, or the first rank's failure."""
+        return self.wait_for(self.start(function, *args), timeout_s=timeout_s)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> list[int]:
+        """Start function(*args) on every rank; the ranks to wait for."""
         if not self._processes:
-            self._start()
+            self._start_processes()
         for pipe in self._pipes:
             pipe.send((function, args))
+        return list(range(self.num_ranks))
+
+    def wait_for(self, ranks: list[int], timeout_s: float = 120) -> list[Any]:
+        """What these ranks answered, or the first failure."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
-        while len(answers) < self.num_ranks:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
-            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        while len(answers) < len(ranks):
+            waiting = {self._pipes[rank]: rank for rank in ranks if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop()
-                raise TimeoutError(f"only ranks {sorted(answers)} answered within {timeout_s} s")
+                raise TimeoutError(f"of ranks {ranks} only {sorted(answers)} answered within {timeout_s} s")
             for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                rank = waiting[pipe]  # type: ignore[index]
                 is_fine, answers[rank] = self._pipes[rank].recv()
                 if not is_fine:  # the others may be waiting for this one: start anew
                     self.stop()
                     raise AssertionError(f"rank {rank}:\n{answers[rank]}")
-        return [answers[rank] for rank in range(self.num_ranks)]
+        return [answers[rank] for rank in ranks]
+
+    def kill(self, rank: int) -> None:
+        """End one process at once, as a lost machine would."""
+        self._processes[rank].kill()
+        self._processes[rank].join()
 
     def stop(self) -> None:
         """End all processes; the next run starts new ones."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for rank in range(len(self._processes)):
+            self.kill(rank)
         self._processes, self._pipes = [], []
 
-    def _start(self) -> None:
-        context = mp.get_context("spawn")
+    def _start_processes(self) -> None:
         store = tempfile.mktemp(prefix="regtopk-store-")
         for rank in range(self.num_ranks):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.num_ranks, store, theirs), daemon=True)
+            mine, theirs = _forks.Pipe()
+            args = rank, self.num_ranks, store, self._timeout_s, theirs
+            process = _forks.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
 
 
-def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connection) -> None:
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
     while True:
         function, args = pipe.recv()
         try:

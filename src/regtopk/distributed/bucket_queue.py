@@ -46,8 +46,8 @@ class Arrival:
 class BucketQueue:
     """Exchanges arrivals one after another in a thread of its own.
 
-    A step in which some rank's gradient is not finite is taken back as a whole: buckets exchanged before the
-    bad one arrived get their state from before the step.
+    A step in which some rank's gradient is not finite, or that backward never finishes, is taken back as a
+    whole: buckets exchanged by then get their state from before the step.
     """
 
     def __init__(self, exchange: "Exchange") -> None:
@@ -55,7 +55,7 @@ class BucketQueue:
         self.was_skipped = False
         self._failure: BaseException | None = None
         self._before: list[tuple[Group, State]] = []
-        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def put(self, arrival: Arrival) -> None:
@@ -71,6 +71,14 @@ class BucketQueue:
         if failure is not None:
             raise failure
 
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._arrivals.put(None)
+            self._thread.join()
+            self._thread = None
+
+    @torch.no_grad()
     def _run(self) -> None:
         device = self.exchange.device
         if device.type == "cuda":
@@ -80,8 +88,7 @@ class BucketQueue:
             self._drain()
 
     def _drain(self) -> None:
-        while True:
-            arrival = self._arrivals.get()
+        while (arrival := self._arrivals.get()) is not None:
             try:
                 if self._failure is None:
                     self._exchange(arrival)
@@ -94,25 +101,27 @@ class BucketQueue:
         if arrival.ready is not None:
             arrival.ready.wait()
         if arrival.index == 0:
+            self._take_back()
+            self.was_skipped = False
             exchange.begin_step()
-            self.was_skipped, self._before = False, []
         groups = exchange.groups.covering(arrival.names, exchange.cut)
         flats = [exchange.flat_gradient(group, arrival.grads) for group in groups]
-        is_finite = exchange.agree_finite(flats)
+        is_finite = exchange.agree_finite(groups, flats)
         self.was_skipped |= not is_finite
         for group, flat in zip(groups, flats, strict=True):
             aggregate = flat.fill_(math.nan) if self.was_skipped else self._aggregate(group, flat)
             copy_from_flat_([arrival.grads[name] for name in group.names], aggregate)
         if arrival.is_last:
-            self._end_step()
+            if self.was_skipped:
+                self._take_back()
+            self._before = []
+            exchange.end_step(is_finite=not self.was_skipped)
 
     def _aggregate(self, group: Group, flat: Tensor) -> Tensor:
         self._before.append((group, group.state.clone()))
         return self.exchange.aggregate(group, flat)
 
-    def _end_step(self) -> None:
-        if self.was_skipped:
-            for group, state in self._before:
-                group.state = state
+    def _take_back(self) -> None:
+        for group, state in self._before:
+            group.state = state
         self._before = []
-        self.exchange.end_step(is_finite=not self.was_skipped)

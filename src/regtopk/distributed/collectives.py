@@ -29,25 +29,37 @@ class Collectives:
             _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
 
+    def all_gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
+        """A few integers of every rank, in rank order; read by the host."""
+        everyone: list[list[int]] = self.all_gather(torch.tensor(numbers, device=device)).tolist()
+        return everyone
+
+    def all_gather_padded(self, tensor: Tensor, longest: int) -> Tensor:
+        """(m_n,) of any length up to the longest -> (N, longest), shorter ones followed by zeros."""
+        padded = tensor.new_zeros(longest)
+        padded[: tensor.numel()] = tensor
+        return self.all_gather(padded)
+
     def all_gather_ragged(self, tensor: Tensor) -> tuple[Tensor, list[int]]:
         """(m_n,) of any length -> (N, longest), shorter ones followed by zeros, and the lengths."""
-        length = torch.tensor([tensor.numel()], device=tensor.device)
-        lengths: list[int] = self.all_gather(length).flatten().tolist()
-        padded = tensor.new_zeros(max(lengths))
-        padded[: tensor.numel()] = tensor
-        return self.all_gather(padded), lengths
+        lengths = [row[0] for row in self.all_gather_numbers(tensor.numel(), device=tensor.device)]
+        return self.all_gather_padded(tensor, max(lengths)), lengths
 
-    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """parts[r] goes to rank r, of any length; what the others had for this rank, in rank order."""
-        lengths = torch.tensor([part.numel() for part in parts], device=parts[0].device)
-        incoming = torch.empty_like(lengths)
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int] | None = None) -> list[Tensor]:
+        """parts[r] goes to rank r, of any length; what the others had for this rank, in rank order.
+
+        Args:
+            parts: one tensor a rank.
+            sizes: how long the received ones are, if that is known; else the ranks tell one another.
+        """
+        if sizes is None:
+            own = [part.numel() for part in parts]
+            everyone = self.all_gather_numbers(*own, device=parts[0].device)
+            sizes = [theirs[self.rank] for theirs in everyone]
+        received = parts[0].new_empty(sum(sizes))
         with clear_errors("all_to_all"):
-            dist.all_to_all_single(incoming, lengths, group=self.group)
-            sizes = incoming.tolist()
-            received = parts[0].new_empty(sum(sizes))
-            dist.all_to_all_single(
-                received, torch.cat(list(parts)), sizes, lengths.tolist(), group=self.group
-            )
+            lengths = [part.numel() for part in parts]
+            dist.all_to_all_single(received, torch.cat(list(parts)), sizes, lengths, group=self.group)
         return list(received.split(sizes))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -68,11 +80,18 @@ class Collectives:
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
-    def gather_objects(self, thing: Any) -> list[Any]:
+    def all_gather_objects(self, thing: Any) -> list[Any]:
         """Every rank's small Python object, in rank order."""
         things: list[Any] = [None] * self.num_workers
         with clear_errors("all_gather_object"):
             dist.all_gather_object(things, thing, group=self.group)
+        return things
+
+    def gather_objects(self, thing: Any, destination: int) -> list[Any] | None:
+        """Every rank's Python object, in rank order, on one rank; None on the others."""
+        things = [None] * self.num_workers if self.rank == destination else None
+        with clear_errors("gather_object"):
+            dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
 
 
@@ -94,16 +113,30 @@ def clear_errors(collective: str) -> Iterator[None]:
         ) from error
 
 
-def group_of_its_own(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A new process group of the same ranks, backend and timeout: our collectives never mix with others'."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    timeout = group._get_backend(device).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    is_world = len(ranks) == dist.get_world_size()
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group to talk over; refuses a rank that is not in it."""
+    if not dist.is_initialized():
+        raise ClusterError("torch.distributed must be initialised first: call init_process_group()")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ClusterError(f"this rank must be in the process group, got {group!r} on rank {dist.get_rank()}")
+    return group
+
+
+def group_of_its_own(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new process group of the same ranks, backend and timeout, for another thread's collectives."""
+    backend = group._get_backend(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # MPI has none
     own = dist.new_group(
-        ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=not is_world
+        dist.get_process_group_ranks(group),
+        timeout=timeout,
+        backend=dist.get_backend(group),
+        use_local_synchronization=not is_world(group),
     )
     assert isinstance(own, dist.ProcessGroup)
     return own
+
+
+def is_world(group: dist.ProcessGroup) -> bool:
+    """Whether a group holds all ranks."""
+    return len(dist.get_process_group_ranks(group)) == dist.get_world_size()

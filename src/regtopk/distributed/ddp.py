@@ -7,9 +7,12 @@ every rank.
 """
 
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
@@ -17,10 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
+from regtopk.distributed.collectives import Collectives, group_of_its_own, is_world
 from regtopk.distributed.exchange import Exchange
+from regtopk.distributed.parameters import Parameters
 from regtopk.errors import ArgumentError, ClusterError
 
 Scope = Literal["model", "bucket"]
+
+_attached: "weakref.WeakKeyDictionary[nn.Module, SparseHookState]" = weakref.WeakKeyDictionary()
 
 
 class SparseHookState(Exchange):
@@ -41,22 +48,49 @@ class SparseHookState(Exchange):
         **options: Any,
     ) -> None:
         _check_model(model)
-        if scope not in ("model", "bucket"):
-            raise ArgumentError(f"scope must be 'model' or 'bucket', got {scope!r}")
+        _check_scope(scope, algorithm)
         self.scope = scope
-        super().__init__(model.module, algorithm, process_group=model.process_group, **options)
+        parameters = Parameters(model.module, ignored=model.parameters_to_ignore)
+        super().__init__(parameters, algorithm, process_group=model.process_group, **options)
         self._may_drop = bool(model.find_unused_parameters)
-        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._names = {id(p): name for name, p in parameters.named.items()}
         self._arrivals: list[Arrival] = []
-        self._was_skipped = False
-        self._queue = BucketQueue(self) if scope == "bucket" else None
+        self._queue: BucketQueue | None = None
+        if scope == "bucket":  # whose thread must not mix its collectives with DDP's own
+            group = group_of_its_own(self.driver.collectives.group, self.device)
+            self.driver.collectives = Collectives(group)
+            self._queue = BucketQueue(self)
+        # DDP's backward fails with an internal assertion on parameters that changed: look before
+        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
 
     def step(self) -> None:
         """Not for DDP, whose backward runs the exchange."""
         raise ClusterError("step() must not be called on an attached model: its backward() runs the exchange")
 
+    def close(self) -> None:
+        """End the thread and the process group of scope="bucket". Call it on every rank; no step follows."""
+        self._obstacle = "the exchange is closed"
+        self._forward_hook.remove()
+        if self._queue is not None:
+            self._queue.close()
+            group = self.driver.collectives.group
+            if is_world(group):  # torch reuses the names of other groups, which then would not connect
+                dist.barrier(group)
+                dist.destroy_process_group(group)
+
+    def _before_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self.parameters.check()
+
+    def groups_to_resume(self, saved: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """The buckets that were saved: a new process starts with one, and gets the same again later."""
+        return saved if self._queue is not None else super().groups_to_resume(saved)
+
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""
+        if bucket.index() == 0:
+            self.parameters.check_trainable()
+            self._arrivals = []
         arrival = self._arrival(bucket)
         self._arrivals.append(arrival)
         if self._queue is not None:
@@ -68,32 +102,14 @@ class SparseHookState(Exchange):
         return arrival.future
 
     def _arrival(self, bucket: GradBucket) -> Arrival:
-        names = []
-        for p in bucket.parameters():
-            name = self._names.get(id(p))
-            if name is None:
-                raise ClusterError(
-                    f"parameter of shape {tuple(p.shape)} was added to the model after attach: "
-                    "attach to a new DistributedDataParallel"
-                )
-            if tuple(p.shape) != self.shapes[name]:
-                raise ClusterError(
-                    f"parameter {name!r} must keep its shape {self.shapes[name]}, got {tuple(p.shape)}"
-                )
-            names.append(name)
-        if bucket.buffer().is_sparse:
-            raise ClusterError(f"gradient of {names} has a sparse layout, which is not supported")
-        if bucket.index() == 0:
-            self._arrivals = []
+        names = tuple(self._names[id(p)] for p in bucket.parameters())
+        if bucket.buffer().layout != torch.strided:
+            raise ClusterError(f"gradient of {names[0]!r} has a sparse layout, which is not supported")
         grads = dict(zip(names, bucket.gradients(), strict=True))
-        return Arrival(tuple(names), grads, bucket.buffer(), bucket.index(), bucket.is_last())
+        return Arrival(names, grads, bucket.buffer(), bucket.index(), bucket.is_last())
 
     def _exchange_model(self) -> None:
-        grads = {name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()}
-        if len(grads) != len(self.parameters):
-            missing = next(name for name in self.parameters if name not in grads)
-            raise ClusterError(f"parameter {missing!r} has stopped requiring a gradient since attach")
-        self.exchange_all(grads)
+        self.exchange_all({name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()})
         for arrival in self._arrivals:
             arrival.future.set_result(arrival.buffer)
 
@@ -102,12 +118,14 @@ class SparseHookState(Exchange):
         arrivals, self._arrivals = self._arrivals, []
         if self._queue is not None:
             self._queue.raise_failure()
-        for arrival in arrivals:
-            for name, aggregate in arrival.grads.items():
-                if self._queue is not None and self._queue.was_skipped:
-                    _fill_grad(self.parameters[name], math.nan)
-                elif self._may_drop:
-                    _give_dropped(self.parameters[name], aggregate)
+            if self._queue.was_skipped:  # also in buckets that were exchanged before the bad one arrived
+                for p in self.parameters.named.values():
+                    if p.grad is not None:
+                        p.grad.fill_(math.nan)
+                return
+        if self._may_drop:
+            grads = {name: grad for arrival in arrivals for name, grad in arrival.grads.items()}
+            _give_dropped(self.parameters.named, grads)
 
 
 def attach(
@@ -148,7 +166,7 @@ def attach(
         ClusterError: not a DDP model, attached twice, or the ranks differ; nothing was changed.
         OracleError: the algorithm asks what only a simulator can answer.
     """
-    if hasattr(model, "_regtopk_exchange"):
+    if isinstance(model, nn.Module) and model in _attached:
         raise ClusterError("attach must be called once for a model: this one is attached already")
     state = SparseHookState(
         model,
@@ -164,8 +182,9 @@ def attach(
     try:
         model.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:
+        state.close()
         raise ClusterError(f"the model must not have another communication hook: {error}") from error
-    object.__setattr__(model, "_regtopk_exchange", state)
+    _attached[model] = state
     return state
 
 
@@ -174,18 +193,26 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     return state.on_bucket(bucket)
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: object) -> None:
     if isinstance(model, DistributedDataParallel):
         return
     kind = type(model).__name__
-    if "FullyShardedDataParallel" in [base.__name__ for base in type(model).__mro__]:
+    if any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(model).__mro__):
         raise ClusterError(f"model must be a DistributedDataParallel, got {kind}: FSDP is not supported")
     raise ClusterError(
         f"model must be a DistributedDataParallel, got {kind}: wrap it first, or use regtopk.Exchange"
     )
 
 
-def _after_backward(callback: Any) -> None:
+def _check_scope(scope: object, algorithm: object) -> None:
+    if scope not in ("model", "bucket"):
+        raise ArgumentError(f"scope must be 'model' or 'bucket', got {scope!r}")
+    k = getattr(algorithm, "k", None)
+    if scope == "bucket" and k is not None:
+        raise ArgumentError(f"k must be None with scope='bucket', whose buckets differ in size, got {k}")
+
+
+def _after_backward(callback: Callable[[], None]) -> None:
     """Run a callback when this backward is over and DDP has finished with it.
 
     DDP queues its own end after the last bucket's hook returns; a callback that queues another comes later.
@@ -194,15 +221,17 @@ def _after_backward(callback: Any) -> None:
     engine.queue_callback(lambda: engine.queue_callback(callback))
 
 
-def _give_dropped(p: nn.Parameter, aggregate: Tensor) -> None:
+def _give_dropped(parameters: dict[str, nn.Parameter], aggregates: dict[str, Tensor]) -> None:
     """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
-    if p.grad is None:
-        if bool(aggregate.any()):
-            p.grad = aggregate.detach().clone()
-    elif not torch.equal(p.grad, aggregate):
-        p.grad.copy_(aggregate)
-
-
-def _fill_grad(p: nn.Parameter, value: float) -> None:
-    if p.grad is not None:
-        p.grad.fill_(value)
+    dropped = []
+    for name, aggregate in aggregates.items():
+        grad = parameters[name].grad
+        if grad is None:
+            dropped.append(name)
+        else:  # zeroed but not set to None; where DDP has written it, this changes nothing
+            grad.copy_(aggregate)
+    if dropped:
+        has_come = torch.stack([aggregates[name].any() for name in dropped]).tolist()
+        for name, came in zip(dropped, has_come, strict=True):
+            if came:
+                parameters[name].grad = aggregates[name].clone()

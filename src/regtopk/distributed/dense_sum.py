@@ -6,90 +6,97 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import is_lossless, quantise
+from regtopk.core.codes import is_lossless, quantise, segment_bytes
 from regtopk.core.regions import dense_regions
 from regtopk.core.requests import DenseSum
+from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.collectives import ring_gather
 from regtopk.wire import decode_segment, encode_segment, raise_for_status
 
 if TYPE_CHECKING:
     from regtopk.distributed.driver import ProcessGroupDriver
 
+Region = tuple[int, int]
+
 
 def dense_sum(driver: "ProcessGroupDriver", request: DenseSum) -> Tensor:
-    """sum_n w_n x_n: coded segments to the owner of each region, who sums, and the sums to all."""
-    x, code = request.tensor, request.code
-    if is_lossless(code) and is_lossless(request.sum_code) and not driver.deterministic:
+    """sum_n w_n x_n, (m,), the same bits on every rank. All sizes are known, so only values travel."""
+    if is_lossless(request.code) and is_lossless(request.sum_code) and not driver.deterministic:
         return _all_reduced(driver, request)
-    sum_dtype = request.weight.dtype
-    x = x.to(sum_dtype)
-    if request.loss is not None:
-        request.loss.zero_()
-    bounds = dense_regions(x.numel(), driver.weights.tolist())
+    x = request.tensor.to(request.weight.dtype)
+    regions = dense_regions(x.numel(), driver.weights.tolist())
+    region = regions[driver.rank]
     with driver.watch.phase("encode_s"):
-        empty = torch.empty(0, dtype=torch.uint8, device=x.device)
         parts = [
-            empty if driver.is_idle or start == end else encode_segment(x[start:end], code)
-            for start, end in bounds
+            _encoded(x[start:end][: 0 if driver.is_idle else None], request.code) for start, end in regions
         ]
     with driver.watch.phase("collective_s"):
-        received = driver.collectives.all_to_all(parts)
-    start, end = bounds[driver.rank]
-    own = _sum_region(driver, received, end - start, code, sum_dtype, request, start)
-    return _gather_regions(driver, own, bounds, parts, received, request.sum_code)
+        own_size = _segment_size(region, x.dtype, request.code)
+        sizes = [own_size if rank in driver.active else 0 for rank in range(driver.num_workers)]
+        received = driver.collectives.all_to_all(parts, sizes)
+    with driver.watch.phase("decode_s"):
+        sums = _sum_region(driver, received, region, request)
+    _count_segments(driver, parts, received)
+    driver.record.num_entries += x.numel()
+    return _gather_regions(driver, sums, regions, request.sum_code)
 
 
 def _sum_region(
-    driver: "ProcessGroupDriver",
-    received: list[Tensor],
-    size: int,
-    code: str,
-    dtype: torch.dtype,
-    request: DenseSum,
-    start: int,
+    driver: "ProcessGroupDriver", received: list[Tensor], region: Region, request: DenseSum
 ) -> Tensor:
     """This rank's region: sum in rank order, and code the sum; the loss goes where it was asked for."""
-    with driver.watch.phase("decode_s"):
-        if size == 0:
-            return torch.empty(0, dtype=dtype, device=request.tensor.device)
-        messages = torch.stack([received[rank] for rank in driver.active])
-        rows, status = decode_segment(messages, size, code, dtype)
-        raise_for_status(status)
-        total = kernels.sum_dense_in_rank_order(rows, driver.weights[driver.active].to(rows))
-        if request.loss is None:
-            return total
-        coded = quantise(total, request.sum_code)
-        request.loss[start : start + size] = (total - coded) / request.weight
-        return coded
+    start, end = region
+    dtype = request.weight.dtype
+    if request.loss is not None:
+        request.loss.zero_()
+    if start == end:
+        return torch.empty(0, dtype=dtype, device=request.tensor.device)
+    messages = torch.stack([received[rank] for rank in driver.active])
+    rows, status = decode_segment(messages, end - start, request.code, dtype)
+    raise_for_status(driver.by_rank(status))
+    total = kernels.sum_dense_in_rank_order(rows, driver.weights[driver.active].to(rows))
+    if request.loss is None:
+        return total
+    coded = quantise(total, request.sum_code)
+    request.loss[start:end] = (total - coded) / request.weight
+    return coded
 
 
 def _gather_regions(
-    driver: "ProcessGroupDriver",
-    own: Tensor,
-    bounds: list[tuple[int, int]],
-    parts: list[Tensor],
-    received: list[Tensor],
-    sum_code: str,
+    driver: "ProcessGroupDriver", own: Tensor, regions: list[Region], sum_code: str
 ) -> Tensor:
+    """Every owner's sums, one after another, on every rank."""
+    sizes = [_segment_size(region, own.dtype, sum_code) for region in regions]
     with driver.watch.phase("encode_s"):
-        message = encode_segment(own, sum_code) if own.numel() else own.new_empty(0, dtype=torch.uint8)
+        message = _encoded(own, sum_code)
     with driver.watch.phase("collective_s"):
-        messages, sizes = driver.collectives.all_gather_ragged(message)
+        messages = driver.collectives.all_gather_padded(message, max(sizes))
+    driver.count(0, *ring_gather(sizes, driver.rank))
     with driver.watch.phase("decode_s"):
-        regions = []
-        for rank, (start, end) in enumerate(bounds):
-            if start == end:
-                continue
-            values, status = decode_segment(messages[rank, : sizes[rank]], end - start, sum_code, own.dtype)
-            raise_for_status(status)
-            regions.append(values)
+        total = own.new_empty(regions[-1][1])
+        status = torch.zeros(driver.num_workers, dtype=torch.int64, device=own.device)
+        for rank, (start, end) in enumerate(regions):
+            if end > start:
+                message = messages[rank, : sizes[rank]]
+                total[start:end], status[rank] = decode_segment(message, end - start, sum_code, own.dtype)
+        raise_for_status(status)
+        return total
+
+
+def _encoded(values: Tensor, code: str) -> Tensor:
+    """A segment's message; none for no values."""
+    return encode_segment(values, code) if values.numel() else values.new_empty(0, dtype=torch.uint8)
+
+
+def _segment_size(region: Region, dtype: torch.dtype, code: str) -> int:
+    size = region[1] - region[0]
+    return segment_bytes(size, dtype=dtype, value_code=code) if size else 0
+
+
+def _count_segments(driver: "ProcessGroupDriver", parts: list[Tensor], received: list[Tensor]) -> None:
     payload = sum(part.numel() for part in parts)
-    sent, got = ring_gather(sizes, driver.rank)
-    sent += payload - parts[driver.rank].numel()
-    got += sum(part.numel() for part in received) - received[driver.rank].numel()
-    driver.count(payload, sent, got)
-    driver.record.num_entries += 0 if driver.is_idle else bounds[-1][1]
-    return torch.cat(regions) if regions else own
+    sent = payload - parts[driver.rank].numel()
+    driver.count(payload, sent, sum(part.numel() for part in received) - received[driver.rank].numel())
 
 
 def _all_reduced(driver: "ProcessGroupDriver", request: DenseSum) -> Tensor:
@@ -97,7 +104,7 @@ def _all_reduced(driver: "ProcessGroupDriver", request: DenseSum) -> Tensor:
     with driver.watch.phase("collective_s"):
         total = driver.collectives.all_reduce(x * request.weight)
     payload = x.numel() * x.element_size()
-    moved = 2 * (driver.num_workers - 1) * payload // driver.num_workers
+    moved = all_reduce_bytes(payload, driver.num_workers)
     driver.count(payload, moved, moved)
     driver.record.num_entries += x.numel()
     return total

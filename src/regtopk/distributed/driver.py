@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import check_index_code, full_message_bytes
+from regtopk.core.codes import check_index_code
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.distributed.collectives import Collectives, ring_gather
 from regtopk.distributed.dense_sum import dense_sum
 from regtopk.distributed.record import StepRecord, Stopwatch
-from regtopk.distributed.split import split_and_reduce
+from regtopk.distributed.split import split_and_reduce, split_moves_less
 from regtopk.errors import ArgumentError, OracleError
 from regtopk.wire import decode, decode_rows, encode, raise_for_status
 
@@ -94,64 +94,66 @@ class ProcessGroupDriver:
         """Every rank's sparse vector, (N, m), decoded and checked."""
         with self.watch.phase("encode_s"):
             message = self.encoded(sparse)
+        capacity = sparse.indices.shape[-1]
+        sizes = [message.numel()] * self.num_workers
         is_even = sparse.count is None and self.index_code != "rice" and len(self.active) == self.num_workers
         with self.watch.phase("collective_s"):
             if is_even:
-                messages, lengths = self.collectives.all_gather(message), None
+                messages = self.collectives.all_gather(message)
             else:
-                messages, lengths = self.collectives.all_gather_ragged(message)
-        sizes = lengths or [message.numel()] * self.num_workers
+                numbers = self.collectives.all_gather_numbers(
+                    message.numel(), capacity, device=message.device
+                )
+                sizes, capacities = ([row[i] for row in numbers] for i in (0, 1))
+                capacity = max(capacities)
+                messages = self.collectives.all_gather_padded(message, max(sizes))
         self.count(message.numel(), *ring_gather(sizes, self.rank))
         with self.watch.phase("decode_s"):
-            return self._decode_rows(messages, sizes, sparse)
+            return self._decode_rows(messages, capacity, sparse)
 
-    def _decode_rows(self, messages: Tensor, sizes: list[int], sparse: SparseGradient) -> SparseGradient:
-        capacity = sparse.indices.shape[-1]
-        senders = [rank for rank, size in enumerate(sizes) if size > 0]
-        if not senders:
-            return empty_rows(sparse, self.num_workers)
+    def _decode_rows(self, messages: Tensor, capacity: int, sparse: SparseGradient) -> SparseGradient:
+        """The ranks' messages as rows of equal capacity; a rank of weight zero sent none."""
+        code, dtype = sparse.code, sparse.values.dtype
         found, status = decode_rows(
-            messages[senders], sparse.numel, capacity, self.index_code, sparse.code, sparse.values.dtype
+            messages[self.active], sparse.numel, capacity, self.index_code, code, dtype
         )
-        raise_for_status(status)
-        if len(senders) == self.num_workers:
-            return found
-        rows = empty_rows(sparse, self.num_workers)
-        at = torch.tensor(senders, device=messages.device)
-        assert rows.count is not None
-        return SparseGradient(
-            rows.indices.index_copy(0, at, found.indices),
-            rows.values.index_copy(0, at, found.values),
-            sparse.numel,
-            rows.count.index_copy(0, at, found.counts),
-            sparse.code,
-        )
+        raise_for_status(self.by_rank(status))
+        indices, values, counts = map(self.by_rank, (found.indices, found.values, found.counts))
+        return SparseGradient(indices, values, sparse.numel, counts, code)
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """Rows of the ranks that have weight, among rows of zeros for the others: (N, ...)."""
+        if len(self.active) == self.num_workers:
+            return rows
+        everyone = rows.new_zeros(self.num_workers, *rows.shape[1:])
+        return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
     def _gather(self, request: Gather) -> Gathered:
         tensor = request.tensor
         if request.numel is not None:
             found = self.gather_sparse(index_set(tensor, request.numel, request.count))
             return Gathered(found.indices, found.counts)
-        if self.is_idle:
-            tensor = tensor[:0]
-        elif request.count is not None:
-            tensor = tensor[: int(request.count)]
+        count = tensor.shape[-1] if request.count is None else int(request.count)
+        meant = tensor[: 0 if self.is_idle else count]
         with self.watch.phase("collective_s"):
-            rows, lengths = self.collectives.all_gather_ragged(tensor)
-        sizes = [length * tensor.element_size() for length in lengths]
+            numbers = self.collectives.all_gather_numbers(
+                meant.numel(), tensor.shape[-1], device=tensor.device
+            )
+            counts, capacities = ([row[i] for row in numbers] for i in (0, 1))
+            rows = self.collectives.all_gather_padded(_as_bytes(meant), max(capacities) * tensor.itemsize)
+        sizes = [count * tensor.itemsize for count in counts]
         self.count(sizes[self.rank], *ring_gather(sizes, self.rank))
-        self.record.num_entries += tensor.numel()
-        return Gathered(rows, torch.tensor(lengths, device=rows.device))
+        self.record.num_entries += counts[self.rank]
+        return Gathered(rows.view(tensor.dtype), torch.tensor(counts, device=rows.device))
 
     def _broadcast(self, request: Broadcast) -> Tensor:
-        is_source = self.rank == request.source
         if request.numel is not None:
             return self._broadcast_index_set(request.tensor, request.source, request.numel)
         tensor = request.tensor.clone()
         with self.watch.phase("collective_s"):
-            self.collectives.broadcast(tensor, request.source)
-        self._count_broadcast(tensor.numel() * tensor.element_size(), request.source)
-        self.record.num_entries += tensor.numel() * is_source
+            self.collectives.broadcast(_as_bytes(tensor), request.source)
+        self._count_broadcast(tensor.numel() * tensor.itemsize, request.source)
+        self.record.num_entries += tensor.numel() * (self.rank == request.source)
         return tensor
 
     def _broadcast_index_set(self, indices: Tensor, source: int, numel: int) -> Tensor:
@@ -202,35 +204,6 @@ class ProcessGroupDriver:
         return split_moves_less(sparse, self.index_code, self.num_workers)
 
 
-def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) -> bool:
-    """Whether a split by region is computed to move fewer bytes than an all_gather of everything.
-
-    all_gather receives N - 1 messages of k entries. The split receives N - 1 messages of about k / N, and then
-    N - 1 regions of the sum on the union of the supports, which is largest, J (1 - (1 - k/J)^N) entries, when
-    the workers choose independently.
-    """
-    numel, k = sparse.numel, sparse.indices.shape[-1]
-    if num_workers < 3 or sparse.count is not None or k == 0:
-        return False
-    code = "elias-fano" if index_code == "rice" else index_code
-    dtype, region = sparse.values.dtype, -(-numel // num_workers)
-    union = min(numel, -(-numel * (1 - (1 - k / numel) ** num_workers) // 1))
-
-    def size(count: float, of: int, value_code: str) -> int:
-        return full_message_bytes(int(count), of, dtype=dtype, value_code=value_code, index_code=code)
-
-    piece = size(-(-k // num_workers), region, sparse.code)
-    sums = size(-(-union // num_workers), region, "float32")
-    return piece + sums < size(k, numel, sparse.code)
-
-
-def empty_rows(sparse: SparseGradient, num_rows: int) -> SparseGradient:
-    """No entries from anybody, in the shape the entries would have."""
-    capacity = sparse.indices.shape[-1]
-    return SparseGradient(
-        sparse.indices.new_zeros(num_rows, capacity),
-        sparse.values.new_zeros(num_rows, capacity),
-        sparse.numel,
-        sparse.indices.new_zeros(num_rows),
-        sparse.code,
-    )
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: backends differ in the dtypes they know."""
+    return tensor.contiguous().view(torch.uint8)

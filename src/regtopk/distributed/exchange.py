@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, converse
+from regtopk.core.codes import check_index_code
 from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report, Worker
 from regtopk.distributed import checkpoint, layout
-from regtopk.distributed.collectives import Collectives, group_of_its_own
+from regtopk.distributed.collectives import Collectives, group_or_default
 from regtopk.distributed.driver import Collective, ProcessGroupDriver
 from regtopk.distributed.groups import Group, Groups
-from regtopk.distributed.handshake import agree, share_report
-from regtopk.distributed.record import StepRecord, Stopwatch, summarise
+from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, share_report
+from regtopk.distributed.parameters import NamedParameters, Parameters
+from regtopk.distributed.record import Ledger, StepRecord, summarise
 from regtopk.errors import ArgumentError, ClusterError
 
 Skip = Callable[[str, nn.Parameter], bool]
@@ -50,9 +52,11 @@ class Exchange:
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
     """
 
+    scope = "model"
+
     def __init__(
         self,
-        parameters: nn.Module | layout.NamedParameters,
+        parameters: nn.Module | NamedParameters | Parameters,
         algorithm: Algorithm[Any],
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -65,57 +69,69 @@ class Exchange:
         deterministic: bool = True,
         writer: Any = None,
     ) -> None:
-        if type(dense_steps) is not int or dense_steps < 0:
-            raise ArgumentError(f"dense_steps must be an integer of at least 0, got {dense_steps!r}")
-        if not dist.is_initialized():
-            raise ClusterError("torch.distributed must be initialised first: call init_process_group()")
-        module = parameters if isinstance(parameters, nn.Module) else None
+        _check_options(algorithm, dense_steps, skip, grad_scaler)
+        collectives = Collectives(group_or_default(process_group))
+        self.parameters = parameters if isinstance(parameters, Parameters) else Parameters(parameters)
         self.algorithm = algorithm
         self.dense_steps = dense_steps
         self.grad_scaler = grad_scaler
         self.writer = writer
-        self.parameters = layout.named_parameters(parameters)
-        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self._kinds = layout.kinds_of(module)
-        self._skipped = {n for n, p in self.parameters.items() if skip is not None and skip(n, p)}
-        collectives = Collectives(group_of_its_own(process_group))
-        weights = agree(collectives, algorithm, self.shapes, weight, self._settings(index_code, collective))
+        named = self.parameters.named
+        self.skipped = {name for name, p in named.items() if skip is not None and skip(name, p)}
+        sparse = layout.layout_of(self.cut(tuple(named))[0], self.parameters)
+        check_index_code(index_code, sparse.numel)
+        refuse_oracles(algorithm, sparse if sparse.numel else None, self.parameters.device)
+        settings = {
+            "scope": self.scope,
+            "index_code": index_code,
+            "collective": collective,
+            "deterministic": deterministic,
+            "dense_steps": dense_steps,
+            "skip": sorted(self.skipped),
+            "grad_scaler": grad_scaler is not None,
+            "parameters": self.parameters.describe(),
+        }
+        weights = agree(collectives, algorithm, weight, settings)
         self.driver = ProcessGroupDriver(
             collectives, weights, index_code=index_code, collective=collective, deterministic=deterministic
         )
         self.num_steps = 0
-        self.groups = Groups(self._make_group, self.cut(tuple(self.parameters)))
-        self._total = StepRecord()
-        self._last_step = StepRecord()
-        self._unread: list[Stopwatch] = []
+        self.groups = Groups(self._make_group, self.cut(tuple(named)))
+        self.ledger = Ledger()
         self._report: Report | None = None
         self._shared_report: Report | None = None
+        self._obstacle: str | None = None  # why no step can be made
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step; of all ranks' reports rank 0's counts."""
         self._report = Report(float(loss), float(time_s))
 
+    @torch.no_grad()
     def step(self) -> None:
         """Turn every parameter's `.grad` into the aggregate; a missing gradient counts as zero.
 
         If any rank's gradients are not finite, nothing changes but `.grad`, which becomes NaN everywhere, so
         that a GradScaler (or you) can see it; the step is counted in `num_skipped`.
         """
-        self.check_parameters()
-        for name, p in self.parameters.items():
+        self.parameters.check()
+        self.parameters.check_trainable()
+        grads = {name: p.grad for name, p in self.parameters.named.items()}
+        for name, grad in grads.items():
+            if grad is not None and grad.layout != torch.strided:
+                raise ClusterError(f"gradient of {name!r} has a sparse layout, which is not supported")
+        for name, p in self.parameters.named.items():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            elif p.grad.is_sparse:
-                raise ClusterError(f"gradient of {name!r} has a sparse layout, which is not supported")
-        grads = {name: p.grad for name, p in self.parameters.items()}
+                grads[name] = p.grad
         self.exchange_all(grads)  # type: ignore[arg-type]
 
     def exchange_all(self, grads: dict[str, Tensor]) -> None:
         """One step over all groups: the gradients, by name, become the aggregate in place."""
         self.begin_step()
-        flats = [self.flat_gradient(group, grads) for group in self.groups.groups]
-        is_finite = self.agree_finite(flats)
-        for group, flat in zip(self.groups.groups, flats, strict=True):
+        groups = self.groups.groups
+        flats = [self.flat_gradient(group, grads) for group in groups]
+        is_finite = self.agree_finite(groups, flats)
+        for group, flat in zip(groups, flats, strict=True):
             aggregate = self.aggregate(group, flat) if is_finite else flat.fill_(math.nan)
             layout.copy_from_flat_([grads[name] for name in group.names], aggregate)
         self.end_step(is_finite=is_finite)
@@ -124,10 +140,10 @@ class Exchange:
 
     def begin_step(self) -> None:
         """Start counting, and share rank 0's report with an algorithm that listens."""
+        self.check_usable()
         self.driver.begin(self.device)
         if self.algorithm.listens:
             self._shared_report = share_report(self.driver.collectives, self._report, self.device)
-            self._report = None
 
     def flat_gradient(self, group: Group, grads: dict[str, Tensor]) -> Tensor:
         """A group's gradient as one vector, in at least float32 and without the loss scale."""
@@ -135,11 +151,14 @@ class Exchange:
         layout.copy_to_flat_(flat, [grads[name] for name in group.names])
         return flat if self.grad_scaler is None else flat.div_(self.grad_scaler.get_scale())
 
-    def agree_finite(self, flats: list[Tensor]) -> bool:
-        """Whether no rank has a NaN or inf: one small all_reduce and one small read."""
-        bad = torch.stack([_is_not_finite(flat) for flat in flats]).any().long().reshape(1)
+    def agree_finite(self, groups: list[Group], flats: list[Tensor]) -> bool:
+        """Whether no rank has a NaN or inf in these groups' gradients."""
+        is_bad = torch.zeros((), dtype=torch.bool, device=self.device)
+        for flat in flats:
+            is_bad |= ~torch.isfinite(torch.stack(torch.aminmax(flat))).all()
+        names = [name for group in groups for name in group.names]
         with self.driver.watch.phase("collective_s"):
-            return not bool(self.driver.collectives.maximum(bad))
+            return agree_on_step(self.driver.collectives, is_bad, self.num_steps, names)
 
     def aggregate(self, group: Group, flat: Tensor) -> Tensor:
         """Run the algorithm on one group: from this rank's gradient to the aggregate."""
@@ -149,11 +168,16 @@ class Exchange:
             algorithm = Dense()
             state = algorithm.init(worker)
         kept = _copy_of_own(state) if self.driver.is_idle else {}
-        with self.driver.watch.phase("select_s"):
-            total = converse(algorithm.exchange(flat, state, worker), self.driver.answer)
+        try:
+            with self.driver.watch.phase("select_s"):
+                total = converse(algorithm.exchange(flat, state, worker), self.driver.answer)
+        except BaseException as error:
+            self._obstacle = f"step {self.num_steps} failed half-way ({type(error).__name__}: {error})"
+            raise
         for name, tensor in kept.items():
             setattr(state, name, tensor)
-        return total if self.grad_scaler is None else total.mul_(self.grad_scaler.get_scale())
+        # not in place: the algorithm may have kept what it returned
+        return total if self.grad_scaler is None else total * self.grad_scaler.get_scale()
 
     def end_step(self, *, is_finite: bool) -> None:
         """Add this step to the counts."""
@@ -161,53 +185,37 @@ class Exchange:
         numel = sum(group.layout.numel for group in self.groups.groups)
         record.dense_bytes = all_reduce_bytes(4 * numel, self.num_workers)
         record.num_skipped = int(not is_finite)
-        self.num_steps += is_finite
-        self._last_step = record
-        self._total.add(record)
-        self._unread.append(self.driver.watch)
-        if len(self._unread) > 100:  # keep few clocks unread; by now the old ones have long stopped
-            self._read_clocks()
+        if is_finite:
+            self.num_steps += 1
+            self._report = None
+        self.ledger.add(record, self.driver.watch)
         if self.writer is not None:
             for name, number in self.last_step.as_dict().items():
                 self.writer.add_scalar(f"regtopk/{name}", number, self.num_steps)
 
     def cut(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
-        sparse = tuple(name for name in names if name not in self._skipped)
-        return [sparse, tuple(name for name in names if name in self._skipped)]
+        named = self.parameters.named
+        names = tuple(name for name in names if named[name].numel() > 0)
+        sparse = tuple(name for name in names if name not in self.skipped)
+        return [sparse, tuple(name for name in names if name in self.skipped)]
 
-    def check_parameters(self) -> None:
-        """Refuse parameters that changed their shape."""
-        for name, p in self.parameters.items():
-            if tuple(p.shape) != self.shapes[name]:
-                raise ClusterError(
-                    f"parameter {name!r} must keep its shape {self.shapes[name]}, got {tuple(p.shape)}"
-                )
+    def check_usable(self) -> None:
+        """Refuse to go on from a state that a failure has left incomplete."""
+        if self._obstacle is not None:
+            raise ClusterError(f"{self._obstacle}: restart all ranks from the last checkpoint")
 
     # What was sent.
 
     @property
     def last_step(self) -> StepRecord:
         """Bytes, entries and times of the last step on this rank."""
-        times = self._unread[-1].seconds() if self._unread else {}
-        record = replace(self._last_step, residual_norm=self.residual_norm())
-        record.set_times(times)
-        return record
+        return replace(self.ledger.last_step, residual_norm=self.groups.residual_norm())
 
     @property
     def total(self) -> StepRecord:
         """The sum of all steps on this rank."""
-        self._read_clocks()
-        return replace(self._total, residual_norm=self.residual_norm())
-
-    def residual_norm(self) -> float:
-        """The Euclidean norm of all that this rank has not sent yet."""
-        squares = [
-            torch.linalg.vector_norm(group.state.state_dict()["residual"]) ** 2
-            for group in self.groups.groups
-            if "residual" in group.state.rules()
-        ]
-        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        return replace(self.ledger.total, residual_norm=self.groups.residual_norm())
 
     def summary(self) -> str:
         """What was sent, against dense, and where the time went, as a few lines of text."""
@@ -216,7 +224,7 @@ class Exchange:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: names, tensors and numbers, which `torch.load(weights_only=True)` reads.
+        """This rank's state, on the CPU: what `torch.load(path, weights_only=True)` reads.
 
         Tensors are under ``workers[rank]``, so that checkpoints that merge equal keys keep every rank's.
         """
@@ -229,22 +237,23 @@ class Exchange:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state; refused as a whole if it does not fit.
 
-        With as many ranks as were saved, training continues bit for bit. With another number the dict must
+        With the ranks and weights that were saved, training continues bit for bit. With others the dict must
         hold all ranks (`gather_state_dict`, or `merge_state_dicts` of the rank files); then sum_n w_n e_n is
         conserved, and what only meant something to a single rank starts anew.
         """
         checkpoint.load_state_dict(self, state_dict)
+        self._obstacle = None
 
-    def set_total(self, total: StepRecord) -> None:
-        """Go on counting from a saved total."""
-        self._total, self._unread = total, []
+    def groups_to_resume(self, saved: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Which groups to go on with, given those that were saved: here always the whole model."""
+        return [part for part in self.cut(tuple(self.parameters.named)) if part]
 
     # Facts.
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next(iter(self.parameters.values())).device
+        return self.parameters.device
 
     @property
     def rank(self) -> int:
@@ -257,43 +266,30 @@ class Exchange:
         return self.driver.num_workers
 
     def _make_group(self, names: tuple[str, ...]) -> Group:
-        parameters = [self.parameters[name] for name in names]
-        dtype = layout.flat_dtype(parameters)
+        dtype = layout.flat_dtype(self.parameters.named[name] for name in names)
         weight = self.driver.weights[self.rank].to(device=self.device, dtype=dtype)
         worker = Worker(
             weight,
             torch.tensor(self.rank, device=self.device),
             self.num_workers,
             self.num_steps,
-            layout.layout_of(names, self.shapes, self._kinds),
-            idle=self.driver.idle,
+            layout.layout_of(names, self.parameters),
         )
-        algorithm = Dense() if names[0] in self._skipped else self.algorithm
+        algorithm = Dense() if names[0] in self.skipped else self.algorithm
         return Group(names, worker.layout, algorithm, worker, algorithm.init(worker), worker.zeros())
 
-    def _settings(self, index_code: str, collective: str) -> dict[str, Any]:
-        """What must be the same on every rank, besides the algorithm and the parameters."""
-        return {
-            "index_code": index_code,
-            "collective": collective,
-            "dense_steps": self.dense_steps,
-            "skip": sorted(self._skipped),
-            "grad_scaler": self.grad_scaler is not None,
-        }
 
-    def _read_clocks(self) -> None:
-        for watch in self._unread[:-1]:
-            self._add_times(watch)
-        self._unread = self._unread[-1:]
-
-    def _add_times(self, watch: Stopwatch) -> None:
-        for phase, seconds in watch.seconds().items():
-            setattr(self._total, phase, getattr(self._total, phase) + seconds)
-
-
-def _is_not_finite(flat: Tensor) -> Tensor:
-    low, high = torch.aminmax(flat)
-    return ~(torch.isfinite(low) & torch.isfinite(high))
+def _check_options(algorithm: object, dense_steps: object, skip: object, grad_scaler: object) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise ArgumentError(
+            f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
+        )
+    if type(dense_steps) is not int or dense_steps < 0:
+        raise ArgumentError(f"dense_steps must be an integer of at least 0, got {dense_steps!r}")
+    if skip is not None and not callable(skip):
+        raise ArgumentError(f"skip must be a callable of (name, parameter), got {skip!r}")
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
 
 
 def _copy_of_own(state: State) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class Groups:
     """All groups of an exchange, in the order they are exchanged."""
 
     def __init__(self, make: Callable[[tuple[str, ...]], Group], parts: Iterable[tuple[str, ...]]) -> None:
-        self._make = make
+        self.make = make
         self.groups = [make(part) for part in parts if part]
 
     def covering(
@@ -91,16 +91,17 @@ class Groups:
         entries: Entries = {}
         for group in touched:
             entries.update(group.entries())
-        new = [self._make(part) for part in cut(names) if part]
+        new = [self.make(part) for part in cut(names) if part]
         left = [tuple(n for n in group.names if n not in set(names)) for group in touched]
-        rest = [self._make(part) for part in left if part]
+        rest = [self.make(part) for part in left if part]
         for group in (*new, *rest):
             group.load(entries, None)
         untouched = [group for group in self.groups if group not in touched]
         self.groups = [*untouched, *new, *rest]
         return new
 
-    def replace(self, parts: Iterable[tuple[str, ...]]) -> list[Group]:
-        """Fresh groups of the given parameters instead of all there were."""
-        self.groups = [self._make(part) for part in parts]
-        return self.groups
+    def residual_norm(self) -> float:
+        """The Euclidean norm of all that this rank has not sent yet."""
+        states = [group.state.state_dict() for group in self.groups]
+        norms = [torch.linalg.vector_norm(state["residual"]) for state in states if "residual" in state]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -1,6 +1,8 @@
-"""What all ranks must agree on before the first message, found out by asking every rank."""
+"""What all ranks must agree on before a message, found out by asking every rank."""
 
+from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -15,29 +17,22 @@ from regtopk.errors import ArgumentError, ClusterError, OracleError
 
 
 def agree(
-    collectives: Collectives,
-    algorithm: Algorithm[Any],
-    shapes: dict[str, tuple[int, ...]],
-    weight: float | None,
-    settings: dict[str, Any],
+    collectives: Collectives, algorithm: Algorithm[Any], weight: float | None, settings: dict[str, Any]
 ) -> Tensor:
     """Compare all ranks' settings, and return all their weights, (N,) float64.
 
     Raises:
-        OracleError: the algorithm peeks.
         ClusterError: the ranks differ; every rank says in what and which.
         ArgumentError: the weights are not weights.
     """
-    refuse_oracles(algorithm)
     own = {
         "regtopk version": __version__,
         "algorithm": algorithm.name,
         **{f"{algorithm.name} {key}": value for key, value in algorithm.options().items()},
         **settings,
-        "parameters": [(name, list(shape)) for name, shape in shapes.items()],
     }
-    everyone = collectives.gather_objects((own, weight))
-    for key in sorted({key for theirs, _ in everyone for key in theirs}):
+    everyone = collectives.all_gather_objects((own, weight))
+    for key in {key: None for theirs, _ in everyone for key in theirs}:  # in order
         values = [theirs.get(key) for theirs, _ in everyone]
         if any(value != values[0] for value in values):
             raise ClusterError(f"all ranks must have the same {key}, got {_by_rank(key, values)}")
@@ -63,6 +58,33 @@ def _first_difference(values: list[list[Any]]) -> str:
     return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
 
 
+def agree_on_step(collectives: Collectives, is_bad: Tensor, num_steps: int, names: Iterable[str]) -> bool:
+    """Whether no rank's gradient is bad, once it is sure that all exchange the same: one small all_reduce.
+
+    Args:
+        collectives: the process group.
+        is_bad: (), whether this rank's gradient holds a NaN or inf.
+        num_steps: how many steps this rank has done.
+        names: the parameters it is about to exchange, in order.
+
+    Raises:
+        ClusterError: the ranks are at different steps (resumed from different checkpoints, say).
+    """
+    names = list(names)
+    stamp = num_steps << 32 | crc32("\n".join(names).encode())
+    numbers = torch.tensor([0, stamp, -stamp], device=is_bad.device)
+    numbers[0] = is_bad
+    any_is_bad, highest, minus_lowest = collectives.maximum(numbers).tolist()
+    if highest != -minus_lowest:
+        everyone = collectives.all_gather_objects((num_steps, names))
+        steps = [f"step {step} on rank {rank}" for rank, (step, _) in enumerate(everyone)]
+        raise ClusterError(
+            f"all ranks must exchange the same parameters at the same step, got {', '.join(steps)}; first "
+            f"parameters: {[names[:1] for _, names in everyone]}"
+        )
+    return not any_is_bad
+
+
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:
     """Rank 0's report, on every rank."""
     numbers = [1.0, report.loss, report.time_s] if report is not None else [0.0, 0.0, 0.0]
@@ -72,14 +94,21 @@ def share_report(collectives: Collectives, report: Report | None, device: torch.
     return Report(loss, time_s) if there else None
 
 
-def refuse_oracles(algorithm: Algorithm[Any]) -> None:
-    """Talk to the algorithm as a cluster of one would, on a few zeros, and see whether it peeks."""
+def refuse_oracles(
+    algorithm: Algorithm[Any], layout: Layout | None = None, device: torch.device | None = None
+) -> None:
+    """Talk to the algorithm as a cluster of one would, on zeros, and see whether it peeks.
+
+    Raises:
+        OracleError: it does.
+        ArgumentError: its options do not fit the layout.
+    """
     worker = Worker(
-        weight=torch.tensor(1.0),
-        index=torch.tensor(0),
+        weight=torch.tensor(1.0, device=device),
+        index=torch.tensor(0, device=device),
         num_workers=1,
         step=0,
-        layout=Layout.anonymous(max(8, getattr(algorithm, "k", None) or 0)),
+        layout=layout or Layout.anonymous(max(8, getattr(algorithm, "k", None) or 0)),
     )
     conversation: Conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
     try:

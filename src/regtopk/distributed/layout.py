@@ -1,4 +1,4 @@
-"""Parameters by name, and the flat vector they make in that order."""
+"""Gradients of several parameters as one flat vector."""
 
 from collections.abc import Iterable
 
@@ -7,66 +7,12 @@ from torch import Tensor, nn
 
 from regtopk.core.state import accumulation_dtype
 from regtopk.core.worker import Layout
-from regtopk.errors import ArgumentError, ClusterError
-
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
+from regtopk.distributed.parameters import Parameters
 
 
-def named_parameters(source: nn.Module | NamedParameters) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, in the module's order; refuses what cannot be exchanged."""
-    if isinstance(source, nn.Module):
-        _refuse_modules(source)
-        source = source.named_parameters()
-    named = {name: p for name, p in source if p.requires_grad}
-    if not named:
-        raise ArgumentError("parameters must hold at least one that requires a gradient, got none")
-    for name, p in named.items():
-        if type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor":
-            raise ClusterError(f"parameter {name!r} is a DTensor: sharded parameters are not supported")
-    devices = {p.device for p in named.values()}
-    if len(devices) > 1:
-        raise ClusterError(f"parameters must be on one device, got {sorted(map(str, devices))}")
-    return named
-
-
-def _refuse_modules(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(part).__mro__):
-            raise ClusterError(
-                f"module {name!r} is {type(part).__name__}: FSDP shards its gradients, which is not supported"
-            )
-        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            raise ClusterError(
-                f"module {name!r} is {type(part).__name__} with sparse=True: sparse-layout gradients are "
-                "not supported"
-            )
-
-
-def kinds_of(module: nn.Module | None) -> dict[str, str]:
-    """Parameter name to the kind of layer it belongs to, as layer-wise algorithms want it."""
-    if module is None:
-        return {}
-    kinds = {}
-    for module_name, part in module.named_modules():
-        for name, p in part.named_parameters(recurse=False):
-            kinds[f"{module_name}.{name}" if module_name else name] = _kind(part, name, p)
-    return kinds
-
-
-def _kind(part: nn.Module, name: str, p: nn.Parameter) -> str:
-    class_name = type(part).__name__.lower()
-    if name.startswith("bias"):
-        return "bias"
-    if isinstance(part, nn.RNNBase):
-        return "recurrent"
-    for word in ("conv", "linear", "embedding", "norm"):
-        if word in class_name:
-            return word
-    return "other" if p.dim() > 1 else "bias"
-
-
-def layout_of(names: Iterable[str], shapes: dict[str, tuple[int, ...]], kinds: dict[str, str]) -> Layout:
+def layout_of(names: Iterable[str], parameters: Parameters) -> Layout:
     """The layout of some parameters, one after another."""
+    kinds, shapes = parameters.kinds, parameters.shapes
     return Layout.of_shapes((name, shapes[name], kinds.get(name, "other")) for name in names)
 
 

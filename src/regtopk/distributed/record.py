@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 
 import torch
@@ -38,11 +38,6 @@ class StepRecord:
             if f.name != "residual_norm":
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         self.residual_norm = other.residual_norm
-
-    def set_times(self, times: dict[str, float]) -> None:
-        """Fill in seconds by phase."""
-        for phase, seconds in times.items():
-            setattr(self, phase, seconds)
 
     def as_dict(self) -> dict[str, float]:
         """The numbers by name."""
@@ -92,16 +87,52 @@ class Stopwatch:
         return {phase: spent[phase] for phase in PHASES}
 
 
+class Ledger:
+    """What all steps of an exchange sent and how long they took."""
+
+    def __init__(self, total: StepRecord | None = None) -> None:
+        self._total = total or StepRecord()
+        self._last_step = StepRecord()
+        self._unread: list[tuple[StepRecord, Stopwatch]] = []
+
+    def add(self, record: StepRecord, watch: Stopwatch) -> None:
+        """Add a step; its clock is read when somebody asks, or long after it has stopped."""
+        self._last_step = record
+        self._unread.append((record, watch))
+        if len(self._unread) > 100:
+            self._read()
+
+    @property
+    def last_step(self) -> StepRecord:
+        """The newest step."""
+        self._read()
+        return replace(self._last_step)
+
+    @property
+    def total(self) -> StepRecord:
+        """The sum of all steps."""
+        self._read()
+        return replace(self._total)
+
+    def _read(self) -> None:
+        for record, watch in self._unread:
+            for phase, seconds in watch.seconds().items():
+                setattr(record, phase, seconds)
+            self._total.add(record)
+        self._unread = []
+
+
 def summarise(total: StepRecord, num_steps: int, num_workers: int, title: str) -> str:
     """A few lines of text: bytes sent, against dense, and where the time went."""
-    steps = max(num_steps, 1)
-    saving = total.dense_bytes / total.sent_bytes if total.sent_bytes else float("inf")
+    steps = max(num_steps + total.num_skipped, 1)
     times = " · ".join(f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES)
+    dense = f"  dense     {_size(total.dense_bytes)} in all, {_size(total.dense_bytes / steps)} a step"
+    if total.sent_bytes:
+        dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
     lines = [
         f"{title}: {num_steps} steps on {num_workers} workers",
         f"  sent      {_size(total.sent_bytes)} in all, {_size(total.sent_bytes / steps)} a step",
-        f"  dense     {_size(total.dense_bytes)} in all, {_size(total.dense_bytes / steps)} a step: "
-        f"{saving:.1f} times as much",
+        dense,
         f"  payload   {_size(total.payload_bytes / steps)} a step, {total.num_entries / steps:.0f} entries",
         f"  time      {times} (ms a step)",
         f"  residual  norm {total.residual_norm:.4g}",

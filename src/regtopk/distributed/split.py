@@ -9,80 +9,90 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regtopk.core.blocks import BLOCK
+from regtopk.core.blocks import BLOCK, NUM_SCALES
+from regtopk.core.codes import full_message_bytes
 from regtopk.core.sparse import SparseGradient
-from regtopk.distributed.collectives import Collectives, ring_gather
+from regtopk.distributed.collectives import ring_gather
 from regtopk.wire import decode, encode
 
 if TYPE_CHECKING:
     from regtopk.distributed.driver import ProcessGroupDriver
 
 
+def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) -> bool:
+    """Whether a split by region is computed to move fewer bytes than an all_gather of everything.
+
+    all_gather receives N - 1 messages of k entries. The split receives N - 1 messages of about k / N, and
+    then N - 1 regions of the sum on the union of the supports, which is largest, J (1 - (1 - k/J)^N)
+    entries, when the workers choose independently.
+    """
+    numel, k = sparse.numel, sparse.indices.shape[-1]
+    if num_workers < 3 or sparse.count is not None or k == 0:
+        return False
+    code = "elias-fano" if index_code == "rice" else index_code
+    dtype, region = sparse.values.dtype, -(-numel // num_workers)
+    union = min(numel, -(-numel * (1 - (1 - k / numel) ** num_workers) // 1))
+
+    def size(count: float, of: int, value_code: str) -> int:
+        return full_message_bytes(int(count), of, dtype=dtype, value_code=value_code, index_code=code)
+
+    share = -(-k // num_workers)
+    if sparse.code in NUM_SCALES:
+        piece = size(min(k, share + BLOCK), numel, sparse.code)
+    else:
+        piece = size(min(share, region), region, sparse.code)
+    sums = size(-(-union // num_workers), region, "float32")
+    return piece + sums < size(k, numel, sparse.code)
+
+
 def split_and_reduce(driver: "ProcessGroupDriver", sparse: SparseGradient) -> Tensor:
     """sum_n w_n x_n, dense (J,), by all_to_all and all_gather."""
     bounds = [sparse.numel * rank // driver.num_workers for rank in range(driver.num_workers + 1)]
     with driver.watch.phase("encode_s"):
-        pieces = [] if driver.is_idle else _pieces(sparse, bounds)
-        messages = [encode(piece, driver.index_code) for piece, _ in pieces]
-        places = [torch.tensor([base, piece.numel]) for piece, base in pieces]
+        pieces = _pieces(sparse, bounds)
+        nothing = torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
+        messages = [nothing if driver.is_idle else encode(piece, driver.index_code) for piece in pieces]
     with driver.watch.phase("collective_s"):
-        received, origins = _send(driver.collectives, messages, places, sparse.values.device)
+        received = driver.collectives.all_to_all(messages)
     with driver.watch.phase("decode_s"):
-        region = _sum_region(driver, received, origins, sparse, bounds)
+        region = _sum_region(driver, received, sparse, bounds)
     return _gather_sums(driver, region, sparse, bounds, messages, received)
 
 
-def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[tuple[SparseGradient, int]]:
-    """The entries of each region, and the index they count from.
+def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
+    """The entries of each region, counted from its start.
 
-    Pieces are cut at whole blocks of values, since a block shares its scales: a piece may carry a few
-    entries of its neighbours, which the receiver leaves out.
+    Values in blocks share scales, so those pieces are cut at whole blocks and counted from zero: they may
+    carry a few entries of their neighbours, which the receiver leaves out.
     """
     count = sparse.indices.shape[-1] if sparse.count is None else int(sparse.count)
     indices, values = sparse.indices[:count], sparse.values[:count]
     cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
     pieces = []
-    for low, high in pairwise(cuts):
-        start, end = low // BLOCK * BLOCK, min(count, -(-high // BLOCK) * BLOCK)
-        if low == high:
-            start = end = low
-        chosen = indices[start:end]
-        base = int(chosen[0]) if end > start else 0
-        span = int(chosen[-1]) + 1 - base if end > start else 0
-        pieces.append((SparseGradient(chosen - base, values[start:end], span, code=sparse.code), base))
+    for (low, high), (start, end) in zip(pairwise(cuts), pairwise(bounds), strict=True):
+        numel = end - start
+        if sparse.code in NUM_SCALES:
+            start, numel = 0, sparse.numel
+            if high > low:
+                low, high = low // BLOCK * BLOCK, min(count, -(-high // BLOCK) * BLOCK)
+        pieces.append(SparseGradient(indices[low:high] - start, values[low:high], numel, code=sparse.code))
     return pieces
 
 
-def _send(
-    collectives: Collectives, messages: list[Tensor], places: list[Tensor], device: torch.device
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Messages and their places to the owners of their regions."""
-    if not messages:
-        messages = [torch.empty(0, dtype=torch.uint8, device=device)] * collectives.num_workers
-        places = [torch.empty(0, dtype=torch.int64)] * collectives.num_workers
-    received = collectives.all_to_all(messages)
-    origins = collectives.all_to_all([place.to(device) for place in places])
-    return received, origins
-
-
 def _sum_region(
-    driver: "ProcessGroupDriver",
-    received: list[Tensor],
-    origins: list[Tensor],
-    sparse: SparseGradient,
-    bounds: list[int],
+    driver: "ProcessGroupDriver", received: list[Tensor], sparse: SparseGradient, bounds: list[int]
 ) -> SparseGradient:
     """This rank's region of the sum, in rank order from zero, on the union of the supports."""
     low, high = bounds[driver.rank], bounds[driver.rank + 1]
+    start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
     total = sparse.values.new_zeros(high - low)
     is_touched = torch.zeros(high - low, dtype=torch.bool, device=total.device)
     weights = driver.weights.to(total)
-    for rank, (message, origin) in enumerate(zip(received, origins, strict=True)):
+    for rank, message in enumerate(received):
         if message.numel() == 0:
             continue
-        base, span = origin.tolist()
-        piece = decode(message, span)
-        at = piece.indices + (base - low)
+        piece = decode(message, numel)
+        at = piece.indices - start
         is_ours = (at >= 0) & (at < high - low)
         at, values = at[is_ours], piece.values.to(total.dtype)[is_ours]
         total.scatter_add_(0, at, weights[rank] * values)
@@ -110,7 +120,7 @@ def _gather_sums(
             total[sums.indices + bounds[rank]] = sums.values
     payload = sum(m.numel() for m in messages)
     sent, got = ring_gather(sizes, driver.rank)
-    sent += payload - (messages[driver.rank].numel() if messages else 0)
+    sent += payload - messages[driver.rank].numel()
     got += sum(m.numel() for m in received) - received[driver.rank].numel()
     driver.count(payload, sent, got)
     driver.record.num_entries += 0 if driver.is_idle else int(sparse.counts)

@@ -1,0 +1,130 @@
+"""The trainable parameters of an exchange, by name, and what must not happen to them afterwards."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from regtopk.errors import ArgumentError, ClusterError
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+class Parameters:
+    """The parameters that required a gradient when this was made, in the module's order.
+
+    Args:
+        source: a module, or (name, parameter) pairs.
+        ignored: names to leave out.
+    """
+
+    def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
+        self._module = source if isinstance(source, nn.Module) else None
+        self._ignored = frozenset(ignored)
+        if isinstance(source, nn.Module):
+            _refuse_modules(source)
+        self.named = _trainable(source, self._ignored)
+        self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
+        self.kinds = {} if self._module is None else _kinds(self._module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they all are."""
+        return next(iter(self.named.values())).device
+
+    def describe(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and dtype of each: what ranks compare."""
+        return [(name, self.shapes[name], str(p.dtype)) for name, p in self.named.items()]
+
+    def check(self) -> None:
+        """Refuse parameters that were added, replaced or reshaped since."""
+        for name, p in [] if self._module is None else self._module.named_parameters():
+            if p.requires_grad and name not in self._ignored and self.named.get(name) is not p:
+                raise ClusterError(
+                    f"parameter {name!r} of shape {tuple(p.shape)} must have been there, requiring a "
+                    "gradient, when the exchange was made: make a new one (for DDP: wrap the model anew)"
+                )
+        for name, p in self.named.items():
+            if tuple(p.shape) != self.shapes[name]:
+                raise ClusterError(
+                    f"parameter {name!r} must keep its shape {self.shapes[name]}, got {tuple(p.shape)}"
+                )
+
+    def check_trainable(self) -> None:
+        """Refuse parameters that were frozen since: what is still owed to them would be lost."""
+        for name, p in self.named.items():
+            if not p.requires_grad:
+                raise ClusterError(
+                    f"parameter {name!r} must keep requiring a gradient: to freeze it, make a new exchange"
+                )
+
+
+def _trainable(source: nn.Module | NamedParameters, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    pairs = source.named_parameters() if isinstance(source, nn.Module) else source
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+            raise ArgumentError(
+                f"parameters must be a module or (name, parameter) pairs, got {type(pair).__name__}"
+            )
+        name, p = pair
+        if not p.requires_grad or name in ignored:
+            continue
+        if name in named or id(p) in seen:
+            raise ArgumentError(f"parameters must be given once each, got {name!r} again")
+        _refuse_parameter(name, p)
+        seen.add(id(p))
+        named[name] = p
+    if not named:
+        raise ArgumentError("parameters must hold at least one that requires a gradient, got none")
+    devices = {p.device for p in named.values()}
+    if len(devices) > 1:
+        raise ClusterError(f"parameters must be on one device, got {sorted(map(str, devices))}")
+    return named
+
+
+def _refuse_parameter(name: str, p: nn.Parameter) -> None:
+    if "DTensor" in (type(p).__name__, type(p.data).__name__):
+        raise ClusterError(f"parameter {name!r} is a DTensor: sharded parameters are not supported")
+    if not p.is_floating_point():
+        raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
+
+
+def _refuse_modules(module: nn.Module) -> None:
+    if isinstance(module, DistributedDataParallel):
+        raise ClusterError(
+            "module must not be wrapped in DistributedDataParallel: use regtopk.attach for that"
+        )
+    for name, part in module.named_modules():
+        if any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(part).__mro__):
+            raise ClusterError(
+                f"module {name!r} is {type(part).__name__}: FSDP shards its gradients, which is not supported"
+            )
+        if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            raise ClusterError(
+                f"module {name!r} is {type(part).__name__} with sparse=True: sparse-layout gradients are "
+                "not supported"
+            )
+
+
+def _kinds(module: nn.Module) -> dict[str, str]:
+    """Parameter name to the kind of layer it belongs to, as layer-wise algorithms want it."""
+    kinds = {}
+    for module_name, part in module.named_modules():
+        for name, p in part.named_parameters(recurse=False):
+            kinds[f"{module_name}.{name}" if module_name else name] = _kind(part, name, p)
+    return kinds
+
+
+def _kind(part: nn.Module, name: str, p: nn.Parameter) -> str:
+    class_name = type(part).__name__.lower()
+    if name.startswith("bias"):
+        return "bias"
+    if isinstance(part, nn.RNNBase):
+        return "recurrent"
+    for word in ("conv", "linear", "embedding", "norm"):
+        if word in class_name:
+            return word
+    return "other" if p.dim() > 1 else "bias"
