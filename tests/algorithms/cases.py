@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS
+from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, Promise
 from regtopk.core.codes import VALUE_CODES, is_lossless
 from regtopk.core.worker import Layout
@@ -20,6 +21,8 @@ WEIGHTS = [0.4, 0.3, 0.2, 0.1]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CODES = list(VALUE_CODES)
 
+CURRENT = PosteriorScore(mu=1.0, reference="current")
+
 # Options beside k and value_code; an algorithm that is not here is tested with its defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "regtopk": [
@@ -29,6 +32,20 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"q": -0.5, "reference": "current"},
     ],
     "randomk": [{}, {"seed": -3}],
+    "chunked-topk": [{"chunk": 20}, {}, {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)}],
+    "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}],
+    "dgc": [{}, {"clip": 100.0, "score": CURRENT}, {"selection": "sampled", "sample": 0.3, "momentum": 0.5}],
+    "ef21": [{}, {"eta": 0.3}],
+    "random-candidates": [{}, {"factor": 3, "seed": 8}],
+    "scalecom": [{}, {"beta": 0.1}],
+}
+
+# Options with which an algorithm does not keep all that its class promises.
+BROKEN_BY: dict[tuple[str, str], set[Promise]] = {
+    ("chunked-topk", "decay"): {"conserves"},
+    ("dgc", "clip"): {"dense_at_full_density"},
+    ("dgc", "selection"): {"dense_at_full_density", "exact_k"},
+    ("scalecom", "beta"): {"conserves"},
 }
 
 
@@ -44,7 +61,8 @@ class Case:
 
     @property
     def promises(self) -> frozenset[Promise]:
-        return ALGORITHMS[self.name].promises
+        broken = [BROKEN_BY.get((self.name, option), set()) for option in self.options]
+        return ALGORITHMS[self.name].promises.difference(*broken)
 
     def takes(self, option: str) -> bool:
         return option in {f.name for f in fields(ALGORITHMS[self.name])}

@@ -97,7 +97,7 @@ def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype
             assert torch.equal(single, batch if rule == "shared" else batch[rank]), name
 
 
-@all_cases
+@that_promise("replicates")
 def test_replicas_equal_separate_clusters(case: Case) -> None:
     num_replicas = 3
     together = case.cluster()

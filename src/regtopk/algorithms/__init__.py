@@ -2,10 +2,17 @@
 
 from typing import Any
 
+from regtopk.algorithms.chunked_topk import ChunkedTopK
+from regtopk.algorithms.consensus import Consensus
 from regtopk.algorithms.dense import Dense
+from regtopk.algorithms.dgc import DGC
+from regtopk.algorithms.ef21 import EF21
 from regtopk.algorithms.global_topk import GlobalTopK
+from regtopk.algorithms.gtopk import GTopK
+from regtopk.algorithms.random_candidates import RandomCandidates
 from regtopk.algorithms.randomk import RandomK
 from regtopk.algorithms.regtopk import RegTopK
+from regtopk.algorithms.scalecom import ScaleCom
 from regtopk.algorithms.topk import TopK
 from regtopk.core.algorithm import Algorithm
 
@@ -13,8 +20,29 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "dense": Dense,
     "topk": TopK,
     "regtopk": RegTopK,
+    "consensus": Consensus,
+    "dgc": DGC,
+    "ef21": EF21,
+    "gtopk": GTopK,
+    "scalecom": ScaleCom,
+    "chunked-topk": ChunkedTopK,
     "randomk": RandomK,
+    "random-candidates": RandomCandidates,
     "global-topk": GlobalTopK,
 }
 
-__all__ = ["ALGORITHMS", "Dense", "GlobalTopK", "RandomK", "RegTopK", "TopK"]
+__all__ = [
+    "ALGORITHMS",
+    "DGC",
+    "EF21",
+    "ChunkedTopK",
+    "Consensus",
+    "Dense",
+    "GTopK",
+    "GlobalTopK",
+    "RandomCandidates",
+    "RandomK",
+    "RegTopK",
+    "ScaleCom",
+    "TopK",
+]

@@ -27,7 +27,7 @@ class Dense(Algorithm[NoState | ResidualState]):
     """
 
     name: ClassVar[str] = "dense"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "unbiased"})
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates", "unbiased"})
     value_code: str = "float32"
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class GlobalTopK(Sparsifier[ResidualState]):
 
     name: ClassVar[str] = "global-topk"
     promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "shared_support"}
+        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
     )
 
     def init(self, worker: Worker) -> ResidualState:

@@ -131,5 +131,21 @@ class PosteriorScore:
             )
 
 
+def check_score(score: object) -> None:
+    """Refuse a score that is neither magnitude (None) nor a `PosteriorScore`."""
+    if score is not None and not isinstance(score, PosteriorScore):
+        raise ArgumentError(f"score must be None (magnitude) or a PosteriorScore, got {score!r}")
+
+
+def damping_of(
+    score: PosteriorScore | None, last: LastSent, residual: Tensor, grad: Tensor, worker: Worker
+) -> dict[str, Tensor]:
+    """`damped` and `damping` of a selection from residual + grad; nothing if it goes by magnitude."""
+    if score is None:
+        return {}
+    damping = score.damping(last, lambda at: residual.gather(-1, at) + grad.gather(-1, at), worker)
+    return {"damped": last.indices, "damping": damping}
+
+
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)

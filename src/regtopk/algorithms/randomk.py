@@ -32,7 +32,7 @@ class RandomK(Sparsifier[ResidualState]):
 
     name: ClassVar[str] = "randomk"
     promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "shared_support"}
+        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
     )
     seed: int = 0
 

@@ -52,7 +52,9 @@ class RegTopK(PosteriorScore, Sparsifier[RegTopKState]):
     """
 
     name: ClassVar[str] = "regtopk"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "dense_at_full_density", "exact_k"})
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""

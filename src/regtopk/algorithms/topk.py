@@ -27,7 +27,9 @@ class TopK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "topk"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "dense_at_full_density", "exact_k"})
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
+    )
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""

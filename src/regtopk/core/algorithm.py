@@ -8,7 +8,7 @@ shape (J,), and in the simulator, on all workers at once as (N, J).
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
@@ -29,6 +29,7 @@ Promise = Literal[
     "shared_support",  # all workers send the same entries
     "dense_at_full_density",  # with k = J the aggregate is Dense's
     "unbiased",  # over its random draws, the mean aggregate is sum_n w_n g_n
+    "replicates",  # runs R independent clusters, (R, N, J), at once: no size depends on the gradients
 ]
 
 
@@ -113,4 +114,7 @@ def _plain(option: Any) -> Any:
         return str(option)
     if option is None or isinstance(option, (bool, int, float, str)):
         return option
+    if is_dataclass(option) and not isinstance(option, type):
+        parts = (f"{f.name}={_plain(getattr(option, f.name))}" for f in fields(option))
+        return f"{type(option).__name__}({', '.join(parts)})"
     return getattr(option, "__name__", None) or repr(option)

@@ -60,6 +60,15 @@ def to_dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     return values.new_zeros(*values.shape[:-1], numel).scatter_(-1, indices, values)
 
 
+def clear_at_(dense: Tensor, sparse: SparseGradient) -> None:
+    """Zero a vector, (..., J), where a worker sends."""
+    indices, _ = sparse.without_padding()
+    there = dense.gather(-1, indices)
+    if sparse.is_valid is not None:
+        there = there.where(sparse.is_valid, 0)
+    dense.scatter_add_(-1, indices, -there)  # adds: padding, zeros for entry 0, must not touch it
+
+
 def index_set(indices: Tensor, numel: int, count: Tensor | None = None) -> SparseGradient:
     """Entries without values, as a message holds them when only their indices matter."""
     return SparseGradient(indices, torch.zeros_like(indices, dtype=torch.float32), numel, count, "none")

@@ -1,0 +1,105 @@
+"""Consensus: the workers agree on one support, to which each contributes its best entries."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regtopk.algorithms.posterior import LastSent, PosteriorScore, check_score, damping_of
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.codes import VALUE_CODES, is_lossless
+from regtopk.core.options import check_choice, check_integer
+from regtopk.core.random import random_sequence
+from regtopk.core.requests import DenseSum, Gather
+from regtopk.core.selection import find_largest_, take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import per_worker
+from regtopk.core.worker import Worker
+
+
+@dataclass
+class ConsensusState(LastSent):
+    """The residual, and, for RegTop-k's score, what was sent last."""
+
+    residual: Tensor = per_worker("weighted_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consensus(Sparsifier[ConsensusState]):
+    """All workers send the same k entries: the best k / N of each, gathered first.
+
+    a_n = e_n + g_n
+    p_n = the ceil(k / N) entries of largest |a_n| (or RegTop-k's score), gathered as index sets
+    s = the first k distinct entries of p_1, p_2, ..., p_N, and then of a random sequence (seed, t)
+    send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
+
+    An index is sent by one worker and serves all, and the sum is a dense one of k values: an entry costs a
+    value and 1/N of an index, and what a worker sends and receives is O(k) at any N. Where proposals
+    coincide the support is filled up at random, so a step sends exactly k entries, and none waits for ever.
+    On a shared support every worker learns the exact sum of the others, which RegTop-k's score assumes.
+
+    Args:
+        density: k / J in (0, 1], of the support; or give ``k``.
+        k: entries of the support.
+        value_code: how values are coded on the way to those who sum them.
+        sum_code: how the sums are coded on the way back. What a lossy code takes from them is carried by
+            the worker who summed, in its residual.
+        score: None proposes by magnitude; a `PosteriorScore` by RegTop-k's.
+        seed: an integer, of the random entries.
+
+    Where N does not divide k, one of the proposals of up to N - 1 workers is left out; the worker whose
+    proposals come first is another one every step.
+    """
+
+    name: ClassVar[str] = "consensus"
+    # a worker conserves its own with a lossless sum_code; with any other, all of them together do
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
+    )
+    sum_code: str = "float32"
+    score: PosteriorScore | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_choice("sum_code", self.sum_code, VALUE_CODES)
+        check_score(self.score)
+        check_integer("seed", self.seed)
+
+    def init(self, worker: Worker) -> ConsensusState:
+        """Nothing is carried, and nothing was sent."""
+        num_damped = 0 if self.score is None else self.num_selected(worker)
+        last_sent = LastSent.nothing(worker, num_damped)
+        return ConsensusState(residual=worker.zeros(), **last_sent)
+
+    def exchange(self, grad: Tensor, state: ConsensusState, worker: Worker) -> Conversation:
+        """One step of consensus."""
+        k, residual, senders = self.num_selected(worker), state.residual, worker.senders
+        damping = damping_of(self.score, state, residual, grad, worker)
+        own = find_largest_(residual, grad, -(-k // len(senders)), **damping)
+        gathered = yield Gather(own, numel=worker.numel)
+        drawn = random_sequence(worker.numel, k, self.seed, worker.step).to(grad.device)
+        support = first_distinct(gathered.joined(senders), drawn, k)
+        values = take_at_(residual, None, support, code=self.value_code)
+        loss = None if is_lossless(self.sum_code) else torch.empty_like(values)
+        total = yield DenseSum(values, worker.weight, self.value_code, self.sum_code, loss)
+        indices = support.expand(values.shape)
+        if loss is not None:
+            residual.scatter_add_(-1, indices, loss)
+        aggregate = to_dense(support, total, worker.numel)
+        if self.score is not None:
+            state.remember(indices, values, aggregate, worker)
+        return aggregate
+
+
+def first_distinct(proposed: Tensor, drawn: Tensor, k: int) -> Tensor:
+    """The first k distinct of the proposed entries, (..., m), and then the k drawn; (..., k) ascending."""
+    entries = torch.cat([proposed, drawn.expand(*proposed.shape[:-1], k)], dim=-1)
+    ascending, place = entries.sort(dim=-1, stable=True)
+    is_repeated = torch.zeros_like(ascending, dtype=torch.bool)
+    is_repeated[..., 1:] = ascending[..., 1:] == ascending[..., :-1]
+    place = place.masked_fill(is_repeated, entries.shape[-1])
+    kept = place.topk(k, dim=-1, largest=False, sorted=False).indices
+    return ascending.gather(-1, kept.sort(dim=-1).values)

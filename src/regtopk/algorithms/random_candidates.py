@@ -1,0 +1,64 @@
+"""Random candidates: the workers choose from the same random entries, and meet more often."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.options import check_integer
+from regtopk.core.random import random_subset
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_largest_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomCandidates(Sparsifier[ResidualState]):
+    """Top-k among candidates that all workers draw from one seed.
+
+    a_n = e_n + g_n
+    c = min(J, factor k) distinct entries drawn by (seed, t), the same on all workers
+    s_n = Top_k(|a_n|) among c, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
+    e_n := a_n - s_n * a_n
+
+    Indices are those among the candidates: log2(factor) bits and a little, whatever J is.
+
+    Args:
+        density: k / J in (0, 1]; or give ``k``.
+        k: entries a worker sends.
+        value_code: how values are coded on the wire.
+        factor: candidates for each entry sent, >= 1; 1 is Random-k.
+        seed: an integer; the draw is a function of (seed, t), so it is the same after a resume.
+    """
+
+    name: ClassVar[str] = "random-candidates"
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
+    )
+    factor: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_integer("factor", self.factor, at_least=1)
+        check_integer("seed", self.seed)
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step: Top-k of the candidates as a vector of their own."""
+        k = self.num_selected(worker)
+        num_candidates = min(worker.numel, self.factor * k)
+        drawn = random_subset(worker.numel, num_candidates, self.seed, worker.step).to(grad.device)
+        candidates = drawn.expand(*grad.shape[:-1], num_candidates)
+        part = state.residual.gather(-1, candidates)
+        sent = take_largest_(part, grad.gather(-1, candidates), k, code=self.value_code)
+        state.residual.add_(grad).scatter_(-1, candidates, part)
+        total = yield SparseSum(sent, worker.weight)
+        return to_dense(drawn.expand(total.shape), total, worker.numel)

@@ -1,0 +1,65 @@
+"""ScaleCom: one worker's largest entries are everybody's, so that sums need no indices."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.options import check_number
+from regtopk.core.requests import Broadcast, DenseSum
+from regtopk.core.selection import find_largest_, take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleCom(Sparsifier[ResidualState]):
+    """Cyclic local Top-k with a low-pass filter on the residual (Chen et al. 2020).
+
+    a_n = e_n + g_n
+    s = Top_k(|a_l|) of the leader l, who is another worker every step (t mod N), broadcast to all
+    send s * a_n, receive g = sum_n w_n (s * a_n)
+    e_n := (1 - beta) e_n + beta (a_n - s * a_n)
+
+    It rests on workers whose residuals look alike: with data that differ, the leader's entries are not
+    what the others need.
+
+    Args:
+        density: k / J in (0, 1]; or give ``k``.
+        k: entries a worker sends.
+        value_code: how values are coded on the wire.
+        beta: of the low-pass filter, in (0, 1]; 1 is plain error feedback. The paper has about 0.1 with
+            large batches and learning rates.
+
+    Differs from the paper: the leader's Top-k is exact, not one of every chunk. Workers of weight zero do
+    not lead. No filter by default, since a filter loses part of the gradient.
+    """
+
+    name: ClassVar[str] = "scalecom"
+    # it conserves with beta 1
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
+    )
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_number("beta", self.beta, "in (0, 1]", lambda x: 0 < x <= 1)
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step of ScaleCom."""
+        k, leader = self.num_selected(worker), worker.senders[0]
+        accumulated = state.residual.clone()
+        own = find_largest_(accumulated, grad, k)
+        indices = yield Broadcast(own, leader, worker.numel)
+        values = take_at_(accumulated, None, indices, code=self.value_code)
+        state.residual.mul_(1 - self.beta).add_(self.beta * accumulated)
+        total = yield DenseSum(values, worker.weight, self.value_code)
+        return to_dense(indices, total, worker.numel)
