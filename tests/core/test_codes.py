@@ -19,10 +19,10 @@ from regtopk.core.codes import (
 from regtopk.errors import ArgumentError
 
 LOSSY = VALUE_CODES[1:]
-BLOCK_CODES = ("int8", "4bit", "2bit")
+BLOCK_CODES = ("int8", "4bit", "2bit", "sign")
 FLOATS = {torch.float32: (torch.int32, 32), torch.float64: (torch.int64, 64)}
 
-codes = st.sampled_from(VALUE_CODES)
+codes = st.sampled_from((*VALUE_CODES, "sign"))
 
 
 @st.composite
@@ -57,7 +57,7 @@ def test_quantise_is_idempotent_odd_finite_and_keeps_zeros(x: Tensor, code: str)
     assert bool(torch.isfinite(q).all())
     assert same_bits(quantise(q, code), q)
     assert same_bits(quantise(-x, code), -q)
-    assert not bool(q[x == 0].any())
+    assert code == "sign" or not bool(q[x == 0].any())
     if code == "float32":
         assert q is x
 
@@ -132,6 +132,12 @@ def test_two_bits_send_the_means_of_small_and_large() -> None:
     assert quantise(torch.tensor([1.0, -1.5, 8.0, -9.0]), "2bit").tolist() == [1.25, -1.25, 8.5, -8.5]
 
 
+def test_signs_send_the_means_of_either_side() -> None:
+    assert quantise(torch.tensor([1.0, -1.5, 8.0, -9.0]), "sign").tolist() == [4.5, -5.25, 4.5, -5.25]
+    same = torch.tensor(0.1) * torch.tensor([1, -1, -1] * 100)
+    assert torch.equal(quantise(same, "sign"), same)
+
+
 def test_saturation() -> None:
     x = torch.tensor([1e300, -1e300, 1e5, 3.4e38], dtype=torch.float64)
     assert quantise(x, "float16").tolist() == [65504.0, -65504.0, 65504.0, 65504.0]
@@ -142,6 +148,8 @@ def test_saturation() -> None:
 def test_unknown_codes_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"value_code must be one of float32, .* got '3bit'"):
         check_value_code("3bit")
+    with pytest.raises(ArgumentError, match="value_code must be one of"):
+        check_value_code("sign")  # not for users
     with pytest.raises(ArgumentError, match=r"index_code must be one of elias-fano, .* got 'bitmap'"):
         check_index_code("bitmap")
     with pytest.raises(ArgumentError, match=r"numel must be in 0\.\.4294967296 .*'raw32', got 4294967297"):
@@ -163,4 +171,5 @@ def test_sizes_meet_the_budget_of_resnet18_at_a_thousandth() -> None:
 def test_segments_need_no_indices() -> None:
     assert segment_bytes(1000, dtype=torch.float32, value_code="float32") == 32 + 4000
     assert segment_bytes(1000, dtype=torch.float32, value_code="2bit") == 32 + 64 + 252
+    assert segment_bytes(1000, dtype=torch.float32, value_code="sign") == 32 + 64 + 128
     assert segment_bytes(0, dtype=torch.float32, value_code="4bit") == 32

@@ -4,8 +4,8 @@ import struct
 from fractions import Fraction
 
 INDEX_CODES = {1: "elias-fano", 2: "bitmap", 3: "rice", 4: "raw32"}
-VALUE_BITS = {1: 32, 2: 64, 3: 16, 4: 16, 5: 8, 6: 4, 7: 2}
-NUM_SCALES = {5: 1, 6: 2, 7: 2}
+VALUE_BITS = {1: 32, 2: 64, 3: 16, 4: 16, 5: 8, 6: 4, 7: 2, 8: 1}
+NUM_SCALES = {5: 1, 6: 2, 7: 2, 8: 2}
 
 
 def checksum(message: bytes) -> int:
@@ -64,6 +64,9 @@ def _value(symbol: int, scales: list[float], value_id: int) -> float:
         return _single(symbol << 16)
     if value_id == 4:
         return float(struct.unpack("<e", struct.pack("<H", symbol))[0])
+    if value_id == 8:
+        minus, plus = scales
+        return -minus if symbol else plus
     num_levels = 1 << VALUE_BITS[value_id] - 1
     sign, level = (-1 if symbol >= num_levels else 1), symbol % num_levels
     if value_id == 5:

@@ -33,7 +33,7 @@ def flip(message: Tensor, *bits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("index_code", INDEX_CODES)
-@pytest.mark.parametrize("value_code", VALUE_CODES)
+@pytest.mark.parametrize("value_code", (*VALUE_CODES, "sign"))
 @pytest.mark.parametrize(("numel", "k"), [(3000, 9), (100, 60)])
 def test_every_single_bit_counts(index_code: str, value_code: str, numel: int, k: int) -> None:
     """The second size is sent as a bitmap."""
@@ -116,7 +116,15 @@ def test_forged_messages_are_refused_or_sound() -> None:
 
 @pytest.mark.parametrize(
     ("value_code", "word", "value"),
-    [("float32", 9, "inf"), ("float32", 9, "nan"), ("int8", 8, "-1"), ("4bit", 8, "5"), ("2bit", 9, "inf")],
+    [
+        ("float32", 9, "inf"),
+        ("float32", 9, "nan"),
+        ("int8", 8, "-1"),
+        ("4bit", 8, "5"),
+        ("2bit", 9, "inf"),
+        ("sign", 8, "inf"),
+        ("sign", 9, "-1"),
+    ],
 )
 def test_forged_values_and_scales_are_refused(value_code: str, word: int, value: str) -> None:
     """Not finite, negative, or lo above hi."""

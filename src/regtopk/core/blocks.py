@@ -8,21 +8,26 @@ Of the n + 1 magnitudes of a block of 128 consecutive values, lo is the smallest
     4bit   T_i = i (i+1) / 2, n = 7  lo = min |x|   hi = max |x|   two: lo, hi
     2bit   T_i = i, n = 1            lo, hi = the means of the block's small and large magnitudes, lo = 0 if
                                      one of them is zero           two: lo, hi
+    sign   n = 0, a magnitude for    the means of the block's positive and of its negative magnitudes
+           either sign                                             two: minus, plus
 
 What survives Top-k lies between a threshold and a tail, so levels from lo to hi, closer near lo, lose two to
 four times less than levels from zero; and a 2-bit code that sends its maximum and a fixed part of it loses
 more than it keeps on a heavy tail, and diverges under error feedback (docs/wire-format.md has the table).
 Here the loss is always a contraction, ||x - Q(x)||^2 <= (1 - 1/128) ||x||^2: int8 and 4bit offer every value
-a magnitude no larger than its own and send the maximum exactly; 2bit sends means.
+a magnitude no larger than its own and send the maximum exactly; 2bit and sign send means. "sign" is not for
+users to choose: it has no zero, and serves algorithms that send nothing but a sign and a common magnitude.
 """
 
 import torch
 from torch import Tensor
 
-BLOCK = 128  # values that share their scales
-NUM_SCALES = {"int8": 1, "4bit": 2, "2bit": 2}
+from regtopk.core.exact import power_of_two
 
-_NUM_LEVELS = {"int8": 128, "4bit": 8, "2bit": 2}
+BLOCK = 128  # values that share their scales
+NUM_SCALES = {"int8": 1, "4bit": 2, "2bit": 2, "sign": 2}
+
+_NUM_LEVELS = {"int8": 128, "4bit": 8, "2bit": 2, "sign": 1}
 _FRACTION_BITS = 40
 _NUM_REFINEMENTS = 3
 
@@ -32,7 +37,7 @@ def to_symbols(values: Tensor, code: str, count: Tensor | None = None) -> tuple[
 
     Returns:
         Symbols, (..., m) uint8: the level, and above it the sign; zero in padding. Scales, (..., blocks,
-        1 or 2) float32: hi, or lo and hi; zero in blocks that are all padding.
+        1 or 2) float32: hi, lo and hi, or minus and plus; zero in blocks that are all padding.
     """
     size = values.shape[-1]
     num_blocks = -(-size // BLOCK)
@@ -40,9 +45,15 @@ def to_symbols(values: Tensor, code: str, count: Tensor | None = None) -> tuple[
     place = torch.arange(num_blocks * BLOCK, device=values.device).view(num_blocks, BLOCK)
     is_valid = place < (size if count is None else count[..., None, None])
     magnitude = blocks.abs().masked_fill(~is_valid, 0.0)
-    scales = _scales(magnitude, is_valid, code)
-    symbols = _nearest_level(magnitude, scales, code)
-    symbols += blocks.signbit() * _NUM_LEVELS[code]
+    is_negative = blocks.signbit()
+    symbols = is_negative.to(torch.uint8) * _NUM_LEVELS[code]
+    if code == "sign":
+        scales = torch.cat(
+            [_mean_where(is_sign & is_valid, magnitude) for is_sign in (is_negative, ~is_negative)], dim=-1
+        )
+    else:
+        scales = _scales(magnitude, is_valid, code)
+        symbols += _nearest_level(magnitude, scales, code)
     return (symbols * is_valid).flatten(-2)[..., :size], scales
 
 
@@ -50,6 +61,9 @@ def dequantise(symbols: Tensor, scales: Tensor, code: str) -> Tensor:
     """The values, (..., m) float32, of symbols (..., m) and scales (..., blocks, 1 or 2)."""
     size, num_levels = symbols.shape[-1], _NUM_LEVELS[code]
     symbols = _in_blocks(symbols, scales.shape[-2])
+    if code == "sign":
+        minus, plus = scales.split(1, dim=-1)
+        return torch.where(symbols == 0, plus, -minus).flatten(-2)[..., :size]
     level = symbols & (num_levels - 1)
     if code == "int8":
         magnitude = scales * (level.float() / (num_levels - 1))
@@ -107,7 +121,7 @@ def _two_means(magnitude: Tensor, is_valid: Tensor, low: Tensor, high: Tensor) -
     order of addition, so a batch, a single worker and a GPU agree to the bit.
     """
     exponent = torch.frexp(high).exponent
-    unit = _power_of_two(_FRACTION_BITS - exponent)
+    unit = power_of_two(_FRACTION_BITS - exponent)
     fixed, lo, hi = ((x * unit + 0.5).long() for x in (magnitude, low, high))
     total, num_valid = fixed.sum(-1, keepdim=True), is_valid.sum(-1, keepdim=True)
     holds_no_zero = low > 0
@@ -117,15 +131,19 @@ def _two_means(magnitude: Tensor, is_valid: Tensor, low: Tensor, high: Tensor) -
         upper = (fixed * is_upper).sum(-1, keepdim=True)
         hi = torch.where(num_upper > 0, _mean(upper, num_upper), hi)
         lo = _mean(total - upper, num_valid - num_upper) * holds_no_zero
-    unit = _power_of_two(exponent - _FRACTION_BITS)
+    unit = power_of_two(exponent - _FRACTION_BITS)
     return (torch.cat([lo, hi], dim=-1) * unit).float()
+
+
+def _mean_where(is_counted: Tensor, magnitude: Tensor) -> Tensor:
+    """The mean of some magnitudes of each block, (..., blocks, 1) float32, zero if there are none."""
+    counted = magnitude * is_counted
+    exponent = torch.frexp(counted.amax(-1, keepdim=True)).exponent
+    fixed = (counted * power_of_two(_FRACTION_BITS - exponent) + 0.5).long()
+    mean = _mean(fixed.sum(-1, keepdim=True), is_counted.sum(-1, keepdim=True))
+    return (mean * power_of_two(exponent - _FRACTION_BITS)).float()
 
 
 def _mean(total: Tensor, num: Tensor) -> Tensor:
     num = num.clamp(min=1)
     return (2 * total + num) // (2 * num)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, exactly: `pow` need not be on every device."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -2,7 +2,8 @@
 
 A value code says how values travel: "float32" as they are (a float64 gradient is not rounded by it: its
 values travel in their own 8 bytes), "bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit"
-and "2bit" as a sign and one of 128, 8 or 2 magnitudes of each block (`core.blocks`).
+and "2bit" as a sign and one of 128, 8 or 2 magnitudes of each block (`core.blocks`). Users choose from these;
+"sign", one bit a value, is what algorithms use that send a sign and a common magnitude.
 
 A message is a frame of 32 bytes, the values, and the indices, each section in whole 32-bit words. All index
 codes are the same two sections, fields of a fixed width and unary bits: `index_layout` gives their sizes,
@@ -37,6 +38,7 @@ VALUE_BITS = {
     "int8": 8,
     "4bit": 4,
     "2bit": 2,
+    "sign": 1,
 }
 _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,7 +62,7 @@ def check_index_code(index_code: str, numel: int | None = None) -> str:
 
 def is_lossless(value_code: str) -> bool:
     """Whether values travel as they are."""
-    return check_value_code(value_code) == "float32"
+    return value_code == "float32"
 
 
 def wire_code(dtype: torch.dtype, value_code: str) -> str:
@@ -74,12 +76,12 @@ def wire_code(dtype: torch.dtype, value_code: str) -> str:
 def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     """The values as the receiver will see them: what a code loses is lost here.
 
-    Idempotent, odd, zero for zero, and finite for finite values (too large ones saturate). Blocks run
-    along the last dimension from its start.
+    Idempotent, odd, zero for zero (but for "sign", which has none), and finite for finite values (too large
+    ones saturate). Blocks run along the last dimension from its start.
 
     Args:
         values: (..., m), float32 or float64, finite.
-        code: one of `VALUE_CODES`.
+        code: one of `VALUE_CODES`, or "sign".
         count: (...,) int64: entries from there on are padding. They do not touch the others, and come
             back as zero if the code has blocks.
     """

@@ -26,6 +26,7 @@ VALUE_IDS = {
     "int8": 5,
     "4bit": 6,
     "2bit": 7,
+    "sign": 8,
 }
 
 # What can be wrong with a message; bit i of a status stands for entry i.
