@@ -2,24 +2,22 @@
 
 import json
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from regtopk import ALGORITHMS, __version__
-from regtopk.errors import ArgumentError, OutputError, RegtopkError
+from regtopk.cli.compare import compare
+from regtopk.cli.parts import Force, Json, Settings, as_typed, progress_bar, say_errors, show
+from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
-from regtopk.report import format_number, write_report
+from regtopk.report import write_report
 from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
 
 app = typer.Typer(
@@ -29,13 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-P = ParamSpec("P")
-T = TypeVar("T")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
-]
 DEMO_PARTS: dict[str, list[str]] = {"train": [], "fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
 DEMO = {
     "experiment": "demo",
@@ -59,24 +50,6 @@ TRAIN_OPTIONS = {
     "num_steps": "--steps",
     "lr": "--lr",
 }
-Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
-
-
-def say_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """Turn our own errors into one line and exit code 2, and Ctrl-C into exit code 130."""
-
-    @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return command(*args, **kwargs)
-        except RegtopkError as error:
-            typer.echo(f"regtopk: {error}", err=True)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("regtopk: interrupted", err=True)
-            raise typer.Exit(130) from None
-
-    return wrapped
 
 
 def _print_version(wanted: bool) -> None:
@@ -146,7 +119,7 @@ def reproduce(
         chosen.append(f"device={device}")
     folder = out or Path("out") / experiment
     summary = _run(experiment, chosen, folder, force=force)
-    _show(summary, {experiment: summary}, write_report(folder), as_json=as_json)
+    show(summary, {experiment: summary}, write_report(folder), as_json=as_json)
 
 
 def _option(field: str, text: str) -> Any:
@@ -187,7 +160,7 @@ def train(
     }
     chosen = [f"{name}={value}" for name, value in given.items() if value is not None]
     summary = _run(TRAIN.name, [*chosen, *(settings or ())], out, force=force)
-    _show(summary, {TRAIN.name: summary}, write_report(out), as_json=as_json)
+    show(summary, {TRAIN.name: summary}, write_report(out), as_json=as_json)
 
 
 @app.command()
@@ -203,7 +176,7 @@ def demo(
     write_json(out / CONFIG, {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)})
     summaries = {name: _run(name, chosen, out / name, force=force) for name, chosen in DEMO_PARTS.items()}
     write_json(out / SUMMARY, summaries)
-    _show(summaries, summaries, write_report(out), as_json=as_json)
+    show(summaries, summaries, write_report(out), as_json=as_json)
 
 
 @app.command()
@@ -217,10 +190,10 @@ def _run(name: str, settings: Sequence[str], folder: Path, *, force: bool) -> di
     experiment = RUNS[name]
     config = parse_settings(experiment.config, settings)
     if name == TRAIN.name:
-        command = ["train", *_options(settings, TRAIN_OPTIONS)]
+        command = ["train", *as_typed(settings, TRAIN_OPTIONS)]
     else:
-        command = ["reproduce", name, *_options(settings, OPTIONS)]
-    with _progress_bar(name) as progress:
+        command = ["reproduce", name, *as_typed(settings, OPTIONS)]
+    with progress_bar(name) as progress:
         return experiment.record(
             config, folder, command=shlex.join(["regtopk", *command]), force=force, progress=progress
         )
@@ -233,38 +206,4 @@ def _holds_demo(folder: Path) -> bool:
         return False
 
 
-def _options(settings: Sequence[str], short: Mapping[str, str]) -> Iterator[str]:
-    """The settings as one would type them."""
-    for word in settings:
-        key, _, value = word.partition("=")
-        yield from (short[key], value) if key in short else ("--set", word)
-
-
-@contextmanager
-def _progress_bar(label: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr, silent where that is no terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(label, total=1.0)
-        yield lambda fraction: bar.update(task, completed=fraction)
-
-
-def _show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
-    """Print the JSON, or one table (a column a method, a row a measure) and where the page is."""
-    if as_json:
-        typer.echo(json.dumps(content, indent=2))
-        return
-    rows = [row for summary in summaries.values() for row in summary["table"]]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in columns:
-        is_label = column == "measure"
-        table.add_column("" if is_label else column, justify="left" if is_label else "right")
-    for name, summary in summaries.items():
-        table.add_section()
-        table.add_row(name, style="bold")
-        for row in summary["table"]:
-            table.add_row(*(format_number(row.get(column)) for column in columns))
-    Console().print(table)
-    typer.echo(f"{page}")
+app.command()(compare)
