@@ -12,8 +12,8 @@ Of the n + 1 magnitudes of a block of 128 consecutive values, lo is the smallest
            either sign                                             two: minus, plus
 
 What survives Top-k lies between a threshold and a tail, so levels from lo to hi, closer near lo, lose two to
-four times less than levels from zero; and a 2-bit code that sends its maximum and a fixed part of it loses
-more than it keeps on a heavy tail, and diverges under error feedback (docs/wire-format.md has the table).
+four times less than levels from zero; and a 2-bit code that sends the maximum or a fixed part of it adds more
+than there is on a heavy tail, so its residual grows (docs/wire-format.md has the table).
 Here the loss is always a contraction, ||x - Q(x)||^2 <= (1 - 1/128) ||x||^2: int8 and 4bit offer every value
 a magnitude no larger than its own and send the maximum exactly; 2bit and sign send means. "sign" is not for
 users to choose: it has no zero, and serves algorithms that send nothing but a sign and a common magnitude.
