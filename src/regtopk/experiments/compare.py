@@ -20,6 +20,7 @@ from regtopk.experiments.settings import check_count, check_device
 from regtopk.experiments.splits import check_split
 from regtopk.experiments.statistics import paired_difference, spread
 from regtopk.experiments.tasks import TASKS, Task, TaskConfig
+from regtopk.experiments.threads import threads_for
 from regtopk.runs import Panel, Record
 
 LAST_EVALUATIONS = 3  # what "final" averages over, where a number is noisy
@@ -139,6 +140,11 @@ def run(config: CompareConfig, progress: Progress) -> Iterator[Record]:
     make_task = TASKS[config.task]
     task = make_task(config.task_config(), range(config.num_seeds))
     tuning = make_task(config.task_config(), [config.num_seeds]) if len(config.lrs) > 1 else None
+    with threads_for(task.layout.numel):
+        yield from _run(config, task, tuning, progress)
+
+
+def _run(config: CompareConfig, task: Task, tuning: Task | None, progress: Progress) -> Iterator[Record]:
     plan = _plan(config, task)
     for place, (method, density) in enumerate(plan):
         lr = _best_lr(config, tuning, method, density) if tuning else config.lrs[0]

@@ -21,6 +21,7 @@ from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.errors import ArgumentError
 from regtopk.experiments.experiment import Experiment, Progress, Summary
 from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.threads import threads_for
 from regtopk.runs import Panel, Record
 from regtopk.simulate import Cluster
 
@@ -132,12 +133,8 @@ def algorithms(config: Fig2Config) -> dict[tuple[str, float], Algorithm[Any]]:
 
 def run(config: Fig2Config, progress: Progress) -> Iterator[Record]:
     """Yield, every so often, each method's distances from the optimum, one for each seed."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small: handing them to threads costs more than it saves
-    try:
+    with threads_for(config.numel):
         yield from _run(config, progress)
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _run(config: Fig2Config, progress: Progress) -> Iterator[Record]:
