@@ -26,10 +26,10 @@ def dense_sum(driver: "ProcessGroupDriver", request: DenseSum) -> Tensor:
     x = request.tensor.to(request.weight.dtype)
     regions = dense_regions(x.numel(), driver.weights.tolist())
     region = regions[driver.rank]
+    if driver.is_idle:
+        x = x[:0]
     with driver.watch.phase("encode_s"):
-        parts = [
-            _encoded(x[start:end][: 0 if driver.is_idle else None], request.code) for start, end in regions
-        ]
+        parts = [_encoded(x[start:end], request.code) for start, end in regions]
     with driver.watch.phase("collective_s"):
         own_size = _segment_size(region, x.dtype, request.code)
         sizes = [own_size if rank in driver.active else 0 for rank in range(driver.num_workers)]

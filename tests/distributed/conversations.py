@@ -1,0 +1,91 @@
+"""Algorithms that only tests need: they ask for everything a driver can answer."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.core.algorithm import Algorithm, Conversation, Promise
+from regtopk.core.codes import quantise
+from regtopk.core.requests import Broadcast, DenseSum, Gather, SparseSum
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Algorithm[ResidualState]):
+    """Send every entry of at least a threshold: as many as there are, or none."""
+
+    name: ClassVar[str] = "threshold"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
+    threshold: float
+
+    def init(self, worker: Worker) -> ResidualState:
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        taken = kernels.take_above_(state.residual, grad, self.threshold, worker.numel)
+        sparse = SparseGradient(taken.indices, taken.values, worker.numel, taken.count)
+        aggregate: Tensor = yield SparseSum(sparse, worker.weight)
+        return aggregate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyRounds(Algorithm[ResidualState]):
+    """Agree on entries in four rounds, then add them.
+
+    Workers tell their largest entries, some more of them than others (Gather), and how sure they are
+    (Gather of int16, a dtype that not every backend knows); one of them, another each step, adds entries of
+    its own (Broadcast); what is sent is the union (SparseSum).
+    """
+
+    name: ClassVar[str] = "many-rounds"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
+    k: int
+
+    def init(self, worker: Worker) -> ResidualState:
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        state.residual += grad
+        largest = _largest(state.residual, self.k)
+        count = self.k - (worker.index.expand(*worker.batch_shape, 1).squeeze(-1) + worker.step) % 3
+        told = yield Gather(largest, count, numel=worker.numel)
+        sure = yield Gather(largest.to(torch.int16) % 100, count)
+        hints = yield Broadcast(largest.flip(-1).to(torch.float64), source=worker.step % worker.num_workers)
+        more = yield Broadcast(largest, source=worker.step % worker.num_workers, numel=worker.numel)
+        is_meant = torch.arange(told.rows.shape[-1]) < told.counts.unsqueeze(-1)
+        told_twice = told.rows[is_meant][sure.rows[..., : told.rows.shape[-1]][is_meant] % 2 == 0]
+        union = torch.cat([told_twice, hints.long()[: self.k // 2], more[: self.k // 2]]).unique()
+        union = union.expand(*worker.batch_shape, len(union))
+        values = kernels.take_at_(state.residual, None, union)
+        aggregate: Tensor = yield SparseSum(SparseGradient(union, values, worker.numel), worker.weight)
+        return aggregate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedSums(Algorithm[ResidualState]):
+    """Dense, coded on the way to the owner of each region, and coded again on the way back."""
+
+    name: ClassVar[str] = "coded-sums"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
+    code: str = "4bit"
+    sum_code: str = "4bit"
+
+    def init(self, worker: Worker) -> ResidualState:
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        sent = quantise(state.residual.add_(grad), self.code)
+        state.residual.sub_(sent)
+        loss = torch.full_like(sent, torch.nan)  # the driver must write all of it
+        aggregate: Tensor = yield DenseSum(sent, worker.weight, self.code, self.sum_code, loss)
+        state.residual.add_(loss)
+        return aggregate
+
+
+def _largest(residual: Tensor, k: int) -> Tensor:
+    return residual.abs().topk(k, dim=-1).indices.sort(dim=-1).values

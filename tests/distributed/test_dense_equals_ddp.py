@@ -1,0 +1,142 @@
+"""With density 1 nothing is left out: training must go as DistributedDataParallel goes without a hook."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
+
+NUM_STEPS = 20
+# Four ranks add in another order than gloo's all_reduce, so each of 20 steps may round a sum of four terms
+# differently: by at most 3 units of 2^-24 of terms below 2, times a step length of 0.1, which is 7e-7 in all.
+# (Adam divides by the gradient's own size, so it blows such a difference up: there, in float64.)
+TOLERANCE = {torch.float32: 7e-7, torch.float64: 1e-12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    name: str
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "sgd"
+    leaves_out: str = "nothing"  # or "unused", "every third", "on some ranks"
+    frozen: tuple[str, ...] = ()
+    accumulates: bool = False
+    is_autocast: bool = False
+    clips: bool = False
+    dtype: torch.dtype = torch.float32
+    zeroes_in_place: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+UNUSED = {"find_unused_parameters": True, **SMALL_BUCKETS}
+CASES = [
+    Case("one bucket"),
+    Case("several buckets", SMALL_BUCKETS),
+    Case("views of buckets", {"gradient_as_bucket_view": True, **SMALL_BUCKETS}),
+    Case("static graph", {"static_graph": True, **SMALL_BUCKETS}),
+    Case("static graph with unused parameters", {"static_graph": True, **SMALL_BUCKETS}, leaves_out="unused"),
+    Case("unused parameters", UNUSED, "adamw", leaves_out="unused"),
+    Case("unused every third step", UNUSED, "adamw", leaves_out="every third"),
+    Case("unused on some ranks", UNUSED, "momentum", leaves_out="on some ranks"),
+    Case(
+        "unused, views, zeroed in place",
+        {"gradient_as_bucket_view": True, **UNUSED},
+        "momentum",
+        leaves_out="every third",
+        zeroes_in_place=True,
+    ),
+    Case("frozen parameters", SMALL_BUCKETS, frozen=("first.weight", "middle.bias")),
+    Case("accumulation with no_sync", SMALL_BUCKETS, "momentum", accumulates=True),
+    Case("bf16 autocast", SMALL_BUCKETS, is_autocast=True),
+    Case("bf16 parameters", SMALL_BUCKETS, dtype=torch.bfloat16),
+    Case("momentum and clipping", SMALL_BUCKETS, "momentum", clips=True),
+    Case("adam", SMALL_BUCKETS, "adam", dtype=torch.float64),
+    Case("adamw", SMALL_BUCKETS, "adamw", dtype=torch.float64),
+]
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_are_bit_identical(two_ranks: Ranks, case: Case, scope: str) -> None:
+    for plain, hooked in two_ranks.run(train_both, case, scope):
+        assert torch.equal(plain, hooked)
+
+
+ON_FOUR = {
+    "one bucket",
+    "several buckets",
+    "unused every third step",
+    "accumulation with no_sync",
+    "bf16 autocast",
+    "adam",
+}
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_FOUR], ids=str)
+def test_four_ranks_agree_up_to_the_order_of_addition(four_ranks: Ranks, case: Case, scope: str) -> None:
+    results = four_ranks.run(train_both, case, scope)
+    for plain, hooked in results:
+        assert torch.equal(hooked, results[0][1])  # all ranks hold the same model
+        torch.testing.assert_close(hooked, plain, rtol=0, atol=TOLERANCE[case.dtype])
+
+
+def train_both(case: Case, scope: str) -> tuple[Tensor, Tensor]:
+    """The parameters after training without a hook and with ours."""
+    return train(case, None), train(case, scope)
+
+
+def train(case: Case, scope: str | None) -> Tensor:
+    net = make_net().to(case.dtype)
+    for name, p in net.named_parameters():
+        p.requires_grad_(name not in case.frozen)
+    model = DistributedDataParallel(net, **case.ddp)
+    exchange = None
+    if scope is not None:
+        exchange = regtopk.attach(model, regtopk.TopK(density=1.0), scope=scope)
+    optimizer = OPTIMIZERS[case.optimizer](p for p in net.parameters() if p.requires_grad)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad(set_to_none=not case.zeroes_in_place)
+        if case.accumulates:
+            with model.no_sync():
+                backward(case, model, step + 100)
+        backward(case, model, step)
+        if case.clips:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+    if exchange is not None:
+        num_buckets = len(exchange.groups.groups)
+        assert (num_buckets > 1) == (scope == "bucket" and "bucket_cap_mb" in case.ddp)
+        exchange.close()
+    return flat_parameters(net)
+
+
+def backward(case: Case, model: nn.Module, step: int) -> None:
+    with_extra = {
+        "nothing": True,
+        "unused": False,
+        "every third": step % 3 != 1,
+        "on some ranks": (step + dist.get_rank()) % 3 != 1,
+    }[case.leaves_out]
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if case.is_autocast else nullcontext()
+    with context:
+        loss = model(batch(step).to(case.dtype), with_extra=with_extra).square().mean()
+    loss.backward()

@@ -1,0 +1,112 @@
+"""Small models, batches and loops that the ranks of these tests run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from regtopk import errors
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
+
+
+class Net(nn.Module):
+    """Three layers (about 3,000 parameters) and an extra one that some steps and ranks leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 40)
+        self.extra = nn.Linear(40, 40)
+        self.middle = nn.Linear(40, 20)
+        self.last = nn.Linear(20, 3)
+
+    def forward(self, x: Tensor, with_extra: bool = True) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if with_extra:
+            x = x + torch.tanh(self.extra(x))
+        result: Tensor = self.last(torch.tanh(self.middle(x)))
+        return result
+
+
+def make_net() -> Net:
+    """The same net on every rank."""
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int, rank: int | None = None) -> Tensor:
+    """A rank's inputs of a step, (8, 20): the same in every process and after a resume."""
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model: nn.Module, step: int, **arguments: Any) -> Tensor:
+    """A loss whose gradients differ from rank to rank."""
+    loss: Tensor = model(batch(step), **arguments).square().mean()
+    return loss
+
+
+def ddp(**options: Any) -> DistributedDataParallel:
+    """A wrapped net."""
+    return DistributedDataParallel(make_net(), **options)
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def flat_gradients(model: nn.Module) -> Tensor:
+    """All gradients as one vector; zero where there is none."""
+    return torch.cat([_gradient(p).flatten() for p in model.parameters()])
+
+
+def _gradient(p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two nested structures are equal, tensors bit for bit."""
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict) and set(left) == set(right) and all(same(left[k], right[k]) for k in left)
+        )
+    if isinstance(left, (list, tuple)):
+        return (
+            type(left) is type(right)
+            and len(left) == len(right)
+            and all(same(a, b) for a, b in zip(left, right, strict=True))
+        )
+    return bool(left == right)
+
+
+def algorithm_state(exchange: Any) -> dict[str, Any]:
+    """What must not change in a skipped step: all of the state dict but the counts of bytes and times."""
+    saved: dict[str, Any] = exchange.state_dict()
+    for worker in saved["workers"].values():
+        del worker["total"]
+    return saved
+
+
+def refusal(act: Callable[[], Any]) -> tuple[str, str]:
+    """The kind and the text of the error that an act must end with."""
+    try:
+        act()
+    except errors.RegtopkError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was refused")
+
+
+@contextmanager
+def closing(exchange: Any) -> Iterator[Any]:
+    """An exchange that is closed afterwards."""
+    try:
+        yield exchange
+    finally:
+        exchange.close()
