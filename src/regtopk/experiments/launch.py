@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from regtopk.errors import ClusterError
@@ -25,7 +25,7 @@ FAILURE = "failure"  # the key of the one record that is not a record
 Entry = Callable[[Mapping[str, Any]], None]
 
 
-def launch(entry: Entry, settings: Mapping[str, Any], num_workers: int) -> Iterator[Record]:
+def launch(entry: Entry, settings: Mapping[str, Any], num_workers: int) -> Generator[Record, None, None]:
     """Call an importable function with the settings on every rank, and yield what the ranks `emit`.
 
     The ranks end with the iteration: when all are done, when one fails, or when the caller stops asking.

@@ -1,0 +1,63 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from regtopk.errors import ClusterError
+from regtopk.experiments.launch import launch
+from tests.experiments import ranks
+
+ROOT = Path(__file__).parents[2]
+CALLER = """
+from regtopk.experiments.launch import launch
+from tests.experiments import ranks
+for record in launch(ranks.sleep, {}, 2):
+    print(record["pid"], flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def wait_until_gone(pids: list[int], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"one of {pids} is still there"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_failing_rank_is_named_with_its_traceback() -> None:
+    with pytest.raises(ClusterError, match=r"rank 1 failed: ValueError: no luck here\nTraceback") as failure:
+        list(launch(ranks.fail, {"rank": 1}, 2))
+    assert "ranks.py" in str(failure.value)
+
+
+def test_every_rank_is_heard_and_ends_when_nobody_listens() -> None:
+    records = launch(ranks.sleep, {"word": "hello"}, 2)
+    heard = [next(records), next(records)]
+    assert sorted(record.pop("rank") for record in heard) == [0, 1]
+    pids = [record.pop("pid") for record in heard]
+    assert heard == [{"num_workers": 2, "word": "hello"}] * 2
+    records.close()
+    wait_until_gone(pids)
+
+
+def test_ranks_end_with_their_caller() -> None:
+    with subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        pids = [int(caller.stdout.readline()) for _ in range(2)]
+        caller.kill()
+    wait_until_gone(pids)
