@@ -38,6 +38,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ef21": [{}, {"eta": 0.3}],
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
     "scalecom": [{}, {"beta": 0.1}],
+    "strom": [{"tau": 2.0}, {"tau": 0.3, "max_density": 0.1}],
+    "gradient-dropping": [{}, {"per_layer": True, "sample": 0.01}],
+    "adacomp": [{}, {"bin_conv": 7, "bin_other": 10}],
+    "hard-threshold": [{}, {"k": None, "threshold": 20.0}],
+    "sidco": [{}, {"fit": "pareto"}, {"fit": "gamma"}],
 }
 
 # Options with which an algorithm does not keep all that its class promises.

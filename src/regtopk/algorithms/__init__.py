@@ -2,17 +2,23 @@
 
 from typing import Any
 
+from regtopk.algorithms.adacomp import AdaComp
 from regtopk.algorithms.chunked_topk import ChunkedTopK
 from regtopk.algorithms.consensus import Consensus
 from regtopk.algorithms.dense import Dense
 from regtopk.algorithms.dgc import DGC
+from regtopk.algorithms.dryden import Dryden
 from regtopk.algorithms.ef21 import EF21
 from regtopk.algorithms.global_topk import GlobalTopK
+from regtopk.algorithms.gradient_dropping import GradientDropping
 from regtopk.algorithms.gtopk import GTopK
+from regtopk.algorithms.hard_threshold import HardThreshold
 from regtopk.algorithms.random_candidates import RandomCandidates
 from regtopk.algorithms.randomk import RandomK
 from regtopk.algorithms.regtopk import RegTopK
 from regtopk.algorithms.scalecom import ScaleCom
+from regtopk.algorithms.sidco import SIDCo
+from regtopk.algorithms.strom import Strom
 from regtopk.algorithms.topk import TopK
 from regtopk.core.algorithm import Algorithm
 
@@ -26,6 +32,12 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     "gtopk": GTopK,
     "scalecom": ScaleCom,
     "chunked-topk": ChunkedTopK,
+    "strom": Strom,
+    "dryden": Dryden,
+    "gradient-dropping": GradientDropping,
+    "adacomp": AdaComp,
+    "hard-threshold": HardThreshold,
+    "sidco": SIDCo,
     "randomk": RandomK,
     "random-candidates": RandomCandidates,
     "global-topk": GlobalTopK,
@@ -35,14 +47,20 @@ __all__ = [
     "ALGORITHMS",
     "DGC",
     "EF21",
+    "AdaComp",
     "ChunkedTopK",
     "Consensus",
     "Dense",
+    "Dryden",
     "GTopK",
     "GlobalTopK",
+    "GradientDropping",
+    "HardThreshold",
     "RandomCandidates",
     "RandomK",
     "RegTopK",
+    "SIDCo",
     "ScaleCom",
+    "Strom",
     "TopK",
 ]

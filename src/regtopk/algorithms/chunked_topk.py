@@ -72,9 +72,7 @@ class ChunkedTopK(Sparsifier[ChunkedTopKState]):
         chunk, k_per_chunk = self._sizes(worker)
         residual = state.residual.mul_(self.decay)
         damping = damping_of(self.score, state, residual, grad, worker)
-        sent = take_largest_per_chunk_(
-            residual, grad, chunk, k_per_chunk, code=self.value_code, **damping
-        )
+        sent = take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, code=self.value_code, **damping)
         aggregate: Tensor = yield SparseSum(sent, worker.weight)
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)

@@ -55,18 +55,16 @@ class Algorithm(ABC, Generic[StateT]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparsifier(Algorithm[StateT]):
-    """An algorithm that sends k of J entries.
+class WithDensity(Algorithm[StateT]):
+    """An algorithm that is told how many of J entries to send.
 
     Args:
         density: k / J in (0, 1], or a callable from the step to that; k = max(1, round(density J)).
         k: the number of entries itself. Give exactly one of the two.
-        value_code: how values are coded on the wire.
     """
 
     density: float | DensitySchedule | None = None
     k: int | None = None
-    value_code: str = "float32"
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -76,7 +74,6 @@ class Sparsifier(Algorithm[StateT]):
             check_density(self.density)
         if self.k is not None and (type(self.k) is not int or self.k < 1):
             raise ArgumentError(f"k must be an integer of at least 1, got {self.k!r}")
-        check_value_code(self.value_code)
 
     def num_selected(self, worker: Worker) -> int:
         """k for this step: given, or max(1, round(density · J))."""
@@ -88,6 +85,24 @@ class Sparsifier(Algorithm[StateT]):
             return self.k
         density = self.density(worker.step) if callable(self.density) else self.density
         return max(1, round(check_density(density) * worker.numel))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsifier(WithDensity[StateT]):
+    """An algorithm that sends about k of J entries, their values in a code.
+
+    Args:
+        density: k / J in (0, 1], or a callable from the step to that; or give ``k``.
+        k: the number of entries itself.
+        value_code: how values are coded on the wire.
+    """
+
+    value_code: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_value_code(self.value_code)
 
 
 def check_density(density: Any) -> float:

@@ -92,7 +92,10 @@ def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
         half = _HALF[code]
         largest = torch.finfo(half).max
         return single.clamp(-largest, largest).to(half).to(values.dtype)
-    return dequantise(*to_symbols(single, code, count), code).to(values.dtype)
+    coded = dequantise(*to_symbols(single, code, count), code).to(values.dtype)
+    if count is None:
+        return coded
+    return coded.masked_fill(torch.arange(coded.shape[-1], device=coded.device) >= count[..., None], 0.0)
 
 
 def _to_single(values: Tensor) -> Tensor:

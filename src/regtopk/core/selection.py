@@ -1,5 +1,6 @@
 """Error feedback in one call: accumulate, select, code, and keep in the residual what was not sent."""
 
+import torch
 from torch import Tensor
 
 from regtopk import kernels
@@ -51,8 +52,39 @@ def take_above_(
     Of more than ``capacity`` of them in a row the first are taken; the others stay in the residual.
     """
     taken = kernels.take_above_(residual, grad, threshold, capacity)
-    sent = _code_(residual, taken.indices, taken.values, code, taken.count)
-    return SparseGradient(taken.indices, sent, residual.shape[-1], taken.count, code)
+    width = _width(taken.count)
+    indices, values = taken.indices[..., :width], taken.values[..., :width]
+    sent = _code_(residual, indices, values, code, taken.count)
+    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code)
+
+
+def take_where_(residual: Tensor, is_taken: Tensor, *, code: str = "float32") -> SparseGradient:
+    """residual := residual - sent, where sent holds the entries of a mask, (..., J)."""
+    numel = residual.shape[-1]
+    row, entry = is_taken.reshape(-1, numel).nonzero(as_tuple=True)
+    count = is_taken.sum(-1)
+    first = count.flatten().cumsum(0) - count.flatten()
+    place = torch.arange(row.numel(), device=row.device) - first[row]
+    indices = row.new_zeros(*count.shape, _width(count))
+    indices.view(-1, indices.shape[-1])[row, place] = entry
+    is_valid = torch.arange(indices.shape[-1], device=row.device) < count.unsqueeze(-1)
+    values = residual.gather(-1, indices).where(is_valid, 0.0)
+    residual.masked_fill_(is_taken, 0.0)
+    return SparseGradient(indices, _code_(residual, indices, values, code, count), numel, count, code)
+
+
+def send_instead_(residual: Tensor, taken: SparseGradient, values: Tensor, code: str) -> SparseGradient:
+    """residual := residual + taken - sent, where sent holds other values, coded, at the entries taken.
+
+    Args:
+        residual: (..., J), changed in place.
+        taken: what was taken from it, uncoded.
+        values: (..., m), what to send in its place.
+        code: a code with blocks: it leaves zeros in the padding.
+    """
+    sent = quantise(values, code, taken.count)
+    residual.scatter_add_(-1, taken.indices, taken.values - sent)
+    return SparseGradient(taken.indices, sent, taken.numel, taken.count, code)
 
 
 def find_largest_(
@@ -73,6 +105,11 @@ def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: st
     """residual := residual + grad - sent, where sent holds the entries at the given indices."""
     indices = indices.expand(*residual.shape[:-1], indices.shape[-1])
     return _code_(residual, indices, kernels.take_at_(residual, grad, indices), code)
+
+
+def _width(count: Tensor) -> int:
+    """Room for the fullest row, at least 1. Reads one number back, so that nothing J-sized is coded."""
+    return max(1, int(count.max()))
 
 
 def _code_(

@@ -1,0 +1,79 @@
+"""Gradient dropping: Top-k by a threshold that a small sample gives."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.options import check_number
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Layout, Worker
+from regtopk.errors import ArgumentError
+
+_FEWEST_SAMPLED = 16  # entries of a sample that should reach the threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDropping(Sparsifier[ResidualState]):
+    """Sparse communication for distributed gradient descent (Aji and Heafield 2017).
+
+    a_n = e_n + g_n
+    theta_n = the |a_n| that a share k / J of a sample of a_n reaches
+    s_n = {j : |a_nj| >= theta_n}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
+    e_n := a_n - s_n * a_n
+
+    Args:
+        density: k / J in (0, 1], 0.01 in the paper; or give ``k``. About so many are sent, not exactly.
+        k: entries a worker sends, about.
+        value_code: how values are coded on the wire.
+        per_layer: whether every parameter has a threshold of its own; else one serves all, which the paper
+            advises where layer normalisation makes gradients comparable.
+        sample: share of the entries that a threshold is estimated on, in (0, 1].
+
+    Differs from the paper, known from its abstract and from memory: a sample is evenly spaced, from another
+    entry each step, and never so small that fewer than 16 of it should reach the threshold (then it is
+    larger, up to all entries). Zeros are not sent.
+    """
+
+    name: ClassVar[str] = "gradient-dropping"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    per_layer: bool = False
+    sample: float = 0.001
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if type(self.per_layer) is not bool:
+            raise ArgumentError(f"per_layer must be True or False, got {self.per_layer!r}")
+        check_number("sample", self.sample, "in (0, 1]", lambda x: 0 < x <= 1)
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step of gradient dropping."""
+        density = self.num_selected(worker) / worker.numel
+        layout = worker.layout if self.per_layer else Layout.anonymous(worker.numel)
+        accumulated = state.residual.add_(grad)
+        is_taken = torch.empty_like(accumulated, dtype=torch.bool)
+        for layer in layout.layers:
+            own = accumulated[..., layer.start : layer.start + layer.numel]
+            threshold = self._threshold(own, density, worker.step)
+            is_taken[..., layer.start : layer.start + layer.numel] = own.abs() >= threshold.unsqueeze(-1)
+        sent = take_where_(accumulated, is_taken, code=self.value_code)
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        return aggregate
+
+    def _threshold(self, accumulated: Tensor, density: float, step: int) -> Tensor:
+        numel = accumulated.shape[-1]
+        num_samples = min(numel, math.ceil(max(self.sample * numel, _FEWEST_SAMPLED / density)))
+        k = max(1, round(density * numel))
+        threshold = kernels.estimate_threshold(accumulated, None, k, num_samples=num_samples, start=step)
+        return threshold.clamp(min=torch.finfo(threshold.dtype).tiny)

@@ -1,0 +1,70 @@
+"""Hard threshold: error feedback with one constant threshold for all of training."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.codes import check_value_code
+from regtopk.core.options import check_number
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_above_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
+from regtopk.errors import ArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardThreshold(Sparsifier[ResidualState]):
+    """Hard-threshold sparsification (Sahu et al. 2021, "Rethinking gradient sparsification").
+
+    a_n = e_n + g_n
+    s_n = {j : |a_nj| >= lambda}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
+    e_n := a_n - s_n * a_n
+
+    lambda is constant: where Top-k is optimal in every single step, this is for the error of a whole run at
+    the same traffic. Without a given lambda it is the paper's 1 / (2 sqrt k), k that of the Top-k to replace.
+
+    Args:
+        density: k / J in (0, 1], which lambda is computed from; or give ``k``, or ``threshold``.
+        k: that of the Top-k to replace.
+        value_code: how values are coded on the wire.
+        threshold: lambda > 0, in units of the gradient.
+        max_density: the most entries a worker sends, as a share of J in (0, 1]; of more, the first are sent
+            and the others stay in the residual.
+
+    Differs from the paper: one vector has one threshold, not every layer.
+    """
+
+    name: ClassVar[str] = "hard-threshold"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    threshold: float | None = None
+    max_density: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_number("max_density", self.max_density, "in (0, 1]", lambda x: 0 < x <= 1)
+        if self.threshold is None:
+            super().__post_init__()
+            return
+        check_number("threshold", self.threshold, "None or finite and > 0", lambda x: 0 < x < math.inf)
+        if self.density is not None or self.k is not None:
+            raise ArgumentError(
+                f"give threshold alone, or density or k to compute it from, got threshold={self.threshold}, "
+                f"density={self.density}, k={self.k}"
+            )
+        check_value_code(self.value_code)
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step of error feedback with a hard threshold."""
+        threshold = self.threshold or 1 / (2 * math.sqrt(self.num_selected(worker)))
+        capacity = max(1, round(self.max_density * worker.numel))
+        sent = take_above_(state.residual, grad, threshold, capacity, code=self.value_code)
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        return aggregate

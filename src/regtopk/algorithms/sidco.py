@@ -1,0 +1,149 @@
+"""SIDCo: Top-k by a threshold that a distribution fitted to the magnitudes gives."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import check_choice
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_above_
+from regtopk.core.state import ResidualState, per_worker
+from regtopk.core.worker import Worker
+
+Fit = Literal["exponential", "pareto", "gamma"]
+
+_FIRST_DENSITY = 0.25  # d_1, of the first of several stages
+_TOLERANCE = 0.2  # how far from k is near enough
+_WINDOW = 5  # steps between two decisions on the number of stages
+_SMALLEST = 2.0**-52  # added to magnitudes, in units of their mean, under a logarithm
+
+
+@dataclass
+class SIDCoState(ResidualState):
+    """The residual, and how the number of stages is being adapted: (..., 1) int64 each."""
+
+    num_stages: Tensor = per_worker("reset")
+    direction: Tensor = per_worker("reset")  # +1: more stages are tried when too few entries were found
+    num_found: Tensor = per_worker("reset")  # since the last decision
+    num_found_before: Tensor = per_worker("reset")  # between the two before it; 0 if there was none
+
+
+@dataclass(frozen=True, kw_only=True)
+class SIDCo(Sparsifier[SIDCoState]):
+    """Statistical threshold estimation (Abdelmoniem, Elzanaty, Alouini, Canini 2021).
+
+    a_n = e_n + g_n, x = |a_n|, d = k / J
+    one stage:  eta = threshold that a share d of the fitted distribution reaches
+    M stages:   eta_1 for d_1 = 1/4 on all x; then eta_m on the excess x - min x of the x >= eta_{m-1}, for
+                (d / d_1)^(1 / (M - 1)) of them; eta = eta_M
+    s_n = {j : |a_nj| >= eta}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n), e_n := a_n - s_n * a_n
+
+    With x of mean mu and variance v (or the excess, of which the least x is added back), the fits give
+
+        exponential   eta = -mu ln d
+        pareto        eta = alpha (1 - d^c) / c,  c = (mu^2 / v - 1) / 2,  alpha = mu (mu^2 / v + 1) / 2
+        gamma         eta = -beta (ln d + ln Gamma(alpha)),  beta = mu / alpha,  s = ln mu - mean ln x,
+                      alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s);  pareto from the second stage on
+
+    Every 5 steps a worker compares what it found with k: beyond 20 % it takes one stage more or less.
+
+    Args:
+        density: k / J in (0, 1]; or give ``k``. About so many are sent, and at most 2 k.
+        k: entries a worker sends, about.
+        value_code: how values are coded on the wire.
+        fit: the distribution: "exponential", "pareto" (generalised) or "gamma".
+
+    Differs from the paper: too few entries add a stage and too many take one away, until that makes it worse;
+    then the other way round (the authors' code can do this too): which way is right depends on the tail. The
+    number of stages is each worker's own, decided on what it found itself, and starts from 1 when ranks
+    change; so workers may differ in it. At least the largest entry is sent, zeros never are.
+    """
+
+    name: ClassVar[str] = "sidco"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    fit: Fit = "exponential"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_choice("fit", self.fit, ("exponential", "pareto", "gamma"))
+
+    def init(self, worker: Worker) -> SIDCoState:
+        """Nothing is carried; one stage."""
+        zero, one = worker.zeros(1, dtype=torch.int64), worker.zeros(1, dtype=torch.int64) + 1
+        return SIDCoState(
+            residual=worker.zeros(),
+            num_stages=one,
+            direction=one.clone(),
+            num_found=zero,
+            num_found_before=zero.clone(),
+        )
+
+    def exchange(self, grad: Tensor, state: SIDCoState, worker: Worker) -> Conversation:
+        """One step of SIDCo."""
+        k = self.num_selected(worker)
+        accumulated = state.residual.add_(grad)
+        threshold = self._threshold(accumulated.abs(), state.num_stages, k / worker.numel)
+        sent = take_above_(accumulated, None, threshold, min(worker.numel, 2 * k), code=self.value_code)
+        state.num_found = state.num_found + sent.counts.unsqueeze(-1)
+        if (worker.step + 1) % _WINDOW == 0:
+            _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        return aggregate
+
+    def _threshold(self, x: Tensor, num_stages: Tensor, density: float) -> Tensor:
+        """eta for each row of magnitudes, (...,) in their dtype, at most the largest, never zero."""
+        if density >= _FIRST_DENSITY:
+            num_stages = torch.ones_like(num_stages)
+        log_density = math.log(density)
+        log_first = torch.where(num_stages == 1, log_density, math.log(_FIRST_DENSITY)).double()
+        log_next = (log_density - log_first) / (num_stages - 1).clamp(min=1)
+        largest = x.amax(-1, keepdim=True)
+        eta = _rounded(_fitted(x, torch.ones_like(x, dtype=torch.bool), log_first, self.fit), largest)
+        tail_fit: Fit = "pareto" if self.fit == "gamma" else self.fit
+        for stage in range(2, int(num_stages.max()) + 1):
+            is_left = x >= eta
+            least = x.masked_fill(~is_left, torch.inf).amin(-1, keepdim=True)
+            excess = (x - least).where(is_left, 0.0)
+            further = least + _fitted(excess, is_left, log_next, tail_fit)
+            eta = eta.where(num_stages < stage, _rounded(further, largest))
+        return eta.squeeze(-1).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def _fitted(x: Tensor, is_counted: Tensor, log_density: Tensor, fit: Fit) -> Tensor:
+    """What a share of the distribution fitted to the counted x >= 0 reaches, (..., 1) float64."""
+    num = is_counted.sum(-1, keepdim=True).clamp(min=1)
+    mean = exact_sum(x).unsqueeze(-1) / num
+    if fit == "exponential":
+        return -mean * log_density
+    relative = x / mean.where(mean > 0, 1.0)
+    if fit == "pareto":
+        deviation = (relative - 1).where(is_counted, 0.0)
+        variance = (exact_sum(deviation.square()).unsqueeze(-1) / num).clamp(min=_SMALLEST)
+        c, alpha = (1 / variance - 1) / 2, mean * (1 / variance + 1) / 2
+        c = c.where(c.abs() > 1e-9, 1e-9)  # the limit c -> 0 is the exponential
+        return -alpha * torch.expm1(c * log_density) / c
+    s = (-exact_sum((relative + _SMALLEST).log()).unsqueeze(-1) / num).clamp(min=_SMALLEST)
+    alpha = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
+    return -mean / alpha * (log_density + torch.lgamma(alpha))
+
+
+def _rounded(eta: Tensor, largest: Tensor) -> Tensor:
+    """To float32, so that no last bit of a logarithm matters, and in reach of the largest magnitude."""
+    return eta.float().to(largest.dtype).clamp(min=0).minimum(largest)
+
+
+def _adapt_stages_(state: SIDCoState, target: int, most: int) -> None:
+    """One stage more or less where the entries found in the last steps are not near the target."""
+    found, before = state.num_found, state.num_found_before
+    got_worse = (before > 0) & ((found - target).abs() > (before - target).abs())
+    state.direction = state.direction.where(~got_worse, -state.direction)
+    is_few, is_many = found < (1 - _TOLERANCE) * target, found > (1 + _TOLERANCE) * target
+    change = state.direction * (is_few.long() - is_many.long())
+    state.num_stages = (state.num_stages + change).clamp(1, max(1, most))
+    state.num_found, state.num_found_before = torch.zeros_like(found), found
