@@ -14,6 +14,8 @@ def test_global_topk_by_hand() -> None:
     assert cluster.step(GRADS).tolist() == [0.0, 4.0, 0.0]
     # a = ((7 - 5) / 2, (0 + 2) / 2, (4 + 5) / 2): entry 2
     assert cluster.step(torch.tensor([[1.0, 0.0, 3.0], [1.0, 2.0, 3.0]])).tolist() == [0.0, 0.0, 4.5]
+    # a = ((7 - 15) / 2, 1, 0): entry 0, the largest by magnitude
+    assert cluster.step(torch.tensor([[0.0, 0.0, 0.0], [-10.0, 0.0, 0.0]])).tolist() == [-4.0, 0.0, 0.0]
 
 
 def test_an_oracle_that_is_refused_has_changed_nothing() -> None:
