@@ -1,0 +1,271 @@
+"""Saved and resumed: bit for bit on the same ranks, and nothing lost on others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import regtopk
+from regtopk.core.warm_up import WarmUp
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    SMALL_BUCKETS,
+    algorithm_state,
+    closing,
+    ddp,
+    flat_parameters,
+    loss_of,
+    make_net,
+    same,
+)
+
+WEIGHTS = {2: [0.7, 0.3], 3: [0.25, 0.0, 0.75], 4: [0.4, 0.3, 0.2, 0.1]}
+ALGORITHMS = {
+    "regtopk": regtopk.RegTopK(density=0.05, value_code="4bit"),
+    "regtopk warming up": regtopk.RegTopK(density=WarmUp(density=0.02, num_steps=40)),
+    "ef21": regtopk.ALGORITHMS["ef21"](density=0.05),
+    "randomk": regtopk.RandomK(density=0.1),
+}
+
+
+@pytest.fixture
+def new_ranks() -> Iterator[Ranks]:
+    """Two processes that nothing has run in."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+class Training:
+    """A model, its optimizer and its exchange, as users write them."""
+
+    def __init__(
+        self, scope: str, algorithm: str, weights: list[float] | None = None, **options: Any
+    ) -> None:
+        self.model = ddp(**SMALL_BUCKETS)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        weight = None if weights is None else weights[dist.get_rank()]
+        self.exchange = regtopk.attach(self.model, ALGORITHMS[algorithm], scope=scope, weight=weight)
+        self.num_steps = 0
+
+    def train_until(self, last: int) -> None:
+        for step in range(self.num_steps, last):
+            self.optimizer.zero_grad()
+            loss_of(self.model, step).backward()
+            self.optimizer.step()
+        self.num_steps = last
+
+    def save(self, path: Path) -> None:
+        saved = {
+            "step": self.num_steps,
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "exchange": self.exchange.state_dict(),
+        }
+        torch.save(saved, path)
+
+    def load(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=True)
+        self.num_steps = saved["step"]
+        self.model.module.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.exchange.load_state_dict(saved["exchange"])
+
+    def result(self) -> tuple[Tensor, dict[str, Any], int]:
+        """What must be the same with and without an interruption."""
+        return flat_parameters(self.model), algorithm_state(self.exchange), self.exchange.total.sent_bytes
+
+
+CASES = [(scope, algorithm) for scope in ("model", "bucket") for algorithm in ALGORITHMS]
+
+
+def test_resumed_in_new_processes_bit_for_bit(two_ranks: Ranks, new_ranks: Ranks, tmp_path: Path) -> None:
+    straight = two_ranks.run(train_and_save_half_way, tmp_path)
+    resumed = new_ranks.run(resume_half_way, tmp_path)
+    for rank in range(2):
+        for case, expected, found in zip(CASES, straight[rank], resumed[rank], strict=True):
+            assert same(found, expected), (case, rank)
+            assert (len(found[1]["groups"]) > 1) == (case[0] == "bucket")
+
+
+def train_and_save_half_way(folder: Path) -> list[Any]:
+    results = []
+    for i, (scope, algorithm) in enumerate(CASES):
+        training = Training(scope, algorithm)
+        with closing(training.exchange):
+            training.train_until(25)
+            training.save(folder / f"case{i}-rank{dist.get_rank()}.pt")
+            training.train_until(50)
+            results.append(training.result())
+    return results
+
+
+def resume_half_way(folder: Path) -> list[Any]:
+    results = []
+    for i, (scope, algorithm) in enumerate(CASES):
+        training = Training(scope, algorithm)
+        with closing(training.exchange):
+            training.load(folder / f"case{i}-rank{dist.get_rank()}.pt")
+            training.train_until(50)
+            results.append(training.result())
+    return results
+
+
+# Other numbers of ranks.
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+@pytest.mark.parametrize("is_gathered", [True, False], ids=["gathered", "rank files"])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
+def test_weighted_residual_survives_other_ranks(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, old: int, new: int, is_gathered: bool, scope: str
+) -> None:
+    ranks = {2: two_ranks, 4: four_ranks}
+    for algorithm, field in (("regtopk", "residual"), ("ef21", "estimate")):
+        ranks[old].run(save_some, tmp_path, algorithm, scope, WEIGHTS[old], is_gathered)
+        files = sorted(tmp_path.glob("*.pt"))
+        assert len(files) == (1 if is_gathered else old)
+        before = regtopk.merge_state_dicts([torch.load(path, weights_only=True) for path in files])
+        after = regtopk.merge_state_dicts(ranks[new].run(load_some, files, algorithm, scope, WEIGHTS[new]))
+        assert after["num_steps"] == before["num_steps"] == 7 and len(after["workers"]) == new
+        assert relative_change(weighted_sum(before, field), weighted_sum(after, field)) < 1e-6
+        if algorithm == "ef21":  # what all know is still the sum of what each keeps
+            known = flat({name: e["aggregate"] for name, e in after["workers"]["0"]["entries"].items()})
+            assert relative_change(known, weighted_sum(after, field)) < 1e-5
+        for path in files:
+            path.unlink()
+
+
+def test_same_ranks_with_other_weights_lose_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(save_some, tmp_path, "regtopk", "model", WEIGHTS[2], True)
+    (file,) = tmp_path.glob("*.pt")
+    before = torch.load(file, weights_only=True)
+    for weights in ([0.5, 0.5], [1.0, 0.0]):
+        parts = two_ranks.run(load_some, [file], "regtopk", "model", weights)
+        after = regtopk.merge_state_dicts(parts)
+        assert relative_change(weighted_sum(before), weighted_sum(after)) < 1e-6
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("model", "bucket"), ("bucket", "model")])
+def test_another_scope_keeps_the_residual(two_ranks: Ranks, tmp_path: Path, saved: str, loaded: str) -> None:
+    two_ranks.run(save_some, tmp_path, "regtopk", saved, WEIGHTS[2], True)
+    (file,) = tmp_path.glob("*.pt")
+    before = torch.load(file, weights_only=True)
+    parts = two_ranks.run(load_some, [file], "regtopk", loaded, WEIGHTS[2])
+    after = regtopk.merge_state_dicts(parts)
+    assert len(parts[0]["groups"]) == 1  # of the whole model, as far as DDP has not shown its buckets
+    assert relative_change(weighted_sum(before), weighted_sum(after)) == 0
+
+
+def save_some(folder: Path, algorithm: str, scope: str, weights: list[float], is_gathered: bool) -> None:
+    training = Training(scope, algorithm, weights)
+    with closing(training.exchange):
+        training.train_until(7)
+        if not is_gathered:
+            torch.save(training.exchange.state_dict(), folder / f"rank{dist.get_rank()}.pt")
+            return
+        state = training.exchange.gather_state_dict(dst=1)
+        assert (state is None) == (dist.get_rank() != 1)
+        if state is not None:
+            torch.save(state, folder / "all.pt")
+
+
+def load_some(files: list[Path], algorithm: str, scope: str, weights: list[float]) -> dict[str, Any]:
+    training = Training(scope, algorithm, weights)
+    with closing(training.exchange) as exchange:
+        parts = [torch.load(path, weights_only=True) for path in files]
+        exchange.load_state_dict(regtopk.merge_state_dicts(parts))
+        state: dict[str, Any] = exchange.state_dict()
+        training.train_until(3)  # and it trains
+        assert exchange.num_steps == 10
+        return state
+
+
+def weighted_sum(saved: dict[str, Any], field: str = "residual") -> Tensor:
+    """sum_n w_n e_n over all parameters, in float64."""
+    return sum(
+        (
+            weight * flat({name: e[field] for name, e in saved["workers"][str(rank)]["entries"].items()})
+            for rank, weight in enumerate(saved["weights"])
+        ),
+        torch.zeros((), dtype=torch.float64),
+    )
+
+
+def flat(parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([parts[name].double().flatten() for name in sorted(parts)])
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    assert before.norm() > 0
+    return float((after - before).norm() / before.norm())
+
+
+# torch.distributed.checkpoint.
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+@pytest.mark.filterwarnings("default")
+def test_distributed_checkpoint_keeps_every_ranks_residual(
+    two_ranks: Ranks, new_ranks: Ranks, tmp_path: Path, scope: str
+) -> None:
+    saved = two_ranks.run(save_with_dcp, tmp_path, scope)
+    loaded = new_ranks.run(load_with_dcp, tmp_path, scope)
+    for rank in range(2):
+        assert same(loaded[rank], saved[rank])
+    entries = [saved[rank][0]["workers"][str(rank)]["entries"] for rank in range(2)]
+    assert not any(same(entries[0][name], entries[1][name]) for name in entries[0])
+
+
+def save_with_dcp(folder: Path, scope: str) -> Any:
+    training = Training(scope, "regtopk warming up")
+    with closing(training.exchange) as exchange:
+        training.train_until(12)
+        parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
+        dcp.save(parts, checkpoint_id=folder / "plain")
+        dcp.save({"exchange": exchange}, checkpoint_id=folder / "stateful")  # it saves itself
+        state = algorithm_state(exchange)
+        training.optimizer.state.clear()
+        training.train_until(15)
+        return state, flat_parameters(training.model)
+
+
+def load_with_dcp(folder: Path, scope: str) -> Any:
+    for kind in ("stateful", "plain"):
+        training = Training(scope, "regtopk warming up")
+        with closing(training.exchange) as exchange:
+            if kind == "stateful":
+                dcp.load({"exchange": exchange}, checkpoint_id=folder / "stateful")
+                state = algorithm_state(exchange)
+                continue
+            parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
+            dcp.load(parts, checkpoint_id=folder / "plain")
+            training.model.module.load_state_dict(parts["model"])
+            exchange.load_state_dict(parts["exchange"])
+            assert same(algorithm_state(exchange), state)
+            training.num_steps = 12
+            training.train_until(15)
+            return state, flat_parameters(training.model)
+
+
+def test_state_dict_is_a_copy_on_the_cpu(two_ranks: Ranks) -> None:
+    two_ranks.run(change_after_saving)
+
+
+def change_after_saving() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1))
+    for step in range(2):
+        loss_of(net, step).backward()
+        exchange.step()
+    saved, again = exchange.state_dict(), exchange.state_dict()
+    exchange.load_state_dict(saved)
+    for step in range(2):
+        loss_of(net, step).backward()
+        exchange.step()
+    assert same(saved, again)  # neither training nor loading writes into it

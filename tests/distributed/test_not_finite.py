@@ -1,0 +1,142 @@
+"""A NaN or inf on one rank: all ranks skip the step, nothing is lost, and a GradScaler sees it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    SMALL_BUCKETS,
+    algorithm_state,
+    closing,
+    ddp,
+    flat_gradients,
+    flat_parameters,
+    loss_of,
+    make_net,
+    same,
+)
+
+ALGORITHM = regtopk.RegTopK(density=0.05)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("layer", ["last", "first"], ids=["first bucket", "last bucket"])
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_a_skipped_step_changes_nothing(two_ranks: Ranks, scope: str, layer: str, value: float) -> None:
+    straight, skipping = two_ranks.run(train_both, scope, layer, value)[0]
+    assert torch.equal(skipping, straight)  # training goes on as if the step had not been
+
+
+def train_both(scope: str, layer: str, value: float) -> tuple[Tensor, Tensor]:
+    bad_steps = (0, 4, 5) if scope == "model" else (4, 5)  # DDP makes its buckets in the second backward
+    return train(scope, layer, value, bad_steps=()), train(scope, layer, value, bad_steps)
+
+
+def train(scope: str, layer: str, value: float, bad_steps: tuple[int, ...]) -> Tensor:
+    model = ddp(**SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
+        for step in range(8):
+            if step in bad_steps:
+                assert (len(exchange.groups.groups) > 1) == (scope == "bucket")
+                before = algorithm_state(exchange)
+                backward(model, step, spoiled=layer, value=value)
+                assert same(algorithm_state(exchange), before)
+                assert not flat_gradients(model).isfinite().any()  # on every rank
+                assert exchange.last_step.num_skipped == 1
+            optimizer.zero_grad()
+            backward(model, step)
+            assert flat_gradients(model).isfinite().all()
+            assert exchange.last_step.num_skipped == 0
+            optimizer.step()
+        assert exchange.total.num_skipped == len(bad_steps) and exchange.num_steps == 8
+        assert ("skipped" in exchange.summary()) == bool(bad_steps)
+    return flat_parameters(model)
+
+
+def backward(model: nn.Module, step: int, spoiled: str | None = None, value: float = 0.0) -> None:
+    """A backward in which rank 1 alone may get one bad entry in the gradient of a layer."""
+    with_spoiled_gradient(lambda: loss_of(model, step).backward(), model, spoiled, value)
+
+
+def with_spoiled_gradient(act: Callable[[], Any], model: nn.Module, layer: str | None, value: float) -> None:
+    hook = None
+    if layer is not None and dist.get_rank() == 1:
+        bias = dict(model.named_parameters())[f"module.{layer}.bias"]
+        hook = bias.register_hook(lambda grad: spoil(grad, value))
+    act()
+    if hook is not None:
+        hook.remove()
+
+
+def spoil(grad: Tensor, value: float) -> Tensor:
+    grad = grad.clone()
+    grad[1] = value
+    return grad
+
+
+def test_exchange_without_ddp_skips_too(two_ranks: Ranks) -> None:
+    two_ranks.run(skip_without_ddp)
+
+
+def skip_without_ddp() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, ALGORITHM)
+    loss_of(net, 0).backward()
+    exchange.step()
+    before = algorithm_state(exchange)
+    loss_of(net, 1).backward()
+    if dist.get_rank() == 1:
+        net.first.weight.grad[0, 0] = math.inf  # type: ignore[index]
+    exchange.step()
+    assert same(algorithm_state(exchange), before)
+    assert flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
+
+
+# GradScaler: powers of two, so that scaled and unscaled runs can be compared bit for bit.
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_loss_scales_do_not_mix_into_the_residual(two_ranks: Ranks, scope: str) -> None:
+    for plain, scaled in two_ranks.run(train_scaled_and_not, scope):
+        assert same(scaled, plain)
+
+
+def train_scaled_and_not(scope: str) -> tuple[Any, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    return train_with(scope, None), train_with(scope, scaler)
+
+
+def train_with(scope: str, scaler: torch.amp.GradScaler | None) -> Any:
+    model = ddp(**SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales = set()
+    with closing(regtopk.attach(model, ALGORITHM, scope=scope, grad_scaler=scaler)) as exchange:
+        for step in range(12):
+            if scaler is None:
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+                continue
+            if step in (2, 9):  # an overflow on one rank: the scaler must see it on both, and back off
+                scale_before = scaler.get_scale()
+                optimizer.zero_grad()
+                loss = scaler.scale(loss_of(model, step))
+                with_spoiled_gradient(loss.backward, model, "first", math.inf)
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.get_scale() == scale_before / 2
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.add(scaler.get_scale())
+        assert scaler is None or len(scales) >= 3
+        return flat_parameters(model), algorithm_state(exchange)
