@@ -213,6 +213,11 @@ def _train(
         }
 
 
+def is_topk(method: str) -> bool:
+    """Whether a method is plain Top-k, whatever its code: what the others are measured against."""
+    return parse_method(method)[0] == "topk"
+
+
 def _final(records: Sequence[Record], task: type[Task] | Task) -> list[float]:
     last = records[-LAST_EVALUATIONS:] if task.is_better_higher else records[-1:]
     return [fmean(values) for values in zip(*(record[task.metric] for record in last), strict=True)]
@@ -230,7 +235,7 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         last = run_records[-1]
         final = finals[method, density]
         mean, std = spread(final)
-        base = finals.get(("topk", density)) or next((f for (m, _), f in finals.items() if m == "topk"), None)
+        base = finals.get(("topk", density)) or next((f for (m, _), f in finals.items() if is_topk(m)), None)
         results.append(
             {
                 "method": method,
