@@ -1,5 +1,6 @@
 """What every kernel must do, checked against the plain-torch reference."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -33,6 +34,42 @@ def check_take_largest_(
     return indices, values
 
 
+def check_take_above_(
+    kernel: ModuleType, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
+) -> None:
+    """A kernel's threshold selection must be the reference's, bit for bit."""
+    of_reference = residual.clone()
+    expected = reference.take_above_(of_reference, grad, threshold, capacity)
+    taken = kernel.take_above_(residual, grad, threshold, capacity)
+    for name in ("indices", "values", "count", "num_left"):
+        assert torch.equal(getattr(taken, name), getattr(expected, name)), name
+    assert torch.equal(bits(residual), bits(of_reference))
+
+
+def check_take_per_chunk_(
+    kernel: ModuleType,
+    residual: Tensor,
+    grad: Tensor,
+    chunk: int,
+    k: int,
+    damped: Tensor | None = None,
+    damping: Tensor | None = None,
+) -> None:
+    """A kernel's chunked selection must be the reference's, but for ties."""
+    accumulated = residual.clone().add_(grad)
+    score = reference._score(accumulated, damped, damping)
+    of_reference = residual.clone()
+    expected, _ = reference.take_largest_per_chunk_(
+        of_reference, grad, chunk, k, damped=damped, damping=damping
+    )
+    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, damped=damped, damping=damping)
+    assert indices.shape == expected.shape and bool((indices.diff(dim=-1) > 0).all())
+    assert torch.equal(indices // chunk, expected // chunk)
+    by_chunk = [128.0 * (i // chunk) + score.double().gather(-1, i) for i in (indices, expected)]
+    assert torch.equal(by_chunk[0].sort(-1).values, by_chunk[1].sort(-1).values)
+    check_taken_at(residual, accumulated, indices, values)
+
+
 def check_taken_at(residual: Tensor, accumulated: Tensor, indices: Tensor, values: Tensor) -> None:
     """The values are those of a at the indices, bit for bit; the residual is a, but zero there."""
     assert torch.equal(bits(values), bits(accumulated.gather(-1, indices)))
@@ -45,8 +82,29 @@ def bits(x: Tensor) -> Tensor:
 
 
 def choose_damped(
-    numel: int, m: int, batch: tuple[int, ...] = (), spread: float = 1.0
+    numel: int, m: int, batch: tuple[int, ...] = (), device: str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """m distinct entries a row, ascending, and factors in [0, spread)."""
-    damped = torch.rand(*batch, numel).topk(m, dim=-1).indices.sort(-1).values
-    return damped, torch.rand(*batch, m) * spread
+    """m distinct entries a row, ascending, and factors in [0, 1)."""
+    damped = torch.rand(*batch, numel, device=device).topk(m, dim=-1).indices.sort(-1).values
+    return damped, torch.rand(*batch, m, device=device)
+
+
+ADVERSARIAL: dict[str, Callable[[int, str], Tensor]] = {
+    "zero": lambda n, on: torch.zeros(n, device=on),
+    "negative zero": lambda n, on: torch.full((n,), -0.0, device=on),
+    "equal": lambda n, on: torch.full((n,), 0.75, device=on),
+    "two values": lambda n, on: torch.where(torch.rand(n, device=on) < 0.4, 1.0, -2.0),
+    "denormal": lambda n, on: torch.randn(n, device=on) * 1e-41,
+    "smallest denormals": lambda n, on: torch.randint(-3, 4, (n,), device=on).float() * 1e-45,
+    "huge": lambda n, on: torch.randn(n, device=on) * 1e37,
+    "all scales": lambda n, on: torch.randn(n, device=on) * 10.0 ** torch.randint(-40, 37, (n,), device=on),
+    "few are not zero": lambda n, on: torch.randn(n, device=on) * (torch.rand(n, device=on) < 1e-3),
+    "nearly equal": lambda n, on: 1 + torch.randint(0, 4, (n,), device=on) * 2.0**-23,
+    "ascending": lambda n, on: torch.linspace(0, 1, n, device=on),
+    "large at one end": lambda n, on: (
+        torch.randn(n, device=on) * (1 + 1e4 * (torch.arange(n, device=on) >= n - n // 50))
+    ),
+    "few spikes": lambda n, on: (
+        torch.randn(n, device=on) * 1e-3 + 1e3 * (torch.arange(n, device=on) % 4099 == 7)
+    ),
+}

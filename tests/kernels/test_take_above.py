@@ -4,22 +4,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from regtopk import kernels
 from regtopk.kernels import reference
-from tests.kernels.checks import bits
-
-
-def check_take_above_(
-    kernel: ModuleType, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
-) -> None:
-    of_reference = residual.clone()
-    expected = reference.take_above_(of_reference, grad, threshold, capacity)
-    taken = kernel.take_above_(residual, grad, threshold, capacity)
-    for name in ("indices", "values", "count", "num_left"):
-        assert torch.equal(getattr(taken, name), getattr(expected, name)), name
-    assert torch.equal(bits(residual), bits(of_reference))
+from tests.kernels.checks import check_take_above_
 
 
 def test_the_reference_by_hand() -> None:

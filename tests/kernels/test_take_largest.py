@@ -1,14 +1,12 @@
 """Every fast kernel against the reference: sizes, dtypes, layouts, and inputs chosen to hurt."""
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from regtopk.kernels import cpu
-from tests.kernels.checks import bits, check_take_largest_, choose_damped
+from tests.kernels.checks import ADVERSARIAL, bits, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
 LARGE = [65535, 65536, 65537, 2**17 - 1, 2**17, 2**17 + 1, 999_983]
@@ -42,30 +40,13 @@ def test_ten_million_entries() -> None:
     check_several_k(cpu, 10_000_000, {10_000})
 
 
-ADVERSARIAL: dict[str, Callable[[int], Tensor]] = {
-    "zero": lambda n: torch.zeros(n),
-    "negative zero": lambda n: torch.full((n,), -0.0),
-    "equal": lambda n: torch.full((n,), 0.75),
-    "two values": lambda n: torch.where(torch.rand(n) < 0.4, 1.0, -2.0),
-    "denormal": lambda n: torch.randn(n) * 1e-41,
-    "smallest denormals": lambda n: torch.randint(-3, 4, (n,)).float() * 1e-45,
-    "huge": lambda n: torch.randn(n) * 1e37,
-    "all scales": lambda n: torch.randn(n) * 10.0 ** torch.randint(-40, 37, (n,)),
-    "few are not zero": lambda n: torch.randn(n) * (torch.rand(n) < 1e-3),
-    "nearly equal": lambda n: 1 + torch.randint(0, 4, (n,)) * 2.0**-23,
-    "ascending": lambda n: torch.linspace(0, 1, n),
-    "large at one end": lambda n: torch.randn(n) * (1 + 1e4 * (torch.arange(n) >= n - n // 50)),
-    "few spikes": lambda n: torch.randn(n) * 1e-3 + 1e3 * (torch.arange(n) % 4099 == 7),
-}
-
-
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("density", [1e-5, 1e-3, 0.5])
 def test_inputs_chosen_to_hurt(kernel: ModuleType, numel: int, name: str, density: float) -> None:
     k = max(1, round(density * numel))
     torch.manual_seed(0)
     damped, damping = choose_damped(numel, k)
-    grad = ADVERSARIAL[name](numel)
+    grad = ADVERSARIAL[name](numel, "cpu")
     check_take_largest_(kernel, torch.zeros(numel), grad, k)
     check_take_largest_(kernel, grad * 0.5, grad, k, damped, damping)
 

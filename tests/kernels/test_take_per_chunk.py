@@ -4,33 +4,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from regtopk.kernels import reference
-from tests.kernels.checks import check_taken_at, choose_damped
-
-
-def check_take_per_chunk_(
-    kernel: ModuleType,
-    residual: Tensor,
-    grad: Tensor,
-    chunk: int,
-    k: int,
-    damped: Tensor | None = None,
-    damping: Tensor | None = None,
-) -> None:
-    accumulated = residual.clone().add_(grad)
-    score = reference._score(accumulated, damped, damping)
-    of_reference = residual.clone()
-    expected, _ = reference.take_largest_per_chunk_(
-        of_reference, grad, chunk, k, damped=damped, damping=damping
-    )
-    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, damped=damped, damping=damping)
-    assert indices.shape == expected.shape and bool((indices.diff(dim=-1) > 0).all())
-    assert torch.equal(indices // chunk, expected // chunk)
-    by_chunk = [128.0 * (i // chunk) + score.double().gather(-1, i) for i in (indices, expected)]
-    assert torch.equal(by_chunk[0].sort(-1).values, by_chunk[1].sort(-1).values)
-    check_taken_at(residual, accumulated, indices, values)
+from tests.kernels.checks import check_take_per_chunk_, choose_damped
 
 
 def test_the_reference_by_hand() -> None:

@@ -10,19 +10,19 @@ Temporaries: each below J / 16 bytes, and up to density 0.001 all of them togeth
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regtopk.kernels import reference
-from regtopk.kernels import triton_loops as loops
+from regtopk.kernels import reference, triton_accumulate, triton_damping, triton_selection
 from regtopk.kernels.reference import Taken, find_non_finite_row
+from regtopk.kernels.triton_words import BLOCK, GUESS, TILE, words_per_row
 
 __all__ = ["find_non_finite_row", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
-_MAX_SAMPLES = 1 << 15
+_MAX_SAMPLES = 1 << 14
 _MAX_STRETCHES = 1 << 10
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 _SMALL_BLOCK = 1 << 10
@@ -30,11 +30,12 @@ _SMALL_BLOCK = 1 << 10
 
 @dataclass(frozen=True)
 class _Rows:
-    """What all launches of a call share: (rows, J) tensors, and which rows to leave alone."""
+    """What all launches of a call share: (rows, J) tensors, and words through which they speak."""
 
     residual: Tensor
     grad: Tensor | None
-    flags: Tensor | None = None
+    work: Tensor
+    is_checked: bool = False
 
     @property
     def num(self) -> int:
@@ -50,12 +51,21 @@ class _Rows:
 
     @property
     def num_tiles(self) -> int:
-        return math.ceil(self.numel / loops.TILE)
+        return math.ceil(self.numel / TILE)
 
-    def flag_options(self) -> dict[str, Any]:
+    @property
+    def grad_or_any(self) -> Tensor:
+        """The gradient, or in its place a tensor that is not read."""
+        return self.residual if self.grad is None else self.grad
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of most programs."""
         return {
-            "flags": self.residual if self.flags is None else self.flags,
-            "HAS_FLAGS": self.flags is not None,
+            "residual": self.residual,
+            "residual_stride": _stride(self.residual),
+            "work": self.work,
+            "num_words": self.work.shape[1],
+            "IS_CHECKED": self.is_checked,
         }
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -78,6 +88,12 @@ class _Damped:
     def grid(self) -> tuple[int, int]:
         return math.ceil(self.num / _SMALL_BLOCK), self.indices.shape[0]
 
+    def options(self) -> dict[str, Any]:
+        """Arguments of the programs that read them."""
+        return {
+            "damped": self.indices, "saved": self.saved, "num_damped": self.num, "BLOCK": _SMALL_BLOCK,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -86,6 +102,17 @@ class _Plan:
     num_samples: int
     rank: int
     capacity: int
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """Offsets of the entries that reached the guess; each tile's are together, in its order."""
+
+    capacity: int
+    tile_counts: Tensor
+    tile_starts: Tensor
+    tile_stops: Tensor
+    slots: Tensor
 
 
 def take_largest_(
@@ -99,25 +126,38 @@ def take_largest_(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     with torch.cuda.device_of(residual):
-        flags = None if non_finite is None else _check(_as_rows(grad), non_finite)
-        rows = _Rows(_as_rows(residual), _as_rows(grad), flags)
-        selected = _take_largest_(rows, k, _damped(rows, damped, damping))
-    return _as_batch(residual, selected[0]), _as_batch(residual, selected[1])
+        rows = _rows(residual, grad, is_checked=non_finite is not None)
+        damp = _damped(rows, damped, damping)
+        if rows.is_checked:
+            _check(rows)
+        plan = _plan(rows.numel, k)
+        if plan.rank:
+            _guess(rows, plan)
+        if damp is not None:
+            _damp_before_(rows, damp)
+        collected = _collect_(rows, plan.capacity)
+        if damp is not None:
+            _damp_after_(rows, damp)
+        offsets, keys = _find_threshold(rows, k, collected)
+        indices, values = _move_out_(rows, k, offsets, keys, non_finite)
+        if damp is not None:
+            _undamp_(rows, damp, indices, values)
+    return _as_batch(residual, indices), _as_batch(residual, values)
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """See `reference.take_above_`."""
     with torch.cuda.device_of(residual):
-        rows = _Rows(_as_rows(residual), None if grad is None else _as_rows(grad))
-        least_keys = _keys_of(threshold, residual)
+        rows = _rows(residual, grad)
+        rows.work[:, GUESS.value] = _keys_of(threshold, residual)
         indices = rows.empty(capacity, torch.int64).zero_()
         values = rows.empty(capacity, residual.dtype).zero_()
-        tile_counts = rows.empty(rows.num_tiles, torch.int32)
-        _accumulate_(rows, least_keys, tile_counts)
-        tile_stops = tile_counts.cumsum(-1)
-        loops.write_above[(rows.num_tiles, rows.num)](
-            rows.residual, least_keys, tile_stops, indices, values, rows.numel, capacity,
-            _stride(rows.residual), KEY_BITS=rows.key_bits, TILE=loops.TILE, num_warps=8,
+        tile_stops = _collect_(rows, 0).tile_stops
+        options = rows.options()
+        del options["IS_CHECKED"]
+        triton_accumulate.write_above[(rows.num_tiles, rows.num)](
+            tile_stops=tile_stops, indices=indices, values=values, numel=rows.numel, capacity=capacity,
+            KEY_BITS=rows.key_bits, TILE=TILE, num_warps=8, **options,
         )  # fmt: skip
         num_found = tile_stops[:, -1].view(residual.shape[:-1])
         count = num_found.clamp_max(capacity)
@@ -139,49 +179,24 @@ def take_largest_per_chunk_(
             residual, grad, chunk, k_per_chunk, damped=damped, damping=damping
         )
     with torch.cuda.device_of(residual):
-        rows = _Rows(_as_rows(residual), _as_rows(grad))
+        rows = _rows(residual, grad)
         damp = _damped(rows, damped, damping)
         if damp is not None:
-            rows.residual.add_(_as_rows(grad))
-            rows = _Rows(rows.residual, None)
+            residual.add_(grad)
+            rows = replace(rows, grad=None)
             _damp_here_(rows, damp)
         whole, rest = divmod(rows.numel, chunk)
         num_taken = whole * k_per_chunk + min(k_per_chunk, rest)
         indices, values = rows.empty(num_taken, torch.int64), rows.empty(num_taken, residual.dtype)
         size = 1 << (chunk - 1).bit_length()
-        loops.take_per_chunk[(math.ceil(rows.numel / chunk), rows.num)](
-            rows.residual, _grad_or_any(rows), indices, values, rows.numel, chunk, k_per_chunk, num_taken,
-            _stride(rows.residual), _stride(_grad_or_any(rows)), HAS_GRAD=rows.grad is not None,
+        triton_accumulate.take_per_chunk[(math.ceil(rows.numel / chunk), rows.num)](
+            rows.residual, rows.grad_or_any, indices, values, rows.numel, chunk, k_per_chunk, num_taken,
+            _stride(rows.residual), _stride(rows.grad_or_any), HAS_GRAD=rows.grad is not None,
             KEY_BITS=rows.key_bits, SIZE=size, num_warps=min(16, max(1, size // 512)),
         )  # fmt: skip
         if damp is not None:
             _undamp_(rows, damp, indices, values)
     return _as_batch(residual, indices), _as_batch(residual, values)
-
-
-def _take_largest_(rows: _Rows, k: int, damp: _Damped | None) -> tuple[Tensor, Tensor]:
-    plan = _plan(rows.numel, k)
-    work = rows.empty(loops.num_words(rows.key_bits), torch.int64).zero_()
-    if plan.rank:
-        _guess(rows, plan, work)
-    if damp is not None:
-        _damp_before_(rows, damp)
-    tile_counts = rows.empty(rows.num_tiles, torch.int32)
-    tile_starts = torch.empty_like(tile_counts)
-    offset_type = torch.int32 if rows.numel < 2**31 else torch.int64
-    slots = rows.empty(plan.capacity, offset_type)
-    least_keys = work[:, loops.GUESS.value :]
-    _accumulate_(rows, least_keys, tile_counts, work, tile_starts, slots)
-    if damp is not None:
-        _damp_after_(rows, damp, work)
-    offsets = torch.empty_like(slots)
-    keys = rows.empty(plan.capacity, torch.int32 if rows.key_bits == 31 else torch.int64)
-    tiles = tile_counts, tile_starts, tile_counts.cumsum(-1)
-    _find_threshold(rows, k, work, tiles, slots, offsets, keys)
-    indices, values = _move_out_(rows, k, work, offsets, keys)
-    if damp is not None:
-        _undamp_(rows, damp, indices, values)
-    return indices, values
 
 
 def _plan(numel: int, k: int) -> _Plan:
@@ -191,88 +206,81 @@ def _plan(numel: int, k: int) -> _Plan:
     num_wanted = rank / max(1, num_samples) * numel
     capacity = max(numel // 256, min(numel // 64, math.ceil(1.2 * num_wanted)), 1 << 12)
     if num_samples < 8 or rank > num_samples // 2 or num_wanted > 0.9 * capacity:
-        return _Plan(0, 0, 1)  # nothing to collect: all entries are looked at
+        return _Plan(0, 0, 0)  # nothing to collect: all entries are looked at
     return _Plan(num_samples, rank, capacity)
 
 
-def _check(grad: Tensor, non_finite: Tensor) -> Tensor:
-    flags = non_finite.view(-1).view(torch.uint8).zero_()
-    block = 2 * loops.TILE
-    loops.check[(math.ceil(grad.shape[1] / block), grad.shape[0])](
-        grad, flags, grad.shape[1], _stride(grad), BLOCK=block, num_warps=8
+def _check(rows: _Rows) -> None:
+    block = 2 * TILE
+    grad = rows.grad_or_any
+    triton_accumulate.check[(math.ceil(rows.numel / block), rows.num)](
+        grad, rows.work, rows.numel, _stride(grad), rows.work.shape[1], BLOCK=block, num_warps=8
     )
-    return flags
 
 
-def _guess(rows: _Rows, plan: _Plan, work: Tensor) -> None:
-    num_groups = rows.numel // 8
-    step = int(0.6180339887498949 * num_groups) | 1
-    loops.guess[(1, rows.num)](
-        rows.residual, rows.grad, work, num_groups, step, plan.rank, _stride(rows.residual),
-        _stride(_grad_or_any(rows)), work.shape[1],
-        KEY_BITS=rows.key_bits, NUM_SAMPLES=plan.num_samples, num_warps=16,
+def _guess(rows: _Rows, plan: _Plan) -> None:
+    options = rows.options()
+    del options["IS_CHECKED"]
+    num_bits = 14 if rows.key_bits == 31 else 17  # 1.6 % of the threshold
+    triton_accumulate.guess[(1, rows.num)](
+        grad=rows.grad_or_any, num_groups=rows.numel // 4, rank=plan.rank,
+        grad_stride=_stride(rows.grad_or_any), KEY_BITS=rows.key_bits, NUM_BITS=num_bits,
+        NUM_SAMPLES=plan.num_samples, num_warps=16, **options,
     )  # fmt: skip
 
 
-def _accumulate_(
-    rows: _Rows,
-    least_keys: Tensor,
-    tile_counts: Tensor,
-    work: Tensor | None = None,
-    tile_starts: Tensor | None = None,
-    slots: Tensor | None = None,
-) -> None:
-    """Accumulate and count what reaches the keys; where there is room, in slots, keep which."""
-    grad = _grad_or_any(rows)
-    loops.accumulate[(rows.num_tiles, rows.num)](
-        rows.residual, grad, least_keys=least_keys, num_candidates=least_keys if work is None else work,
-        tile_counts=tile_counts, tile_starts=tile_counts if tile_starts is None else tile_starts,
-        slots=tile_counts if slots is None else slots, numel=rows.numel,
-        capacity=0 if slots is None else slots.shape[1], residual_stride=_stride(rows.residual),
-        grad_stride=_stride(grad), word_stride=least_keys.stride(0), HAS_GRAD=rows.grad is not None,
-        KEEP=slots is not None and slots.shape[1] > 1, KEY_BITS=rows.key_bits, TILE=loops.TILE,
-        num_warps=8, **rows.flag_options(),
+def _collect_(rows: _Rows, capacity: int) -> _Collected:
+    """Accumulate and count what reaches the guess in each tile; where there is room, keep which."""
+    tile_counts = rows.empty(rows.num_tiles, torch.int64)
+    tile_starts = rows.empty(rows.num_tiles, torch.int32)
+    slots = rows.empty(max(1, capacity), torch.int32 if rows.numel < 2**31 else torch.int64)
+    triton_accumulate.accumulate[(rows.num_tiles, rows.num)](
+        grad=rows.grad_or_any, tile_counts=tile_counts, tile_starts=tile_starts, slots=slots,
+        numel=rows.numel, capacity=capacity, grad_stride=_stride(rows.grad_or_any),
+        HAS_GRAD=rows.grad is not None, KEEP=capacity > 0, KEY_BITS=rows.key_bits, TILE=TILE,
+        num_warps=8, **rows.options(),
     )  # fmt: skip
+    return _Collected(capacity, tile_counts, tile_starts, tile_counts.cumsum(-1), slots)
 
 
-def _find_threshold(
-    rows: _Rows,
-    k: int,
-    work: Tensor,
-    tiles: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    offsets: Tensor,
-    keys: Tensor,
-) -> None:
-    grid, capacity = (_num_stretches(rows), rows.num), slots.shape[1]
-    options = {"KEY_BITS": rows.key_bits, "BLOCK": loops.BLOCK, **rows.flag_options()}
-    loops.sort_and_count[grid](
-        rows.residual, work=work, tile_counts=tiles[0], tile_starts=tiles[1], tile_stops=tiles[2],
-        slots=slots, offsets=offsets, keys=keys, numel=rows.numel, k=k, capacity=capacity,
-        num_tiles=rows.num_tiles, residual_stride=_stride(rows.residual), num_words=work.shape[1],
-        TILE=loops.TILE, **options,
+def _find_threshold(rows: _Rows, k: int, found: _Collected) -> tuple[Tensor, Tensor]:
+    """The candidates' offsets and keys in the order of the row; the threshold is among the words."""
+    grid = _num_stretches(rows), rows.num
+    offsets = torch.empty_like(found.slots)
+    keys = torch.empty_like(found.slots, dtype=torch.int32 if rows.key_bits == 31 else torch.int64)
+    shared = {
+        "keys": keys, "numel": rows.numel, "k": k, "capacity": found.capacity,
+        "KEY_BITS": rows.key_bits, "BLOCK": BLOCK, **rows.options(),
+    }  # fmt: skip
+    triton_selection.sort_and_count[grid](
+        tile_counts=found.tile_counts, tile_starts=found.tile_starts, tile_stops=found.tile_stops,
+        slots=found.slots, offsets=offsets, num_tiles=rows.num_tiles, TILE=TILE, **shared,
     )  # fmt: skip
     for digit in range(1, (rows.key_bits + 1) // 8):
-        loops.count_next[grid](
-            rows.residual, work=work, keys=keys, numel=rows.numel, k=k, capacity=capacity,
-            residual_stride=_stride(rows.residual), num_words=work.shape[1], DIGIT=digit, **options,
-        )  # fmt: skip
+        triton_selection.count_next[grid](DIGIT=digit, **shared)
+    return offsets, keys
 
 
-def _move_out_(rows: _Rows, k: int, work: Tensor, offsets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _move_out_(
+    rows: _Rows, k: int, offsets: Tensor, keys: Tensor, non_finite: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Take what is above the threshold, and the first of what equals it."""
     indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
     num_stretches = _num_stretches(rows)
-    num_above, num_equal = rows.empty(num_stretches, torch.int64), rows.empty(num_stretches, torch.int64)
     shared = {
-        "work": work, "keys": keys, "num_above": num_above, "num_equal": num_equal,
-        "numel": rows.numel, "k": k, "capacity": offsets.shape[1], "num_words": work.shape[1],
-        "residual_stride": _stride(rows.residual), "KEY_BITS": rows.key_bits, "BLOCK": loops.BLOCK,
-        **rows.flag_options(),
+        "keys": keys, "num_above": rows.empty(num_stretches, torch.int64),
+        "num_equal": rows.empty(num_stretches, torch.int64), "numel": rows.numel, "k": k,
+        "capacity": offsets.shape[1], "KEY_BITS": rows.key_bits, "BLOCK": BLOCK, **rows.options(),
     }  # fmt: skip
-    loops.count_taken[(num_stretches, rows.num)](rows.residual, **shared)
-    loops.write_taken[(num_stretches, rows.num)](
-        rows.residual, offsets=offsets, indices=indices, values=values, NUM_STRETCHES=num_stretches, **shared
+    flags = rows.work if non_finite is None else non_finite.view(-1).view(torch.uint8)
+    triton_selection.count_taken[(num_stretches, rows.num)](**shared)
+    triton_selection.write_taken[(num_stretches, rows.num)](
+        offsets=offsets,
+        non_finite=flags,
+        indices=indices,
+        values=values,
+        NUM_STRETCHES=num_stretches,
+        **shared,
     )
     return indices, values
 
@@ -285,42 +293,36 @@ def _damped(rows: _Rows, damped: Tensor | None, damping: Tensor | None) -> _Damp
 
 
 def _damp_before_(rows: _Rows, damp: _Damped) -> None:
-    grad = _grad_or_any(rows)
-    loops.damp_before[damp.grid](
-        rows.residual, grad, damped=damp.indices, damping=damp.factors, saved=damp.saved,
-        num_damped=damp.num, residual_stride=_stride(rows.residual), grad_stride=_stride(grad),
-        BLOCK=_SMALL_BLOCK, **rows.flag_options(),
-    )  # fmt: skip
+    grad = rows.grad_or_any
+    triton_damping.damp_before[damp.grid](
+        damping=damp.factors, grad=grad, grad_stride=_stride(grad), **damp.options(), **rows.options()
+    )
 
 
-def _damp_after_(rows: _Rows, damp: _Damped, work: Tensor) -> None:
-    loops.damp_after[damp.grid](
-        rows.residual, damped=damp.indices, damping=damp.factors, saved=damp.saved, work=work,
-        num_damped=damp.num, residual_stride=_stride(rows.residual), num_words=work.shape[1],
-        KEY_BITS=rows.key_bits, BLOCK=_SMALL_BLOCK, **rows.flag_options(),
-    )  # fmt: skip
+def _damp_after_(rows: _Rows, damp: _Damped) -> None:
+    triton_damping.damp_after[damp.grid](
+        damping=damp.factors, KEY_BITS=rows.key_bits, **damp.options(), **rows.options()
+    )
 
 
 def _damp_here_(rows: _Rows, damp: _Damped) -> None:
-    loops.damp_here[damp.grid](
-        rows.residual, damped=damp.indices, damping=damp.factors, saved=damp.saved,
-        num_damped=damp.num, residual_stride=_stride(rows.residual), BLOCK=_SMALL_BLOCK,
-    )  # fmt: skip
+    triton_damping.damp_here[damp.grid](
+        rows.residual, damping=damp.factors, residual_stride=_stride(rows.residual), **damp.options()
+    )
 
 
 def _undamp_(rows: _Rows, damp: _Damped, indices: Tensor, values: Tensor) -> None:
     k = indices.shape[1]
     num_steps = (k - 1).bit_length()
-    loops.undamp[damp.grid](
-        rows.residual, damped=damp.indices, saved=damp.saved, indices=indices, values=values,
-        num_damped=damp.num, k=k, half_k=1 << num_steps >> 1, num_steps=num_steps,
-        residual_stride=_stride(rows.residual), BLOCK=_SMALL_BLOCK, **rows.flag_options(),
+    triton_damping.undamp[damp.grid](
+        indices=indices, values=values, k=k, half_k=1 << num_steps >> 1, num_steps=num_steps,
+        **damp.options(), **rows.options(),
     )  # fmt: skip
 
 
 def _num_stretches(rows: _Rows) -> int:
     """Programs that share a row: enough to fill a GPU, a power of two."""
-    wanted = min(_MAX_STRETCHES // rows.num, rows.numel // (2 * loops.BLOCK))
+    wanted = min(_MAX_STRETCHES // rows.num, rows.numel // (2 * BLOCK))
     return 1 << max(0, wanted.bit_length() - 1)
 
 
@@ -333,6 +335,13 @@ def _keys_of(threshold: float | Tensor, residual: Tensor) -> Tensor:
     return wanted.view(torch.int32 if residual.dtype == torch.float32 else torch.int64).long()
 
 
+def _rows(residual: Tensor, grad: Tensor | None, is_checked: bool = False) -> _Rows:
+    rows = _as_rows(residual)
+    words = words_per_row(8 * residual.itemsize - 1)
+    work = torch.zeros(rows.shape[0], words, dtype=torch.int64, device=residual.device)
+    return _Rows(rows, None if grad is None else _as_rows(grad), work, is_checked)
+
+
 def _as_rows(tensor: Tensor) -> Tensor:
     """(..., m) as (rows, m), sharing memory."""
     *batch, size = tensor.shape
@@ -341,11 +350,6 @@ def _as_rows(tensor: Tensor) -> Tensor:
 
 def _as_batch(residual: Tensor, rows: Tensor) -> Tensor:
     return rows.view(*residual.shape[:-1], rows.shape[1])
-
-
-def _grad_or_any(rows: _Rows) -> Tensor:
-    """The gradient, or in its place a tensor that is not read."""
-    return rows.residual if rows.grad is None else rows.grad
 
 
 def _stride(rows: Tensor) -> int:

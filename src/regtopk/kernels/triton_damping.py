@@ -1,0 +1,135 @@
+"""Triton programs that put scores in the place of damped entries, and take them away again."""
+
+import triton
+import triton.language as tl
+
+from regtopk.kernels.triton_words import GUESS, NUM_LOST, is_refused, key_of
+
+
+@triton.jit
+def damp_before(
+    residual,
+    grad,
+    damped,
+    damping,
+    saved,
+    work,
+    num_damped,
+    residual_stride,
+    grad_stride,
+    num_words,
+    IS_CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Save a where it is damped, and leave a residual there that `accumulate` cannot overlook.
+
+    With score = |a| · damping, the residual becomes ±score with the gradient's sign, so that what
+    `accumulate` finds, |±score + g|, is at least the score. `damp_after` then puts the score there.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    if not is_refused(work, row, num_words, IS_CHECKED):
+        d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = d < num_damped
+        d = row * num_damped + d
+        j = tl.load(damped + d, mask=mask, other=0)
+        here = residual + row * residual_stride + j
+        r = tl.load(here, mask=mask, other=0.0)
+        g = tl.load(grad + row * grad_stride + j, mask=mask, other=0.0)
+        a = (r + g).to(r.dtype)
+        score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+        tl.store(saved + d, a, mask=mask)
+        tl.store(here, tl.where(g < 0, -score, score), mask=mask)
+
+
+@triton.jit
+def damp_after(
+    residual,
+    damped,
+    damping,
+    saved,
+    work,
+    num_damped,
+    residual_stride,
+    num_words,
+    KEY_BITS: tl.constexpr,
+    IS_CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put the scores where `damp_before` announced them; count who does not reach the guess now."""
+    row = tl.program_id(1).to(tl.int64)
+    if not is_refused(work, row, num_words, IS_CHECKED):
+        d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = d < num_damped
+        d = row * num_damped + d
+        here = residual + row * residual_stride + tl.load(damped + d, mask=mask, other=0)
+        announced = tl.load(here, mask=mask, other=0.0)
+        score = tl.abs(tl.load(saved + d, mask=mask, other=0.0))
+        score = score * tl.load(damping + d, mask=mask, other=0.0)
+        tl.store(here, score, mask=mask)
+        least = tl.load(work + row * num_words + GUESS)
+        is_lost = mask & (key_of(announced, KEY_BITS) >= least) & (key_of(score, KEY_BITS) < least)
+        num_lost = tl.sum(is_lost.to(tl.int32))
+        if num_lost > 0:
+            tl.atomic_add(work + row * num_words + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def damp_here(
+    residual,
+    damped,
+    damping,
+    saved,
+    num_damped,
+    residual_stride,
+    BLOCK: tl.constexpr,
+):
+    """Save what is already accumulated where it is damped, and put the score there."""
+    row = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = d < num_damped
+    d = row * num_damped + d
+    here = residual + row * residual_stride + tl.load(damped + d, mask=mask, other=0)
+    a = tl.load(here, mask=mask, other=0.0)
+    tl.store(saved + d, a, mask=mask)
+    tl.store(here, tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def undamp(
+    residual,
+    damped,
+    saved,
+    work,
+    indices,
+    values,
+    num_damped,
+    k,
+    half_k,
+    num_steps,
+    residual_stride,
+    num_words,
+    IS_CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put a back for the score: among the values if the entry was taken, else in the residual.
+
+    Looks for it in the ascending indices by bisection, from 2^(num_steps - 1) = half_k < k on.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    if not is_refused(work, row, num_words, IS_CHECKED):
+        d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = d < num_damped
+        d = row * num_damped + d
+        j = tl.load(damped + d, mask=mask, other=0)
+        a = tl.load(saved + d, mask=mask, other=0.0)
+        indices += row * k
+        low = tl.zeros((BLOCK,), tl.int64)  # the last position whose index is <= j, if any
+        width = tl.full((), 0, tl.int64) + half_k
+        for _ in range(num_steps):
+            probe = low + width
+            at = tl.load(indices + probe, mask=mask & (probe < k), other=0)
+            low = tl.where((probe < k) & (at <= j), probe, low)
+            width = width // 2
+        is_taken = tl.load(indices + low, mask=mask, other=-1) == j
+        tl.store(values + row * k + low, a, mask=mask & is_taken)
+        tl.store(residual + row * residual_stride + j, a, mask=mask & (is_taken == 0))

@@ -1,0 +1,61 @@
+"""How the Triton programs of one call speak to each other, and what they share.
+
+The bits of |x| read as an integer order like |x| itself: that integer is x's *key*. Every program works
+on one row, number `program_id(1)`. A row's words in `work` (int64, zero at first) are how one launch
+tells the next what it found: nothing is read back by the host.
+
+    0          candidates: entries whose key reached the guess
+    1          damped candidates whose score does not reach it after all
+    2          the guess
+    3          1 if the gradient holds a NaN or inf: the row is left alone
+    8 + i      the leading i digits of the threshold (8 bits a digit)
+    24 + i     how many more are to be taken among the keys that start so
+    40 + 256 i how many keys have each value of digit i, after the digits before it
+
+Parameters have no annotations but constexpr because Triton reads them itself, and knows no other.
+"""
+
+import triton
+import triton.language as tl
+
+TILE = 4096  # entries an accumulating program works on
+BLOCK = 2048  # entries looked at together after that
+NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
+GUESS, NON_FINITE = tl.constexpr(2), tl.constexpr(3)
+PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
+BINS = tl.constexpr(256)
+
+
+def words_per_row(key_bits: int) -> int:
+    """Of `work`."""
+    return int(COUNTS.value) + (key_bits + 1) // 8 * int(BINS.value)
+
+
+@triton.jit
+def key_of(x, KEY_BITS: tl.constexpr):
+    """|x| as an integer: 31 bits of a float32, 63 of a float64."""
+    if KEY_BITS == 31:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+
+
+@triton.jit
+def leading_bits_of_rank(keys, rank, num_bits, KEY_BITS: tl.constexpr):
+    """The leading bits of the `rank`-th largest key, found one after the other; int64."""
+    found = tl.full((), 0, tl.int64)
+    bit = tl.full((), 1, tl.int64) << (KEY_BITS - 1)
+    for _ in range(num_bits):
+        num = tl.sum((keys >= (found + bit).to(keys.dtype)).to(tl.int32))
+        found = tl.where(num >= rank, found + bit, found)
+        bit = bit >> 1
+    return found
+
+
+@triton.jit
+def is_refused(work, row, num_words, IS_CHECKED: tl.constexpr):
+    """Whether to leave the row alone."""
+    if IS_CHECKED:
+        return tl.load(work + row * num_words + NON_FINITE) != 0
+    else:
+        return False

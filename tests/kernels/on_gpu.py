@@ -1,0 +1,197 @@
+"""The Triton kernels on a real GPU, against the reference there.
+
+`python -m tests.kernels.on_gpu` runs all of it, without pytest (PYTHONPATH=src where regtopk is not
+installed); `pytest -m gpu` does too.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from regtopk.kernels import triton as kernel
+from tests.kernels import checks
+from tests.kernels.checks import choose_damped
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def sizes() -> None:
+    powers = [2**n + d for n in (1, 4, 8, 12, 13, 16, 17, 20) for d in (-1, 0, 1)]
+    for numel in (1, *powers, 1_000_003, 10_000_019):
+        for k in sorted({1, max(1, numel // 1000), max(1, numel // 80), max(1, numel // 3)}):
+            residual, grad = normal(numel), normal(numel)
+            checks.check_take_largest_(kernel, residual, grad, k)
+            checks.check_take_largest_(kernel, residual, grad, k, *choose_damped(numel, k, device="cuda"))
+
+
+def all_entries() -> None:
+    for numel in (1, 5, 4096, 5000):
+        checks.check_take_largest_(kernel, normal(numel), normal(numel), numel)
+
+
+def adversarial() -> None:
+    numel = 1_000_003
+    for make in checks.ADVERSARIAL.values():
+        for density in (1e-5, 1e-3, 0.012, 0.5):
+            grad, k = make(numel, "cuda"), max(1, round(density * numel))
+            checks.check_take_largest_(kernel, torch.zeros_like(grad), grad, k)
+            damped = choose_damped(numel, k, device="cuda")
+            checks.check_take_largest_(kernel, 0.5 * grad, grad, k, *damped)
+
+
+def boundaries() -> None:
+    numel, k = 300_007, 100
+    grad = normal(numel)
+    order = grad.abs().argsort(descending=True)
+    for first in (0, k - 3, k - 1, k + 2, 5 * k):
+        damped = order[first : first + 60].sort().values
+        for factor in (0.0, 0.5, 1.0, 1.5):
+            damping = torch.full((60,), factor, device="cuda")
+            checks.check_take_largest_(kernel, torch.zeros_like(grad), grad, k, damped, damping)
+        exact = grad[order[k - 1]].abs() / grad[damped].abs()
+        checks.check_take_largest_(kernel, torch.zeros_like(grad), grad, k, damped, exact)
+
+
+def dtypes() -> None:
+    numel, k = 200_003, 200
+    for residual_dtype in (torch.float32, torch.float64):
+        damped, damping = choose_damped(numel, k, device="cuda")
+        for dtype in DTYPES:
+            for density in (1e-3, 0.5):
+                residual, grad = normal(numel, dtype=residual_dtype), normal(numel, dtype=dtype)
+                size = round(density * numel)
+                damping = damping.to(residual_dtype)
+                checks.check_take_largest_(kernel, residual, grad, size, damped, damping)
+    for dtype in (torch.bfloat16, torch.float16):
+        halves = torch.arange(2**16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype)
+        halves = halves[torch.isfinite(halves)]
+        checks.check_take_largest_(kernel, torch.zeros(len(halves), device="cuda"), halves, 1)
+
+
+def batches() -> None:
+    for batch in ((1,), (8,), (2, 3), (70,)):
+        numel, k = 100_001, 100
+        damped = choose_damped(numel, k, batch, device="cuda")
+        residual, grad = normal(*batch, numel), normal(*batch, numel)
+        residual.view(-1, numel)[0], grad.view(-1, numel)[0] = 0.0, 0.25
+        checks.check_take_largest_(kernel, residual, grad, k, *damped)
+    wide, wide_grad = normal(3, 70_000), normal(3, 80_000)
+    around = wide[:, 60_001:].clone()
+    checks.check_take_largest_(kernel, wide[:, :60_001], wide_grad[:, 7:60_008], 60)
+    assert torch.equal(wide[:, 60_001:], around)
+
+
+def non_finite() -> None:
+    numel, k = 100_001, 50
+    for dtype in DTYPES:
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            residual, grad = normal(3, numel), normal(3, numel, dtype=dtype)
+            before, flags = residual.clone(), torch.ones(3, dtype=torch.bool, device="cuda")
+            grad[1, 99_999] = bad
+            damped, damping = choose_damped(numel, k, (3,), device="cuda")
+            indices, values = kernel.take_largest_(
+                residual, grad, k, damped=damped, damping=damping, non_finite=flags
+            )
+            assert flags.tolist() == [False, True, False]
+            assert torch.equal(residual[1], before[1]) and not values[1].any()
+            assert indices[1].tolist() == list(range(k))
+            rows = [0, 2]
+            others = before[rows]
+            again = checks.check_take_largest_(kernel, others, grad[rows], k, damped[rows], damping[rows])
+            assert torch.equal(indices[rows], again[0]) and torch.equal(residual[rows], others)
+
+
+def thresholds_and_chunks() -> None:
+    for numel in (1, 4097, 1_000_003):
+        for threshold in (0.0, 1.0, 3.0, 100.0):
+            for capacity in (1, max(1, numel // 100), numel):
+                checks.check_take_above_(kernel, normal(numel), normal(numel), threshold, capacity)
+    batch = normal(2, 3, 50_001), normal(2, 3, 50_001, dtype=torch.bfloat16)
+    checks.check_take_above_(kernel, *batch, torch.rand(2, 3, device="cuda") * 4, 500)
+    checks.check_take_above_(kernel, batch[0], None, 1.0, 500)
+    for chunk, k in ((1, 1), (64, 3), (1000, 1000), (4096, 64), (5000, 40), (16_384, 16), (20_000, 7)):
+        residual, grad = normal(2, 100_003), normal(2, 100_003, dtype=torch.float16)
+        damped = choose_damped(100_003, 100, (2,), device="cuda")
+        checks.check_take_per_chunk_(kernel, residual, grad, chunk, k)
+        checks.check_take_per_chunk_(kernel, residual, grad, chunk, k, *damped)
+
+
+def a_captured_graph() -> None:
+    """A captured step does the same again on new input, good or bad, and never waits for the device."""
+    numel, k = 1_000_003, 1000
+    residual, grad = normal(numel), normal(numel)
+    damped, damping = choose_damped(numel, k, device="cuda")
+    flag = torch.zeros((), dtype=torch.bool, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        return kernel.take_largest_(residual, grad, k, damped=damped, damping=damping, non_finite=flag)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        indices, values = step()
+    inputs = (normal(numel), torch.ones(numel, device="cuda"), torch.zeros(numel, device="cuda"))
+    for new in inputs:  # both the usual path and the one for many equal entries
+        residual.zero_()
+        grad.copy_(new)
+        expected = torch.zeros_like(residual)
+        graph.replay()
+        torch.cuda.synchronize()
+        again = checks.check_take_largest_(kernel, expected, new, k, damped, damping)
+        assert torch.equal(indices, again[0]) and torch.equal(values, again[1])
+        assert torch.equal(residual, expected) and not bool(flag)
+    grad[3] = float("nan")
+    graph.replay()
+    assert bool(flag) and torch.equal(residual, expected)
+
+
+def beyond_32_bits() -> None:
+    """J, and N · J, above 2^31; what an oracle would need too much memory for is checked directly."""
+    for shape in ((2**31 + 4099,), (3, 2**30)):
+        for density in (1e-4, 2e-2):
+            residual = torch.zeros(*shape, device="cuda")
+            grad = torch.empty(*shape, dtype=torch.bfloat16, device="cuda").normal_()
+            k = round(density * shape[-1])
+            last = shape[-1] - 1
+            grad[..., last] = 50.0
+            indices, values = kernel.take_largest_(residual, grad, k)
+            assert bool((indices.diff(dim=-1) > 0).all())
+            assert bool((indices[..., -1] == last).all())
+            assert torch.equal(values, grad.gather(-1, indices).float())
+            assert not residual.gather(-1, indices).any()
+            assert bool((residual.abs().amax(-1) <= values.abs().amin(-1)).all())
+            grad.scatter_(-1, indices, 0.0)
+            for part, expected in zip(
+                residual.view(-1).split(2**28), grad.view(-1).split(2**28), strict=True
+            ):
+                assert torch.equal(part, expected.float())
+            del residual, grad, indices, values
+    torch.cuda.empty_cache()
+
+
+CHECKS = (
+    sizes, all_entries, adversarial, boundaries, dtypes, batches, non_finite, thresholds_and_chunks,
+    a_captured_graph, beyond_32_bits,
+)  # fmt: skip
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for check in CHECKS:
+        start = time.perf_counter()
+        check()
+        torch.cuda.synchronize()
+        print(f"ok  {check.__name__}  {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
