@@ -1,12 +1,18 @@
 """What a cluster refuses, and that refusing costs nothing; saving and loading."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from regtopk.algorithms import Dense, RegTopK, TopK
-from regtopk.core.worker import Layout
+from regtopk.core.algorithm import Algorithm, Conversation, Promise
+from regtopk.core.link import Link
+from regtopk.core.requests import DenseSum
+from regtopk.core.state import NoState
+from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import assert_same, saved_tensors
@@ -146,6 +152,44 @@ def test_a_cluster_that_never_ran_can_be_saved_and_loaded() -> None:
     assert used.state is None and used.num_steps == 0
     assert used.last_step.payload_bytes.tolist() == [0, 0] == used.total.payload_bytes.tolist()
     assert used.step(torch.ones(2, 7)).shape == (7,)  # free to choose J again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listens(Algorithm[NoState]):
+    """Answers with what training reported."""
+
+    name: ClassVar[str] = "listens"
+    promises: ClassVar[frozenset[Promise]] = frozenset()
+
+    def init(self, worker: Worker) -> NoState:
+        return NoState()
+
+    def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
+        yield DenseSum(grad, worker.weight)
+        report = worker.report
+        return torch.tensor([0.0, 0.0] if report is None else [report.loss, report.time_s])
+
+
+def test_a_report_reaches_the_next_step_only_and_survives_saving() -> None:
+    link = Link(bandwidth=8e3, latency_s=1.0)  # 1,000 bytes a second, and two rounds of a DenseSum
+    cluster, other = (Cluster(Listens(), num_workers=2, link=link) for _ in range(2))
+    grads = torch.ones(2, 2)
+    assert cluster.step(grads).tolist() == [0.0, 0.0]
+    time_s = 2 + float(cluster.last_step.sent_bytes.max()) / 1000
+    other.load_state_dict(cluster.state_dict())
+    for known in (cluster, other):
+        known.report(loss=3.0)  # the time is that of the last step, also after loading
+    other.load_state_dict(cluster.state_dict())
+    for known in (cluster, other):
+        assert known.step(grads).tolist() == pytest.approx([3.0, time_s])
+        assert known.step(grads).tolist() == [0.0, 0.0]
+
+
+def test_a_report_without_a_time_or_a_link_is_refused() -> None:
+    with pytest.raises(
+        ArgumentError, match="report needs time_s, or a cluster with a link model, got neither"
+    ):
+        Cluster(TopK(k=1), num_workers=2).report(loss=1.0)
 
 
 def test_dense_has_nothing_to_save_but_its_counts() -> None:

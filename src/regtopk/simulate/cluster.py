@@ -1,7 +1,7 @@
 """A cluster of N simulated workers: gradients in, the aggregate out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.simulate.driver import SimulatedDriver, dense_bytes
 
-_SAVED = ("algorithm", "num_workers", "weights", "num_steps", "weight", "grads_shape", "state", "total")
+_IDENTITY = ("algorithm", "num_workers", "weights")
+_PROGRESS = ("num_steps", "num_rounds", "report", "weight", "grads_shape", "state", "last_step", "total")
 
 
 class Cluster:
@@ -110,16 +111,21 @@ class Cluster:
             "num_workers": self.num_workers,
             "weights": self.weights.clone(),
             "num_steps": self.num_steps,
+            "num_rounds": self.num_rounds,
+            "report": None if self._report is None else astuple(self._report),
             "weight": None if self._worker is None else self._worker.weight.clone(),
             "grads_shape": None if self._worker is None else (*self._worker.batch_shape, self._worker.numel),
             "state": {name: tensor.clone() for name, tensor in tensors.items()},
+            "last_step": {name: count.clone() for name, count in self.last_step.state_dict().items()},
             "total": {name: count.clone() for name, count in self.total.state_dict().items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` saved; refused as a whole if it does not fit."""
-        if set(state_dict) != set(_SAVED):
-            raise StateError(f"a saved cluster must hold {sorted(_SAVED)}, got {sorted(state_dict)}")
+        if set(state_dict) != {*_IDENTITY, *_PROGRESS}:
+            raise StateError(
+                f"a saved cluster must hold {sorted(_IDENTITY + _PROGRESS)}, got {sorted(state_dict)}"
+            )
         for key, own in (("algorithm", self.algorithm.name), ("num_workers", self.num_workers)):
             if state_dict[key] != own:
                 raise StateError(f"{key} of the saved state must be {own!r}, got {state_dict[key]!r}")
@@ -133,9 +139,13 @@ class Cluster:
             worker = self._make_worker(state_dict["weight"], state_dict["grads_shape"])
             state = self.algorithm.init(worker)
             state.load_state_dict(state_dict["state"])
-        self._worker, self.state, self.num_steps = worker, state, state_dict["num_steps"]
-        self.last_step = Traffic.zeros(self.num_workers)
-        self.total = Traffic(**{name: count.clone() for name, count in state_dict["total"].items()})
+        self._worker, self.state = worker, state
+        self.num_steps, self.num_rounds = state_dict["num_steps"], state_dict["num_rounds"]
+        self._report = None if state_dict["report"] is None else Report(*state_dict["report"])
+        self.last_step, self.total = (
+            Traffic(**{name: count.clone() for name, count in state_dict[key].items()})
+            for key in ("last_step", "total")
+        )
 
     def _check(self, grads: Tensor) -> None:
         """Refuse gradients that do not fit, before anything changes."""
