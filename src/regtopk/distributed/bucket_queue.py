@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from regtopk.core.state import State
 from regtopk.distributed.groups import Group
 from regtopk.distributed.layout import copy_from_flat_
 
@@ -46,15 +45,15 @@ class Arrival:
 class BucketQueue:
     """Exchanges arrivals one after another in a thread of its own.
 
-    A step in which some rank's gradient is not finite, or that backward never finishes, is taken back as a
-    whole: buckets exchanged by then get their state from before the step.
+    A step in which some rank's gradient is not finite, that fails, or that backward never finishes, is taken
+    back as a whole: buckets exchanged by then get their state from before the step.
     """
 
     def __init__(self, exchange: "Exchange") -> None:
         self.exchange = exchange
         self.was_skipped = False
         self._failure: BaseException | None = None
-        self._before: list[tuple[Group, State]] = []
+        self._exchanged: list[Group] = []  # in this step
         self._arrivals: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -92,8 +91,9 @@ class BucketQueue:
             try:
                 if self._failure is None:
                     self._exchange(arrival)
-            except BaseException as error:  # a future cannot carry it through DDP: raised after backward
-                self._failure = error
+            except BaseException as error:
+                self._take_back()
+                self._failure = error  # a future cannot carry it through DDP: raised after backward
             arrival.future.set_result(arrival.buffer)
 
     def _exchange(self, arrival: Arrival) -> None:
@@ -114,14 +114,15 @@ class BucketQueue:
         if arrival.is_last:
             if self.was_skipped:
                 self._take_back()
-            self._before = []
+            self._exchanged = []
             exchange.end_step(is_finite=not self.was_skipped)
 
     def _aggregate(self, group: Group, flat: Tensor) -> Tensor:
-        self._before.append((group, group.state.clone()))
+        group.remember_state()
+        self._exchanged.append(group)
         return self.exchange.aggregate(group, flat)
 
     def _take_back(self) -> None:
-        for group, state in self._before:
-            group.state = state
-        self._before = []
+        for group in self._exchanged:
+            group.take_back_state()
+        self._exchanged = []

@@ -59,6 +59,7 @@ class ProcessGroupDriver:
         self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
         self.record = StepRecord()
         self.watch = Stopwatch(torch.device("cpu"))
+        self.room: Tensor | None = None
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new conversation."""
@@ -88,7 +89,15 @@ class ProcessGroupDriver:
         with self.watch.phase("decode_s"):
             indices, values = rows.without_padding()
             weighted = self.weights.to(values).unsqueeze(-1) * values
-            return kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel)
+            return kernels.sum_sparse_in_rank_order(
+                indices, weighted, sparse.numel, out=self.take_room(sparse)
+            )
+
+    def take_room(self, sparse: SparseGradient) -> Tensor | None:
+        """Memory for a sum of such vectors that nobody needs any more, once."""
+        room, self.room = self.room, None
+        fits = room is not None and room.shape == (sparse.numel,) and room.dtype == sparse.values.dtype
+        return room if fits else None
 
     def gather_sparse(self, sparse: SparseGradient) -> SparseGradient:
         """Every rank's sparse vector, (N, m), decoded and checked."""

@@ -131,9 +131,13 @@ class Exchange:
         groups = self.groups.groups
         flats = [self.flat_gradient(group, grads) for group in groups]
         is_finite = self.agree_finite(groups, flats)
-        for group, flat in zip(groups, flats, strict=True):
-            aggregate = self.aggregate(group, flat) if is_finite else flat.fill_(math.nan)
-            layout.copy_from_flat_([grads[name] for name in group.names], aggregate)
+        try:
+            for group, flat in zip(groups, flats, strict=True):
+                aggregate = self.aggregate(group, flat) if is_finite else flat.fill_(math.nan)
+                layout.copy_from_flat_([grads[name] for name in group.names], aggregate)
+        except BaseException as error:  # what was taken from the residual has not arrived
+            self._obstacle = f"step {self.num_steps} failed half-way ({type(error).__name__}: {error})"
+            raise
         self.end_step(is_finite=is_finite)
 
     # What a step consists of; DDP's hook calls these bucket by bucket.
@@ -147,8 +151,11 @@ class Exchange:
 
     def flat_gradient(self, group: Group, grads: dict[str, Tensor]) -> Tensor:
         """A group's gradient as one vector, in at least float32 and without the loss scale."""
-        flat = group.flat
-        layout.copy_to_flat_(flat, [grads[name] for name in group.names])
+        tensors = [grads[name] for name in group.names]
+        flat = layout.as_flat(tensors, group.dtype)
+        if flat is None:
+            flat = group.flat = group.worker.zeros() if group.flat is None else group.flat
+            layout.copy_to_flat_(flat, tensors)
         return flat if self.grad_scaler is None else flat.div_(self.grad_scaler.get_scale())
 
     def agree_finite(self, groups: list[Group], flats: list[Tensor]) -> bool:
@@ -168,14 +175,12 @@ class Exchange:
             algorithm = Dense()
             state = algorithm.init(worker)
         kept = _copy_of_own(state) if self.driver.is_idle else {}
-        try:
-            with self.driver.watch.phase("select_s"):
-                total = converse(algorithm.exchange(flat, state, worker), self.driver.answer)
-        except BaseException as error:
-            self._obstacle = f"step {self.num_steps} failed half-way ({type(error).__name__}: {error})"
-            raise
+        self.driver.room = group.room
+        with self.driver.watch.phase("select_s"):
+            total = converse(algorithm.exchange(flat, state, worker), self.driver.answer)
         for name, tensor in kept.items():
             setattr(state, name, tensor)
+        group.recycle(total, flat)
         # not in place: the algorithm may have kept what it returned
         return total if self.grad_scaler is None else total * self.grad_scaler.get_scale()
 
@@ -276,7 +281,7 @@ class Exchange:
             layout.layout_of(names, self.parameters),
         )
         algorithm = Dense() if names[0] in self.skipped else self.algorithm
-        return Group(names, worker.layout, algorithm, worker, algorithm.init(worker), worker.zeros())
+        return Group(names, worker.layout, algorithm, worker, algorithm.init(worker))
 
 
 def _check_options(algorithm: object, dense_steps: object, skip: object, grad_scaler: object) -> None:

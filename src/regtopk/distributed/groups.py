@@ -21,14 +21,39 @@ Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that 
 
 @dataclass(eq=False)
 class Group:
-    """Parameters whose gradients make one flat vector, in this order; `flat` is the room for it."""
+    """Parameters whose gradients make one flat vector, in this order.
+
+    Touching new memory of the vector's size costs more than most that is done with it. So what a step no
+    longer needs is kept for the next: the vector itself, the aggregate, and the state taken back to.
+    """
 
     names: tuple[str, ...]
     layout: Layout
     algorithm: Algorithm[Any]
     worker: Worker
     state: State
-    flat: Tensor
+    flat: Tensor | None = None
+    room: Tensor | None = None
+    state_before: State | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the vector is kept in."""
+        return self.worker.weight.dtype
+
+    def remember_state(self) -> None:
+        """Copy the state, for `take_back_state`."""
+        self.state_before = self.state.copy_into(self.state_before)
+
+    def take_back_state(self) -> None:
+        """Make the state what it was when it was last remembered."""
+        assert self.state_before is not None
+        self.state, self.state_before = self.state_before, None
+
+    def recycle(self, aggregate: Tensor, flat: Tensor) -> None:
+        """Let the next aggregate be written over this one, unless the state or the vector is there."""
+        in_use = {_memory(tensor) for tensor in (flat, *self.state.state_dict().values())}
+        self.room = None if _memory(aggregate) in in_use else aggregate
 
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""
@@ -58,6 +83,10 @@ class Group:
         for field, saved in (others or {}).items():
             own = getattr(self.state, field)
             setattr(self.state, field, saved.to(device=own.device, dtype=own.dtype, copy=True))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class Groups:

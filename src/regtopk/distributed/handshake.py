@@ -41,6 +41,8 @@ def agree(
         return check_weights(None, collectives.num_workers)
     if any(theirs is None for theirs in weights):
         raise ArgumentError(f"weight must be given on all ranks or on none, got {weights}")
+    if any(type(theirs) not in (int, float) for theirs in weights):
+        raise ArgumentError(f"weight must be a number on every rank, got {weights}")
     return check_weights(weights, collectives.num_workers)
 
 

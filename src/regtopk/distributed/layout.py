@@ -24,6 +24,18 @@ def flat_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return dtype
 
 
+def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The gradients as one vector, without a copy, if they lie one after another in memory."""
+    first = grads[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for grad in grads:
+        is_next = grad.untyped_storage().data_ptr() == storage and grad.data_ptr() == end
+        if not is_next or grad.dtype != dtype or not grad.is_contiguous():
+            return None
+        end += grad.numel() * grad.itemsize
+    return first.as_strided((sum(grad.numel() for grad in grads),), (1,))
+
+
 def copy_to_flat_(flat: Tensor, grads: Iterable[Tensor]) -> None:
     """Write gradients one after another into a flat vector."""
     start = 0

@@ -114,7 +114,8 @@ def _gather_sums(
     with driver.watch.phase("collective_s"):
         gathered, sizes = driver.collectives.all_gather_ragged(message)
     with driver.watch.phase("decode_s"):
-        total = sparse.values.new_zeros(sparse.numel)
+        room = driver.take_room(sparse)
+        total = sparse.values.new_zeros(sparse.numel) if room is None else room.zero_()
         for rank, size in enumerate(sizes):
             sums = decode(gathered[rank, :size], bounds[rank + 1] - bounds[rank])
             total[sums.indices + bounds[rank]] = sums.values

@@ -1,0 +1,345 @@
+"""Models and parameters that cannot be exchanged: refused by name, and nothing has changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+from regtopk.errors import ClusterError
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import closing, ddp, flat_gradients, loss_of, make_net, refusal
+
+TOPK = regtopk.TopK(density=0.1)
+
+PARAMETERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "another shape": (
+        lambda: nn.Linear(5, 3),
+        "('weight', (2, 3), 'torch.float32') on rank 0, ('weight', (3, 5), 'torch.float32') on rank 1",
+    ),
+    "another name": (
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        "('weight', (2, 3), 'torch.float32') on rank 0, ('0.weight', (2, 3), 'torch.float32') on rank 1",
+    ),
+    "another dtype": (
+        lambda: nn.Linear(3, 2, dtype=torch.float64),
+        "('weight', (2, 3), 'torch.float32') on rank 0, ('weight', (2, 3), 'torch.float64') on rank 1",
+    ),
+    "another number": (lambda: nn.Linear(3, 2, bias=False), "2 parameters on rank 0, 1 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_models_that_differ(two_ranks: Ranks, case: str) -> None:
+    expected = f"all ranks must have the same parameters, got {PARAMETERS[case][1]}"
+    assert two_ranks.run(exchange_another_model, case) == [("ClusterError", expected)] * 2
+
+
+def exchange_another_model(case: str) -> tuple[str, str]:
+    net = nn.Linear(3, 2) if dist.get_rank() == 0 else PARAMETERS[case][0]()
+    return refusal(lambda: regtopk.Exchange(net, TOPK))
+
+
+# Models and parameters that cannot be exchanged.
+
+
+def sharded() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+
+
+def sharded_in_place() -> nn.Module:
+    net = nn.Linear(4, 4)
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    return net
+
+
+def holding_a_dtensor() -> nn.Module:
+    net = nn.Linear(4, 4)
+    net.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,))))
+    return net
+
+
+def holding_a_complex() -> nn.Module:
+    net = nn.Module()
+    net.z = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    return net
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "attach to no DDP": (
+        lambda: regtopk.attach(make_net(), TOPK),  # type: ignore[arg-type]
+        "ClusterError",
+        "model must be a DistributedDataParallel, got Net: wrap it first, or use regtopk.Exchange",
+    ),
+    "attach to no module": (
+        lambda: regtopk.attach("net", TOPK),  # type: ignore[arg-type]
+        "ClusterError",
+        "model must be a DistributedDataParallel, got str: wrap it first, or use regtopk.Exchange",
+    ),
+    "attach to FSDP": (
+        lambda: regtopk.attach(sharded(), TOPK),  # type: ignore[arg-type]
+        "ClusterError",
+        "model must be a DistributedDataParallel, got FullyShardedDataParallel: FSDP is not supported",
+    ),
+    "attach to FSDP2": (
+        lambda: regtopk.attach(sharded_in_place(), TOPK),  # type: ignore[arg-type]
+        "ClusterError",
+        "model must be a DistributedDataParallel, got FSDPLinear: FSDP is not supported",
+    ),
+    "FSDP": (
+        lambda: regtopk.Exchange(sharded(), TOPK),
+        "ClusterError",
+        "module '' is FullyShardedDataParallel: FSDP shards its gradients, which is not supported",
+    ),
+    "FSDP2": (
+        lambda: regtopk.Exchange(sharded_in_place(), TOPK),
+        "ClusterError",
+        "module '' is FSDPLinear: FSDP shards its gradients, which is not supported",
+    ),
+    "DTensor": (
+        lambda: regtopk.Exchange(holding_a_dtensor(), TOPK),
+        "ClusterError",
+        "parameter 'weight' is a DTensor: sharded parameters are not supported",
+    ),
+    "sparse embedding": (
+        lambda: regtopk.attach(DistributedDataParallel(nn.Embedding(5, 3, sparse=True)), TOPK),
+        "ClusterError",
+        "module '' is Embedding with sparse=True: sparse-layout gradients are not supported",
+    ),
+    "DDP without attach": (
+        lambda: regtopk.Exchange(ddp(), TOPK),
+        "ClusterError",
+        "module must not be wrapped in DistributedDataParallel: use regtopk.attach for that",
+    ),
+    "complex": (
+        lambda: regtopk.Exchange(holding_a_complex(), TOPK),
+        "ClusterError",
+        "parameter 'z' must be real, got torch.complex64",
+    ),
+    "two devices": (
+        lambda: regtopk.Exchange(on_two_devices(), TOPK),
+        "ClusterError",
+        "parameters must be on one device, got ['cpu', 'meta']",
+    ),
+    "nothing to train": (
+        lambda: regtopk.Exchange(make_net().requires_grad_(False), TOPK),
+        "ArgumentError",
+        "parameters must hold at least one that requires a gradient, got none",
+    ),
+    "no pairs": (
+        lambda: regtopk.Exchange(make_net().parameters(), TOPK),  # type: ignore[arg-type]
+        "ArgumentError",
+        "parameters must be a module or (name, parameter) pairs, got Parameter",
+    ),
+    "a name twice": (
+        lambda: regtopk.Exchange([*make_net().named_parameters(), *make_net().named_parameters()], TOPK),
+        "ArgumentError",
+        "parameters must be given once each, got 'first.weight' again",
+    ),
+    "a parameter twice": (
+        lambda: regtopk.Exchange([("a", p := nn.Parameter(torch.zeros(2))), ("b", p)], TOPK),
+        "ArgumentError",
+        "parameters must be given once each, got 'b' again",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models(two_ranks: Ranks, case: str) -> None:
+    _, kind, text = MODELS[case]
+    assert two_ranks.run(refuse_model, case) == [(kind, text)] * 2
+
+
+def refuse_model(case: str) -> tuple[str, str]:
+    return refusal(MODELS[case][0])
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_attached_twice(two_ranks: Ranks, scope: str) -> None:
+    expected = "ClusterError", "attach must be called once for a model: this one is attached already"
+    assert two_ranks.run(attach_twice, scope) == [expected] * 2
+
+
+def attach_twice(scope: str) -> tuple[str, str]:
+    model = ddp()
+    with closing(regtopk.attach(model, TOPK, scope=scope)) as exchange:
+        refused = refusal(lambda: regtopk.attach(model, TOPK, scope=scope))
+        loss_of(model, 0).backward()  # the first still works
+        assert exchange.num_steps == 1
+    return refused
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_another_hook(two_ranks: Ranks, scope: str) -> None:
+    for kind, text in two_ranks.run(attach_beside_another, scope):
+        assert kind == "ClusterError"
+        assert text.startswith("the model must not have another communication hook: ")
+
+
+def attach_beside_another(scope: str) -> tuple[str, str]:
+    model = ddp()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    refused = refusal(lambda: regtopk.attach(model, TOPK, scope=scope))
+    loss_of(model, 0).backward()  # the other hook still works
+    assert flat_gradients(model).count_nonzero() == 3363
+    return refused
+
+
+def test_step_of_an_attached_model(two_ranks: Ranks) -> None:
+    text = "step() must not be called on an attached model: its backward() runs the exchange"
+    assert two_ranks.run(step_attached) == [("ClusterError", text)] * 2
+
+
+def step_attached() -> tuple[str, str]:
+    return refusal(regtopk.attach(ddp(), TOPK).step)
+
+
+def test_ranks_outside_the_group(two_ranks: Ranks) -> None:
+    inside, outside = two_ranks.run(exchange_in_a_group_of_rank_0)
+    assert inside == ("fine", "")
+    assert outside[0] == "ClusterError"
+    assert outside[1].startswith("this rank must be in the process group, got ")
+    assert outside[1].endswith(" on rank 1")
+
+
+def exchange_in_a_group_of_rank_0() -> tuple[str, str]:
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        return refusal(lambda: regtopk.Exchange(make_net(), TOPK, process_group=group))
+    regtopk.Exchange(make_net(), TOPK, process_group=group)
+    return "fine", ""
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(
+        ClusterError, match=r"^torch.distributed must be initialised first: call init_process"
+    ):
+        regtopk.Exchange(make_net(), TOPK)
+
+
+# Parameters that change afterwards.
+
+
+def add(net: Any) -> None:
+    net.more = nn.Linear(2, 2)
+
+
+def reshape(net: Any) -> None:
+    net.last.bias.data = torch.zeros(1)
+
+
+def replace(net: Any) -> None:
+    net.last.bias = nn.Parameter(torch.zeros(3))
+
+
+def unfreeze(net: Any) -> None:
+    net.first.bias.requires_grad_(True)
+
+
+def freeze(net: Any) -> None:
+    net.last.bias.requires_grad_(False)
+
+
+THERE = (
+    "must have been there, requiring a gradient, when the exchange was made: make a new one (for DDP: wrap "
+    "the model anew)"
+)
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "added": (add, f"parameter 'more.weight' of shape (2, 2) {THERE}"),
+    "reshaped": (reshape, "parameter 'last.bias' must keep its shape (3,), got (1,)"),
+    "replaced": (replace, f"parameter 'last.bias' of shape (3,) {THERE}"),
+    "unfrozen": (unfreeze, f"parameter 'first.bias' of shape (40,) {THERE}"),
+    "frozen": (
+        freeze,
+        "parameter 'last.bias' must keep requiring a gradient: to freeze it, make a new exchange",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["exchange", "model", "bucket"])
+@pytest.mark.parametrize("case", CHANGES)
+def test_parameters_that_change(two_ranks: Ranks, case: str, kind: str) -> None:
+    assert two_ranks.run(change_parameters, case, kind) == [("ClusterError", CHANGES[case][1])] * 2
+
+
+def change_parameters(case: str, kind: str) -> tuple[str, str]:
+    net = make_net()
+    net.first.bias.requires_grad_(False)
+    if kind == "exchange":
+        exchange: Any = regtopk.Exchange(net, TOPK)
+        loss_of(net, 0).backward()
+        exchange.step()
+        before = exchange.state_dict()
+        CHANGES[case][0](net)
+        refused = refusal(exchange.step)
+        assert unchanged(exchange, before)
+        return refused
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    with closing(regtopk.attach(model, TOPK, scope=kind)) as exchange:  # type: ignore[arg-type]
+        loss_of(model, 0).backward()
+        before = exchange.state_dict()
+        model.zero_grad()
+        CHANGES[case][0](net)
+        refused = refusal(lambda: loss_of(model, 1).backward())
+        assert unchanged(exchange, before)
+        return refused
+
+
+def unchanged(exchange: Any, before: dict[str, Any]) -> bool:
+    now = exchange.state_dict()
+    rank = str(dist.get_rank())
+    return all(
+        torch.equal(now["workers"][rank]["entries"][name]["residual"], entry["residual"])
+        for name, entry in before["workers"][rank]["entries"].items()
+    )
+
+
+def test_sparse_gradients(two_ranks: Ranks) -> None:
+    text = "gradient of 'weight' has a sparse layout, which is not supported"
+    assert two_ranks.run(step_with_a_sparse_gradient) == [("ClusterError", text)] * 2
+
+
+def step_with_a_sparse_gradient() -> tuple[str, str]:
+    net = nn.Embedding(5, 3)
+    exchange = regtopk.Exchange(net, TOPK)
+    net.weight.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.ones(1, 3), (5, 3), check_invariants=True
+    )
+    refused = refusal(exchange.step)
+    assert net.weight.grad.is_sparse
+    return refused
+
+
+def test_ranks_at_different_steps(two_ranks: Ranks) -> None:
+    text = (
+        "all ranks must exchange the same parameters at the same step, got step 2 on rank 0, step 1 on rank "
+        "1; first parameters: [['first.weight'], ['first.weight']]"
+    )
+    assert two_ranks.run(resume_from_different_steps) == [("ClusterError", text)] * 2
+
+
+def resume_from_different_steps() -> tuple[str, str]:
+    net = make_net()
+    exchange = regtopk.Exchange(net, TOPK)
+    saved = []
+    for step in range(2):
+        loss_of(net, step).backward()
+        exchange.step()
+        saved.append(exchange.state_dict())
+    exchange.load_state_dict(saved[1 - dist.get_rank()])
+    refused = refusal(exchange.step)
+    exchange.load_state_dict(saved[0])
+    exchange.step()  # nothing was lost: with the right file it goes on
+    return refused

@@ -1,0 +1,119 @@
+"""A rank is lost in the middle of a step: the others say so, do not hang, and a restart goes on."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    SMALL_BUCKETS,
+    algorithm_state,
+    closing,
+    ddp,
+    flat_parameters,
+    loss_of,
+    refusal,
+    same,
+)
+
+LOST, SAVED_AT, LOST_AT, LAST = 2, 4, 6, 9
+RESTART = ": restart all ranks from the last checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("scope", "moment", "signal_number"),
+    [
+        ("model", "in the exchange", signal.SIGKILL),
+        ("bucket", "in the exchange", signal.SIGKILL),
+        ("model", "in backward", signal.SIGSTOP),
+    ],
+    ids=str,
+)
+def test_others_fail_clearly_and_a_restart_goes_on(
+    four_ranks: Ranks, tmp_path: Path, scope: str, moment: str, signal_number: int
+) -> None:
+    ranks = Ranks(4, timeout_s=5)
+    try:
+        started = ranks.start(lose_one, tmp_path, scope, moment, signal_number)
+        answers = ranks.wait_for([rank for rank in started if rank != LOST], timeout_s=60)
+    finally:
+        ranks.stop()
+    for kind, text in answers:
+        assert kind == "ClusterError"
+        assert "a rank has stopped, is unreachable or is slower than the process group's timeout" in text
+        assert "restart all ranks from the last checkpoint" in text
+    for resumed, straight in four_ranks.run(resume, tmp_path, scope):
+        assert torch.equal(resumed, straight)
+
+
+def lose_one(folder: Path, scope: str, moment: str, signal_number: int) -> tuple[str, str]:
+    """What the step in which a rank is lost ends with."""
+    model, exchange, optimizer = make(scope)
+    train(model, optimizer, 0, SAVED_AT)
+    parts = {"model": model.module.state_dict(), "exchange": exchange.state_dict()}
+    torch.save(parts, folder / f"rank{dist.get_rank()}.pt")
+    train(model, optimizer, SAVED_AT, LOST_AT)
+    if dist.get_rank() == LOST:
+        lose_self(model, exchange, moment, signal_number)
+    before = algorithm_state(exchange)
+    kind, text = refusal(lambda: loss_of(model, LOST_AT).backward())
+    if scope == "model" and moment == "in the exchange":
+        # the state is half a step on: it must not be saved, and no step be made from it
+        for act in (exchange.state_dict, exchange.begin_step):
+            assert refusal(act) == (
+                "ClusterError",
+                f"step {LOST_AT} failed half-way ({kind}: {text})" + RESTART,
+            )
+    else:
+        assert same(algorithm_state(exchange), before)
+    return kind, text
+
+
+def lose_self(model: Any, exchange: Any, moment: str, signal_number: int) -> None:
+    """End this process when the last layers' gradients have been handed over, or in the second request."""
+    if moment == "in backward":
+        model.module.first.bias.register_hook(lambda _: os.kill(os.getpid(), signal_number))
+        return
+    answer, requests = exchange.driver.answer, []
+
+    def answer_once(request: Any) -> Any:
+        requests.append(request)
+        if len(requests) > 1 or exchange.scope == "model":
+            os.kill(os.getpid(), signal_number)
+        return answer(request)
+
+    exchange.driver.answer = answer_once
+
+
+def resume(folder: Path, scope: str) -> tuple[Tensor, Tensor]:
+    results = []
+    for first in (SAVED_AT, 0):
+        model, exchange, optimizer = make(scope)
+        with closing(exchange):
+            if first > 0:
+                saved = torch.load(folder / f"rank{dist.get_rank()}.pt", weights_only=True)
+                model.module.load_state_dict(saved["model"])
+                exchange.load_state_dict(saved["exchange"])
+            train(model, optimizer, first, LAST)
+            results.append(flat_parameters(model))
+    return results[0], results[1]
+
+
+def make(scope: str) -> Any:
+    model = ddp(**SMALL_BUCKETS)
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), scope=scope)
+    return model, exchange, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
