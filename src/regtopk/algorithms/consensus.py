@@ -48,8 +48,8 @@ class Consensus(Sparsifier[ConsensusState]):
         score: None proposes by magnitude; a `PosteriorScore` by RegTop-k's.
         seed: an integer, of the random entries.
 
-    Where N does not divide k, one of the proposals of up to N - 1 workers is left out; the worker whose
-    proposals come first is another one every step.
+    Where N does not divide k, up to N - 1 proposals of the worker that comes last are left out; the worker
+    that comes first is another one every step. Workers of weight zero are not counted in N.
     """
 
     name: ClassVar[str] = "consensus"
@@ -80,7 +80,7 @@ class Consensus(Sparsifier[ConsensusState]):
         damping = damping_of(self.score, state, residual, grad, worker)
         own = find_largest_(residual, grad, -(-k // len(senders)), **damping)
         gathered = yield Gather(own, numel=worker.numel)
-        drawn = random_sequence(worker.numel, k, self.seed, worker.step).to(grad.device)
+        drawn = random_sequence(worker.numel, k, self.seed, worker.step, grad.device)
         support = first_distinct(gathered.joined(senders), drawn, k)
         values = take_at_(residual, None, support, code=self.value_code)
         loss = None if is_lossless(self.sum_code) else torch.empty_like(values)

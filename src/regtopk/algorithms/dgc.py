@@ -18,7 +18,7 @@ from regtopk.core.state import per_worker
 from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
-_FEWEST, _MOST = 0.8, 1.3  # of k: outside, the sampled threshold is refined by the same factors
+_FEWEST, _MOST = 0.8, 1.3  # of k: outside, the sampled threshold is refined
 _NUM_REFINEMENTS = 10
 
 
@@ -49,9 +49,9 @@ class DGC(Sparsifier[DGCState]):
         momentum: m in [0, 1); 0 is Top-k.
         clip: norm > 0 that the mean gradient may have: each worker clips its own vector to clip N^(-1/2)
             before it is accumulated. None: no clipping.
-        selection: "exact" sends exactly k entries; "sampled" those that reach a threshold, estimated on a
-            sample and moved by factors of 0.8 or 1.3 until it gives 0.8 k to 1.3 k, at most 10 times.
-            Of more than 1.3 k entries the first are sent.
+        selection: "exact" sends exactly k entries; "sampled" those that reach a threshold estimated on a
+            sample. If fewer than 0.8 k do, it is lowered by 0.8 up to 10 times; if then more than 1.3 k do,
+            the k largest are sent.
         sample: share of the entries that the threshold is estimated on, in (0, 1].
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v (with "exact" only).
 
@@ -118,11 +118,18 @@ class DGC(Sparsifier[DGCState]):
         threshold = threshold.clamp(min=smallest)
         v.add_(u)
         for _ in range(_NUM_REFINEMENTS):
-            num_found = (v.abs() >= threshold.unsqueeze(-1)).sum(-1)
-            is_too_high, is_too_low = num_found < _FEWEST * k, num_found > _MOST * k
-            if not bool((is_too_high | is_too_low).any()):
+            is_too_high = _num_above(v, threshold) < _FEWEST * k
+            if not bool(is_too_high.any()):
                 break
-            threshold = threshold.where(~is_too_high, _FEWEST * threshold)
-            threshold = threshold.where(~is_too_low, _MOST * threshold).clamp(min=smallest)
-        capacity = min(v.shape[-1], max(k, int(_MOST * k)))
+            threshold = threshold.where(~is_too_high, _FEWEST * threshold).clamp(min=smallest)
+        # Residuals pile up just below the last threshold: raised by a factor, it would leave almost nothing.
+        is_too_low = _num_above(v, threshold) > _MOST * k
+        if bool(is_too_low.any()):
+            kth_largest = v.abs().topk(k, dim=-1).values[..., -1]
+            threshold = threshold.where(~is_too_low, kth_largest)
+        capacity = min(v.shape[-1], max(k, int(_MOST * k)))  # equals of the k-th may be more
         return take_above_(v, None, threshold, capacity, code=self.value_code)
+
+
+def _num_above(v: Tensor, threshold: Tensor) -> Tensor:
+    return (v.abs() >= threshold.unsqueeze(-1)).sum(-1)

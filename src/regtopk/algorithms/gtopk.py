@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.requests import SparseSum
 from regtopk.core.selection import take_largest_
-from regtopk.core.sparse import take, to_dense
+from regtopk.core.sparse import take
 from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
 
@@ -47,9 +46,16 @@ class GTopK(Sparsifier[ResidualState]):
         """One step of gTop-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
-        total = yield SparseSum(sent, worker.weight)
-        chosen = total.abs().topk(k, dim=-1, sorted=False).indices
-        is_chosen = torch.zeros_like(total, dtype=torch.bool).scatter_(-1, chosen, True)
+        total: Tensor = yield SparseSum(sent, worker.weight)
+        is_chosen = among_largest(total.abs(), k)
         returned = sent.values.where(~take(is_chosen, sent.indices), 0)
         state.residual.scatter_add_(-1, sent.indices, returned)
-        return to_dense(chosen, total.gather(-1, chosen), worker.numel)
+        return total.where(is_chosen, 0)
+
+
+def among_largest(magnitude: Tensor, k: int) -> Tensor:
+    """Which entries are the k largest, (..., J) bool; of equal ones the first, so that all ranks agree."""
+    kth_largest = magnitude.topk(k, dim=-1).values[..., -1:]
+    is_larger, is_equal = magnitude > kth_largest, magnitude == kth_largest
+    room = k - is_larger.sum(-1, keepdim=True)
+    return is_larger | (is_equal & (is_equal.cumsum(-1) <= room))

@@ -44,7 +44,7 @@ class LastSent(State):
 
     def remember(self, indices: Tensor, values: Tensor, aggregate: Tensor, worker: Worker) -> None:
         """Keep what was sent, (..., k), and what the dense aggregate is there."""
-        self.indices = indices
+        self.indices = indices.contiguous()  # a shared support comes as one row, expanded
         self.own = worker.weight * values
         self.aggregate = take(aggregate, indices)
 

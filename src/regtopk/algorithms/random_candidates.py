@@ -24,7 +24,9 @@ class RandomCandidates(Sparsifier[ResidualState]):
     s_n = Top_k(|a_n|) among c, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
 
-    Indices are those among the candidates: log2(factor) bits and a little, whatever J is.
+    Indices are those among the candidates: log2(factor) bits and a little, whatever J is. The best of the
+    candidates are each worker's own. Choosing them from the sum, as an oracle would, selects better; but
+    all candidates' values would have to be sent first, and Random-k uses those bytes better: it sends them.
 
     Args:
         density: k / J in (0, 1]; or give ``k``.
@@ -55,7 +57,7 @@ class RandomCandidates(Sparsifier[ResidualState]):
         """One step: Top-k of the candidates as a vector of their own."""
         k = self.num_selected(worker)
         num_candidates = min(worker.numel, self.factor * k)
-        drawn = random_subset(worker.numel, num_candidates, self.seed, worker.step).to(grad.device)
+        drawn = random_subset(worker.numel, num_candidates, self.seed, worker.step, grad.device)
         candidates = drawn.expand(*grad.shape[:-1], num_candidates)
         part = state.residual.gather(-1, candidates)
         sent = take_largest_(part, grad.gather(-1, candidates), k, code=self.value_code)

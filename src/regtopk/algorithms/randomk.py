@@ -48,8 +48,8 @@ class RandomK(Sparsifier[ResidualState]):
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of Random-k."""
-        indices = random_subset(worker.numel, self.num_selected(worker), self.seed, worker.step)
-        indices = indices.to(grad.device)
+        k = self.num_selected(worker)
+        indices = random_subset(worker.numel, k, self.seed, worker.step, grad.device)
         values = take_at_(state.residual, grad, indices, code=self.value_code)
         total = yield DenseSum(values, worker.weight, self.value_code)
         return to_dense(indices.expand(total.shape), total, worker.numel)

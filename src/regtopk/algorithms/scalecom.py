@@ -23,8 +23,8 @@ class ScaleCom(Sparsifier[ResidualState]):
     send s * a_n, receive g = sum_n w_n (s * a_n)
     e_n := (1 - beta) e_n + beta (a_n - s * a_n)
 
-    It rests on workers whose residuals look alike: with data that differ, the leader's entries are not
-    what the others need.
+    Only the leader sends indices, and the sum is a dense one of k values. It rests on workers whose
+    residuals look alike, so that the leader's large entries are large in the sum.
 
     Args:
         density: k / J in (0, 1]; or give ``k``.

@@ -53,20 +53,20 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def random_subset(numel: int, k: int, seed: int, step: int) -> Tensor:
-    """k distinct entries of 0..J-1, ascending, (k,) int64 on the CPU: O(k), whatever J is."""
-    return random_sequence(numel, k, seed, step).sort().values
+def random_subset(numel: int, k: int, seed: int, step: int, device: torch.device | None = None) -> Tensor:
+    """k distinct entries of 0..J-1, ascending, (k,) int64: O(k), whatever J is."""
+    return random_sequence(numel, k, seed, step, device).sort().values
 
 
-def random_sequence(numel: int, k: int, seed: int, step: int) -> Tensor:
-    """k distinct entries of 0..J-1 in random order, (k,) int64 on the CPU: O(k), whatever J is.
+def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.device | None = None) -> Tensor:
+    """k distinct entries of 0..J-1 in random order, (k,) int64: O(k), whatever J is.
 
     A keyed bijection of 0..2^b-1 (2^b >= J) sends 0, 1, ..., k-1 to distinct numbers; those that fall
     outside J are sent on along their cycle until they fall inside, which keeps them distinct.
     """
     bits = max(1, (numel - 1).bit_length())
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]
-    drawn = _permute(torch.arange(k, dtype=torch.int64), bits, keys)
+    drawn = _permute(torch.arange(k, dtype=torch.int64, device=device), bits, keys)
     while bool((outside := drawn >= numel).any()):
         drawn[outside] = _permute(drawn[outside], bits, keys)
     return drawn

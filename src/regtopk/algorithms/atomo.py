@@ -1,0 +1,88 @@
+"""ATOMO: an unbiased sample of the gradient's entries, drawn by their size."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Promise, WithDensity
+from regtopk.core.exact import to_integers
+from regtopk.core.options import check_integer
+from regtopk.core.random import uniform
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import NoState
+from regtopk.core.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Atomo(WithDensity[NoState]):
+    """Atomic sparsification with entries as atoms (Wang et al. 2018).
+
+    lambda = g_n, in the basis of unit vectors
+    p_i = min(1, s |lambda_i| / sum |lambda|) by the sequential rule, s = k, so sum_i p_i = k
+    send lambda_i / p_i with probability p_i, receive g = sum_n w_n (sent)
+
+    Of all unbiased samples of k entries on average, none has a smaller variance. Nothing is carried: what is
+    not drawn is made up for, on average, by what is. At small densities that is a lot of noise.
+
+    Args:
+        density: k / J in (0, 1], of the entries sent on average; or give ``k``.
+        k: entries a worker sends on average.
+        seed: an integer; a draw is a function of (seed, n, t) and the entry, so it is the same after a resume.
+
+    Values are not coded: a code that rounds would bias them. Differs from the paper: with k = J, all is sent.
+    """
+
+    name: ClassVar[str] = "atomo"
+    promises: ClassVar[frozenset[Promise]] = frozenset({"dense_at_full_density", "replicates", "unbiased"})
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_integer("seed", self.seed)
+
+    def init(self, worker: Worker) -> NoState:
+        """Nothing is remembered."""
+        return NoState()
+
+    def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
+        """One step of ATOMO."""
+        k = self.num_selected(worker)
+        draws = uniform(worker.index, self.seed, worker.step, worker.numel)
+        sent = draw_entries(grad.to(worker.weight.dtype), k, draws)
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        return aggregate
+
+
+def draw_entries(x: Tensor, k: int, draws: Tensor) -> SparseGradient:
+    """x_i / p_i where a uniform draw falls below p_i: (..., J) and draws that broadcast to it."""
+    probability = keep_probability(x.abs(), k)
+    scaled = (x.double() / probability).to(x.dtype)
+    return take_where_(scaled, draws < probability)
+
+
+def keep_probability(magnitude: Tensor, s: float) -> Tensor:
+    """ATOMO's sequential rule: p_i in [0, 1], (..., n) float64, zero only for zeros, of sum s.
+
+    As long as the largest would get s |lambda_i| / sum |lambda| > 1, it gets p_i = 1, and the rule goes on
+    with the others and s - 1. So if c are certain, p_i = min(1, (s - c) |lambda_i| / the sum of the others).
+
+    Args:
+        magnitude: |lambda|, (..., n), finite.
+        s: how many atoms to keep on average, > 0; all of them from s = n on.
+    """
+    if s >= magnitude.shape[-1]:
+        return torch.ones_like(magnitude, dtype=torch.float64)
+    integers, unit = to_integers(magnitude)  # sums of integers are the same batched and single
+    largest = integers.topk(math.ceil(s), dim=-1).values
+    others = integers.sum(-1, keepdim=True) - (largest.cumsum(-1) - largest)  # those from the i-th on
+    left = s - torch.arange(largest.shape[-1], device=magnitude.device, dtype=torch.float64)
+    is_shared = largest * left <= others
+    num_certain = (is_shared.cumsum(-1) == 0).sum(-1, keepdim=True)
+    rest = (others.gather(-1, num_certain) * unit).clamp(min=torch.finfo(torch.float64).tiny)
+    return ((s - num_certain) * magnitude.double() / rest).clamp(max=1)
