@@ -66,7 +66,8 @@ def dequantise(symbols: Tensor, scales: Tensor, code: str) -> Tensor:
         return torch.where(symbols == 0, plus, -minus).flatten(-2)[..., :size]
     level = symbols & (num_levels - 1)
     if code == "int8":
-        magnitude = scales * (level.float() / (num_levels - 1))
+        last = torch.full_like(scales, num_levels - 1)  # CUDA would multiply by the inverse of a number
+        magnitude = scales * (level / last)
     else:
         magnitude = _levels(scales, code).gather(-1, level.long())
     return torch.where(symbols < num_levels, magnitude, -magnitude).flatten(-2)[..., :size]
@@ -84,9 +85,9 @@ def _levels(scales: Tensor, code: str) -> Tensor:
     and the last is hi.
     """
     steps = torch.arange(_NUM_LEVELS[code], dtype=torch.float64, device=scales.device)
-    last = _NUM_LEVELS[code] - 1
     if code == "4bit":
-        steps, last = steps * (steps + 1) / 2, last * (last + 1) // 2
+        steps = steps * (steps + 1) / 2
+    last = steps[-1]  # not a Python number: CUDA would multiply by its inverse
     lo, hi = scales[..., :1], scales[..., 1:]
     return ((lo * (last - steps) + hi * steps) / last).float()
 
