@@ -3,9 +3,9 @@
 N processes on this machine, joined by gloo over loopback, take the same step (forward, backward with DDP,
 SGD) of a chain of linear layers whose own work is small: no hook, torch's fp16 hook, torch's PowerSGD (in
 one bucket: with several it hangs on gloo), and Top-k and RegTop-k. All variants run in turn, round after
-round; a step's time is that of the slowest rank. Times of a shared machine drift, so what is printed is the
-median over rounds of each round's ratio to no hook. On loopback bytes cost next to nothing: this measures
-what an exchange costs in work, not what it saves on a network.
+round; a step's time is that of the slowest rank, its CPU time the mean over ranks. Times of a shared machine
+drift, so what is printed is the median over rounds of each round's ratio to no hook. On loopback bytes cost
+next to nothing: this measures what an exchange costs in work, not what it saves on a network.
 
     python benchmarks/ddp_step.py [--json] [--out FILE] [--workers N] [--rounds R] [--density S]
 """
@@ -86,11 +86,11 @@ class Stepper:
         """Seconds of a step, and of our phases in it."""
         x = torch.randn(BATCH, WIDTH, generator=self.generator)
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self.optimizer.zero_grad()
         self.model(x).square().sum().backward()
         self.optimizer.step()
-        times = {"step_s": time.perf_counter() - start}
+        times = {"step_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu_start}
         if self.exchange is not None:
             last = self.exchange.last_step
             times |= {phase: getattr(last, phase) for phase in PHASES}
@@ -117,7 +117,7 @@ def rank_main(rank: int, options: argparse.Namespace, store: str, answer: Any) -
 
 
 def slowest(times: dict[str, float]) -> dict[str, float]:
-    """The step of the slowest rank; our phases as means over ranks."""
+    """The step of the slowest rank; CPU time and our phases as means over ranks."""
     values = torch.tensor(list(times.values()), dtype=torch.float64)
     longest = values[:1].clone()
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
@@ -138,12 +138,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     results = []
     for name in rounds[0]:
         median = {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
-        against = statistics.median(r[name]["step_s"] / r["no hook"]["step_s"] for r in rounds)
-        row = {"variant": name, "times_no_hook": against, **median, "sent_bytes": sent.get(name)}
-        plain = name.removeprefix("Reg")
-        if plain != name:
-            extra = statistics.median(r[name]["step_s"] / r[plain]["step_s"] for r in rounds)
-            row["extra_over_topk"] = extra - 1
+        row = {"variant": name, **median, "sent_bytes": sent.get(name)}
+        for key in ("step_s", "cpu_s"):
+            row[f"{key}_over_no_hook"] = against(rounds, name, "no hook", key)
+            if name.startswith("Reg"):
+                row[f"{key}_over_topk"] = against(rounds, name, name.removeprefix("Reg"), key)
         results.append(row)
     return {
         "command": f"benchmarks/ddp_step.py --workers {options.workers} --rounds {options.rounds} "
@@ -156,21 +155,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def against(rounds: list[dict[str, dict[str, float]]], name: str, other: str, key: str) -> float:
+    """The median over rounds of a variant's time over another's in the same round."""
+    return statistics.median(r[name][key] / r[other][key] for r in rounds)
+
+
 def table(report: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = [
         f"J = {report['numel']:,}, {report['num_cpus']} CPUs ({report['machine']}), torch {report['torch']}:"
         f" `python {report['command']}`",
         "",
-        "| variant | step, × no hook | extra over Top-k | select | encode | collective | decode | sent |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "Step and CPU time as multiples of no hook's; our phases as shares of the step.",
+        "",
+        "| variant | step | CPU | step, over Top-k | CPU, over Top-k | select | encode | collective | decode "
+        "| sent |",
+        "|---|" + "---:|" * 9,
     ]
     for row in report["results"]:
-        extra = f"{100 * row['extra_over_topk']:+.1f} %" if "extra_over_topk" in row else ""
+        over = [f"{row[f'{key}_over_no_hook']:.2f}" for key in ("step_s", "cpu_s")]
+        for key in ("step_s_over_topk", "cpu_s_over_topk"):
+            over.append(f"{100 * (row[key] - 1):+.1f} %" if key in row else "")
         shares = [f"{100 * row[phase] / row['step_s']:.1f} %" if phase in row else "" for phase in PHASES]
         sent = f"{row['sent_bytes'] / 1e3:,.1f} kB" if row["sent_bytes"] else ""
-        cells = [row["variant"], f"{row['times_no_hook']:.2f}", extra, *shares, sent]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([row['variant'], *over, *shares, sent])} |")
     return "\n".join(lines)
 
 

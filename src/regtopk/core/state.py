@@ -73,6 +73,16 @@ class State:
         """The same state in tensors of its own."""
         return type(self)(**{name: tensor.clone() for name, tensor in self.state_dict().items()})
 
+    def copy_into(self: StateT, old: StateT | None) -> StateT:
+        """The same state in the tensors of an old copy, where they fit, or in new ones."""
+        if old is None:
+            return self.clone()
+        for name, tensor in self.state_dict().items():
+            room = getattr(old, name)
+            fits = room.shape == tensor.shape and room.dtype == tensor.dtype
+            setattr(old, name, room.copy_(tensor) if fits else tensor.clone())
+        return old
+
     def copy_of_workers(self, rows: Tensor) -> dict[str, Tensor]:
         """What some of the simulator's workers remember, copied."""
         return {
