@@ -79,3 +79,18 @@ def test_some_workers_get_back_what_they_had(k_afterwards: int) -> None:
 )
 def test_sums_are_kept_in_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
     assert accumulation_dtype(dtype) == expected
+
+
+def test_copying_into_an_old_copy_reuses_what_fits() -> None:
+    old = example(1.0, k=5)
+    residual = old.residual
+    copy = example(2.0, k=3).copy_into(old)
+    assert copy is old and copy.residual is residual
+    assert copy.residual.unique().tolist() == [2.0] and copy.indices.shape == (3, 3)
+
+
+def test_copying_without_an_old_copy_makes_one() -> None:
+    source = example(2.0)
+    copy = source.copy_into(None)
+    source.residual.zero_()
+    assert copy.residual.unique().tolist() == [2.0]

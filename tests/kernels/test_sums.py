@@ -94,3 +94,11 @@ def test_the_first_row_that_is_not_finite_is_found(dtype: torch.dtype, numel: in
             assert kernels.find_non_finite_row(grads.reshape(2, 2, numel)) == row
         assert kernels.find_non_finite_row(grads[1]) == 0
         grads[:, -1] = largest
+
+
+def test_a_sparse_sum_may_be_written_over_old_memory() -> None:
+    indices, values = sparse_rows(4, 300, numel=1009)
+    room = torch.full((1009,), torch.nan)
+    total = kernels.sum_sparse_in_rank_order(indices, values, 1009, out=room)
+    assert total is room
+    assert torch.equal(total, kernels.sum_sparse_in_rank_order(indices, values, 1009))
