@@ -14,6 +14,7 @@ from rich.table import Table
 
 from regtopk import ALGORITHMS, __version__
 from regtopk.cli.compare import compare
+from regtopk.cli.doctor import doctor
 from regtopk.cli.parts import Force, Json, Settings, as_typed, progress_bar, say_errors, show
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
@@ -207,3 +208,4 @@ def _holds_demo(folder: Path) -> bool:
 
 
 app.command()(compare)
+app.command()(doctor)

@@ -16,14 +16,17 @@ from regtopk.kernels.reference import (
     sum_sparse_in_rank_order,
     take_at_,
 )
+from regtopk.kernels.self_check import SelfCheck, self_check
 
 __all__ = [
     "Choice",
+    "SelfCheck",
     "Taken",
     "describe",
     "estimate_threshold",
     "find_non_finite_row",
     "reference",
+    "self_check",
     "sum_dense_in_rank_order",
     "sum_sparse_in_rank_order",
     "take_above_",

@@ -33,7 +33,7 @@ _INFINITIES = {  # their memory as an unsigned integer
     torch.float16: 0x1F << 10,
 }
 _SMALL_STRETCH = 1 << 15  # fewer entries are not worth a thread of their own
-_NUM_SAMPLES = 1 << 15
+_NUM_SAMPLES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _guess(row: _Row, k: int) -> tuple[Any, int]:
     They are kept in arrays below J / 16 bytes each, up to density 0.001 all together. Where they would
     not fit, nothing is collected.
     """
-    num_samples = min(_NUM_SAMPLES, row.numel // 16) // 16 * 16
+    num_samples = min(_NUM_SAMPLES, row.numel // 16) // 8 * 8
     expected = k * num_samples / row.numel
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
     num_wanted = rank / max(1, num_samples) * row.numel

@@ -118,14 +118,14 @@ def damp_(accumulated: Array, damped: Array, damping: Array, saved: Array, d: An
 
 @_compiled
 def sample_(accumulated: Array, grad: Array, kind: int, sample: Array) -> None:
-    """residual + grad at groups of 16 neighbours, spread over the row without a period."""
-    room = accumulated.size - 16 + 1
+    """residual + grad at groups of 8 neighbours, spread over the row like the golden ratio's multiples."""
+    room = accumulated.size - 8 + 1
     step = int(0.6180339887498949 * room)
     start = 0
-    for first in range(0, sample.size, 16):
-        for i in range(16):
+    for first in range(0, sample.size, 8):
+        for i in range(8):
             sample[first + i] = accumulated[start + i]
-        add_(sample[first : first + 16], grad[start : start + 16], kind)
+        add_(sample[first : first + 8], grad[start : start + 8], kind)
         start = (start + step) % room
 
 

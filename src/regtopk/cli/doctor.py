@@ -1,0 +1,55 @@
+"""`regtopk doctor`: what runs here, why, and whether it agrees with the reference."""
+
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from regtopk import kernels
+from regtopk.cli.parts import Json, say_errors
+from regtopk.runs import versions
+
+
+@say_errors
+def doctor(
+    seconds: Annotated[float, typer.Option(min=0, help="How long to check each device's kernel.")] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Say which kernel each device uses and why, and check it against the reference."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    found: dict[str, Any] = {
+        **versions(),
+        "num_threads": torch.get_num_threads(),
+        "devices": [_examine(device, seconds) for device in devices],
+    }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _show(found)
+    if any(device["failure"] is not None for device in found["devices"]):
+        raise typer.Exit(1)
+
+
+def _examine(device: str, seconds: float) -> dict[str, Any]:
+    choice = kernels.describe(device)
+    check = kernels.self_check(device, seconds)
+    return {
+        "device": device,
+        "name": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "kernel": choice.kernel,
+        "reason": choice.reason,
+        "num_cases": check.num_cases,
+        "failure": check.failure,
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    typer.echo(f"regtopk {found['regtopk']}, torch {found['torch']}, Python {found['python']}")
+    typer.echo(f"{found['num_threads']} threads on {found['machine']}")
+    for device in found["devices"]:
+        typer.echo(f"{device['device']} ({device['name']}): {device['kernel']} kernels: {device['reason']}")
+        if device["failure"] is None:
+            typer.echo(f"  agrees with the reference in {device['num_cases']} random cases")
+        else:
+            typer.echo(f"  DIFFERS from the reference at {device['failure']}", err=True)

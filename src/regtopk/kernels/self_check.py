@@ -1,0 +1,63 @@
+"""Does the kernel that runs here agree with the reference? A few seconds of random input say."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regtopk.kernels import reference
+from regtopk.kernels.dispatch import SMALL_NUMEL, kernel_for
+
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """How many random cases agreed, and what the first that did not was."""
+
+    num_cases: int
+    failure: str | None
+
+
+def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> SelfCheck:
+    """Compare the kernel of a device with the reference until the time is over, at least once.
+
+    Args:
+        device: where the tensors lie.
+        seconds: how long, >= 0; compiling a kernel for the first time comes on top.
+    """
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(0)
+    start, num_cases = time.perf_counter(), 0
+    while num_cases == 0 or time.perf_counter() - start < seconds:
+        low = max(2, SMALL_NUMEL.get(device.type, 2))
+        numel = int(torch.randint(low, 8 * low + 10_000, (), generator=generator))
+        k = int(torch.randint(1, numel // 20, (), generator=generator))
+        dtype = _GRAD_DTYPES[num_cases % len(_GRAD_DTYPES)]
+        grad = torch.randn(2, numel, generator=generator).to(dtype)
+        if num_cases % 3 == 2:
+            grad = grad.round()  # many equal entries
+        if not _agrees(grad.to(device), k, generator):
+            return SelfCheck(num_cases, f"J = {numel}, k = {k}, gradient of {dtype}")
+        num_cases += 1
+    return SelfCheck(num_cases, None)
+
+
+def _agrees(grad: Tensor, k: int, generator: torch.Generator) -> bool:
+    """One step from residual zero: the same scores taken, the values right, and the rest left."""
+    numel = grad.shape[-1]
+    damped = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values
+    damped, damping = damped.to(grad.device), torch.rand(2, k, generator=generator).to(grad.device)
+    accumulated = torch.zeros(2, numel, device=grad.device).add_(grad)
+    score = accumulated.abs()
+    score.scatter_(-1, damped, score.gather(-1, damped) * damping)
+    taken = []
+    for take_largest_ in (kernel_for(accumulated, grad).take_largest_, reference.take_largest_):
+        residual = torch.zeros_like(accumulated)
+        indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
+        is_right = torch.equal(values, accumulated.gather(-1, indices)) and torch.equal(
+            residual, accumulated.scatter(-1, indices, 0.0)
+        )
+        taken.append(score.gather(-1, indices).sort(-1).values if is_right else None)
+    return taken[0] is not None and taken[1] is not None and torch.equal(taken[0], taken[1])

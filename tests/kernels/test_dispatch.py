@@ -1,0 +1,150 @@
+"""Which kernel runs, what it says about itself, and that it leaves torch's threads alone."""
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from regtopk import kernels
+from regtopk.errors import ArgumentError
+from regtopk.kernels import cpu, dispatch, reference
+
+LARGE = 1 << 16
+
+
+@pytest.fixture(autouse=True)
+def default_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+
+
+def test_large_vectors_on_the_cpu_use_the_compiled_loops() -> None:
+    residual = torch.zeros(LARGE)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        assert dispatch.kernel_for(residual, torch.zeros(LARGE, dtype=dtype)) is cpu
+    choice = kernels.describe("cpu")
+    assert choice.kernel == "cpu" and "numba" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("residual", "grad"),
+    [
+        (torch.zeros(100), torch.zeros(100)),
+        (torch.zeros(LARGE, 2).T, torch.zeros(2, LARGE)),
+        (torch.zeros(LARGE), torch.zeros(1).expand(LARGE)),
+        (torch.zeros(LARGE), torch.zeros(2 * LARGE)[::2]),
+        (torch.zeros(LARGE), torch.zeros(LARGE, dtype=torch.float8_e5m2)),
+        (torch.zeros(LARGE, dtype=torch.float16), torch.zeros(LARGE)),
+    ],
+    ids=["small", "rows not in one piece", "expanded", "strided", "other gradient", "other residual"],
+)
+def test_what_the_fast_kernels_cannot_do_goes_to_the_reference(
+    residual: torch.Tensor, grad: torch.Tensor
+) -> None:
+    assert dispatch.kernel_for(residual, grad) is reference
+
+
+def test_input_that_is_not_in_one_piece_gives_the_same_result() -> None:
+    torch.manual_seed(0)
+    residual, grad = torch.randn(LARGE, 2), torch.randn(LARGE, 2)
+    plain, plain_grad = residual.T.clone(), grad.T.clone()
+    indices, values = kernels.take_largest_(residual.T, grad.T, 50)
+    expected = kernels.take_largest_(plain, plain_grad, 50)
+    assert torch.equal(indices, expected[0]) and torch.equal(values, expected[1])
+    assert torch.equal(residual.T, plain)
+
+
+def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.kernel_for(torch.zeros(LARGE), None) is reference
+    assert kernels.describe("cpu") == dispatch.Choice("reference", "REGTOPK_KERNELS=reference")
+    monkeypatch.setenv(dispatch.VARIABLE, "fast")
+    with pytest.raises(ArgumentError, match="REGTOPK_KERNELS must be 'auto' or 'reference', got 'fast'"):
+        kernels.describe("cpu")
+
+
+def test_reasons_for_the_reference() -> None:
+    assert kernels.describe("meta") == dispatch.Choice("reference", "no fast kernel for device type 'meta'")
+    assert "torch.float16" in kernels.describe("cpu", torch.float16).reason
+
+
+def test_without_numba_one_line_says_so_and_the_reference_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for cached in (dispatch._describe_type, dispatch._notice):
+        cached.cache_clear()
+    for name in ("regtopk.kernels.cpu", "regtopk.kernels.cpu_loops"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level(logging.WARNING, logger="regtopk"):
+        for _ in range(3):
+            assert dispatch.kernel_for(torch.zeros(LARGE), torch.zeros(LARGE)) is reference
+    dispatch._describe_type.cache_clear()
+    assert len(caplog.records) == 1
+    assert "pip install 'regtopk[kernels]'" in caplog.records[0].getMessage()
+
+
+def test_importing_regtopk_imports_neither_numba_nor_triton() -> None:
+    code = "import sys, regtopk; print([m for m in ('numba', 'triton') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_first_call_leaves_torchs_number_of_threads_alone() -> None:
+    code = """
+import torch
+from regtopk import kernels
+for wanted in (1, 2, 3):
+    torch.set_num_threads(wanted)
+    kernels.take_largest_(torch.randn(1 << 18), torch.randn(1 << 18), 100)
+    torch.randn(1 << 18).add_(1)
+    assert torch.get_num_threads() == wanted, (torch.get_num_threads(), wanted)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
+    torch.manual_seed(1)
+    residual, grad = torch.randn(3, 1 << 17), torch.randint(-5, 6, (3, 1 << 17)).float()
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            own = residual.clone()
+            results.append((*cpu.take_largest_(own, grad, 1000), own))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_calls_from_several_threads_at_once() -> None:
+    torch.manual_seed(2)
+    inputs = [(torch.randn(1 << 17), torch.randn(1 << 17)) for _ in range(4)]
+    expected = [reference.take_largest_(r.clone(), g, 100) for r, g in inputs]
+    results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def call(n: int) -> None:
+        for _ in range(5):
+            results[n] = cpu.take_largest_(inputs[n][0].clone(), inputs[n][1], 100)
+
+    callers = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all(torch.equal(results[n][0], expected[n][0]) for n in range(4))
+
+
+def test_a_row_that_is_not_finite_is_found() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        grads = torch.randn(5, LARGE).to(dtype)
+        assert kernels.find_non_finite_row(grads) is None
+        grads[3, LARGE - 1] = float("inf")
+        assert kernels.find_non_finite_row(grads) == 3
+        grads[2, 5] = float("nan")
+        assert kernels.find_non_finite_row(grads) == 2
+    assert kernels.find_non_finite_row(torch.zeros(LARGE)) is None

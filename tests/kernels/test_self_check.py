@@ -1,0 +1,56 @@
+"""The self-check must pass here, and must notice a kernel that is wrong."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from regtopk import kernels
+from regtopk.cli import app
+from regtopk.kernels import cpu
+
+
+def test_agrees_here() -> None:
+    check = kernels.self_check("cpu", seconds=0.2)
+    assert check.num_cases >= 1 and check.failure is None
+
+
+@pytest.fixture
+def one_entry_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_largest_ = cpu.take_largest_
+
+    def wrong(residual: Tensor, grad: Tensor, k: int, **options: Tensor) -> tuple[Tensor, Tensor]:
+        before = residual.clone()
+        indices, values = take_largest_(residual, grad, k, **options)
+        lost = indices[:, :1]
+        residual.scatter_(-1, lost, (before + grad).gather(-1, lost))
+        indices[:, 0] = (residual != 0).int().argmax(-1)
+        return indices.sort(-1).values, values
+
+    monkeypatch.setattr(cpu, "take_largest_", wrong)
+
+
+@pytest.mark.usefixtures("one_entry_too_far")
+def test_notices_a_wrong_kernel() -> None:
+    failure = kernels.self_check("cpu", seconds=0.2).failure
+    assert failure is not None and "J = " in failure and "torch.float32" in failure
+    answer = CliRunner().invoke(app, ["doctor", "--seconds", "0"])
+    assert answer.exit_code == 1 and "DIFFERS from the reference" in answer.stderr
+
+
+def test_doctor_prints_kernel_reason_threads_and_check() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--seconds", "0"])
+    assert answer.exit_code == 0
+    assert "cpu (CPU): cpu kernels: cpu tensors, numba" in answer.stdout
+    assert f"{torch.get_num_threads()} threads" in answer.stdout
+    assert "agrees with the reference" in answer.stdout
+
+
+def test_doctor_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGTOPK_KERNELS", "reference")
+    answer = CliRunner().invoke(app, ["doctor", "--seconds", "0", "--json"])
+    device = json.loads(answer.stdout)["devices"][0]
+    assert device["kernel"] == "reference" and device["reason"] == "REGTOPK_KERNELS=reference"
+    assert device["num_cases"] == 1 and device["failure"] is None
