@@ -37,8 +37,8 @@ def pack_fields(fields: Tensor, width: int) -> Tensor:
     """Integers (..., m) int64 of `width` bits each, 0..32, back to back, as words."""
     if width == 32:
         return fields.to(torch.int32)
-    place = torch.arange(width, device=fields.device)
-    bits = (fields.unsqueeze(-1) >> place) & 1
+    place = torch.arange(width, dtype=torch.int32, device=fields.device)
+    bits = (fields.to(torch.int32).unsqueeze(-1) >> place) & 1
     return pack(bits.to(torch.uint8).flatten(-2), 1)
 
 

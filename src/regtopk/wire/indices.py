@@ -108,15 +108,16 @@ def _find_ones(
 ) -> tuple[Tensor, Tensor]:
     """Where the ones of the unary bits stand, (..., capacity), and how many there are, (...,)."""
     num = num_words(max_unary_bits(capacity, numel))
-    section = bits.unpack(bits.take_words(words, start.unsqueeze(-1), num), 1)
-    place = torch.arange(32 * num, device=words.device)
-    limit = num_bits.minimum(32 * (words.shape[-1] - start)).unsqueeze(-1)
-    is_one = (section == 1) & (place < limit)
-    rank = is_one.cumsum(-1)
-    slot = (rank * is_one).clamp(max=capacity + 1)  # zeros go to slot 0, ones too many to the last
-    position = torch.zeros(*rank.shape[:-1], capacity + 2, dtype=torch.int64, device=words.device)
-    position.scatter_(-1, slot, place.expand(slot.shape))
-    return position[..., 1:-1], rank[..., -1]
+    end = num_words(num_bits).minimum(words.shape[-1] - start).unsqueeze(-1)
+    is_behind = torch.arange(num, device=words.device) >= end
+    section = bits.take_words(words, start.unsqueeze(-1), num).masked_fill_(is_behind, 0)
+    ones = bits.unpack(section, 1)
+    slot = ones.cumsum(-1)
+    num_ones = slot[..., -1].clone()
+    slot.masked_fill_(ones == 0, 0).clamp_(max=capacity + 1)  # zeros go to slot 0, ones too many to the last
+    position = torch.zeros(*slot.shape[:-1], capacity + 2, dtype=torch.int64, device=words.device)
+    position.scatter_(-1, slot, torch.arange(32 * num, device=words.device).expand(slot.shape))
+    return position[..., 1:-1], num_ones
 
 
 def max_unary_bits(capacity: int, numel: int) -> int:
@@ -125,7 +126,8 @@ def max_unary_bits(capacity: int, numel: int) -> int:
     elias-fano and rice take fewer than 3 k bits, or k + 2^8 where the width is at its cap of 32; the bitmap
     takes J, and is used only where J is below 4 k or a few words.
     """
-    return max(3 * capacity, min(numel, 4 * capacity)) + 512
+    may_be_bitmap = numel <= 4 * capacity + 512
+    return max(3 * capacity, numel * may_be_bitmap) + 512
 
 
 def are_in_order(indices: Tensor, numel: int, is_valid: Tensor | None = None) -> Tensor:
