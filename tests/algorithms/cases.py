@@ -33,7 +33,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "randomk": [{}, {"seed": -3}],
     "chunked-topk": [{"chunk": 20}, {}, {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)}],
-    "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}],
+    "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
     "dgc": [{}, {"clip": 100.0, "score": CURRENT}, {"selection": "sampled", "sample": 0.3, "momentum": 0.5}],
     "ef21": [{}, {"eta": 0.3}],
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
@@ -42,14 +42,23 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gradient-dropping": [{}, {"per_layer": True, "sample": 0.01}],
     "adacomp": [{}, {"bin_conv": 7, "bin_other": 10}],
     "hard-threshold": [{}, {"k": None, "threshold": 20.0}],
+    "adaptive": [
+        {"target_error": 0.5, "every": 1, "algorithm": ALGORITHMS["topk"](density=0.05)},
+        {"bytes_per_step": 200.0, "every": 2, "algorithm": ALGORITHMS["consensus"](density=0.05)},
+    ],
+    "fair-topk": [{"trial": 2}],
+    "mipd": [{}, {"decay": 0.9}],
+    "sketch": [{"seed": 3}, {"rows": 3, "columns": 20, "sketch_code": "4bit"}],
     "sidco": [{}, {"fit": "pareto"}, {"fit": "gamma"}],
 }
 
 # Options with which an algorithm does not keep all that its class promises.
 BROKEN_BY: dict[tuple[str, str], set[Promise]] = {
     ("chunked-topk", "decay"): {"conserves"},
+    ("consensus", "sum_code"): {"conserves", "dense_at_full_density"},
     ("dgc", "clip"): {"dense_at_full_density"},
     ("dgc", "selection"): {"dense_at_full_density", "exact_k"},
+    ("mipd", "decay"): {"conserves"},
     ("scalecom", "beta"): {"conserves"},
 }
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.codes import quantise
+from regtopk.core.regions import dense_regions
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
@@ -108,12 +110,25 @@ class LockStep:
             row = _weighted(request, weight, self.dtype)
             total = torch.zeros_like(row) if total is None else total
             total = total + row
+        if isinstance(first, DenseSum) and first.loss is not None:
+            return self._coded(total, [request for request in asked if isinstance(request, DenseSum)])
         return total
+
+    def _coded(self, total: Any, asked: list[DenseSum]) -> Tensor:
+        """Each owner codes the sums of its region, and finds what that lost, over its weight."""
+        bounds = dense_regions(total.numel(), [float(worker.weight) for worker in self.workers])
+        coded = torch.zeros_like(total)
+        for request, (start, end) in zip(asked, bounds, strict=True):
+            assert request.loss is not None
+            request.loss.zero_()
+            if start < end:
+                coded[start:end] = quantise(total[start:end], request.sum_code)
+                request.loss[start:end] = (total[start:end] - coded[start:end]) / request.weight
+        return coded
 
 
 def _weighted(request: SparseSum | DenseSum | Peek, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(request, SparseSum):
-        assert isinstance(request, Peek) or request.loss is None, "coded sums are not answered here"
         return request.tensor.to(dtype) * weight
     sparse = request.sparse
     count = int(sparse.counts)
@@ -129,4 +144,5 @@ def _gathered(asked: list[Gather]) -> Gathered:
         torch.tensor(request.tensor.shape[-1]) if request.count is None else request.count
         for request in asked
     ]
-    return Gathered(torch.stack([request.tensor for request in asked]), torch.stack(counts))
+    rows = torch.nn.utils.rnn.pad_sequence([request.tensor for request in asked], batch_first=True)
+    return Gathered(rows, torch.stack(counts))

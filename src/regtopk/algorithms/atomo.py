@@ -32,7 +32,7 @@ class Atomo(WithDensity[NoState]):
     Args:
         density: k / J in (0, 1], of the entries sent on average; or give ``k``.
         k: entries a worker sends on average.
-        seed: an integer; a draw is a function of (seed, n, t) and the entry, so it is the same after a resume.
+        seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
 
     Values are not coded: a code that rounds would bias them. Differs from the paper: with k = J, all is sent.
     """

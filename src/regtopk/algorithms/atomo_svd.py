@@ -30,7 +30,7 @@ class AtomoSVD(WithDensity[NoState]):
     Args:
         density: numbers sent on average over J, in (0, 1]; or give ``k``.
         k: numbers a worker sends on average.
-        seed: an integer; a draw is a function of (seed, n, t) and the atom, so it is the same after a resume.
+        seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
 
     Values are not coded: a code that rounds would bias them. A singular value decomposition a layer and step
     is slow, and its last bits may depend on the number of threads: ranks equal the simulator to the bit if

@@ -13,14 +13,23 @@ _SMALLEST_EXPONENT = -900  # below, entries count as zero
 def exact_sum(x: Tensor) -> Tensor:
     """sum over the last dimension, (..., J) -> (...,) float64, of finite numbers of any floating dtype.
 
-    Each entry is rounded to a multiple of 2^-b of the power of two above the row's largest magnitude, where
-    b = 62 - the bits of J: 38 bits of 24 million entries.
+    Each entry is first rounded as `to_integers` does it.
+    """
+    integers, unit = to_integers(x)
+    return integers.sum(-1).double() * unit.squeeze(-1)
+
+
+def to_integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as whole multiples of a unit: (..., J) int64, and each row's unit, (..., 1) float64.
+
+    The unit is 2^-b of the power of two above the row's largest magnitude, b = 62 - the bits of J (38 with 24
+    million entries), so that no sum of entries can overflow.
     """
     num_bits = 62 - x.shape[-1].bit_length()
     largest = x.abs().amax(-1, keepdim=True).double()
     exponent = torch.frexp(largest).exponent.clamp(min=_SMALLEST_EXPONENT)
-    total = (x * power_of_two(num_bits - exponent)).round_().long().sum(-1)
-    return total.double() * power_of_two(exponent - num_bits).squeeze(-1)
+    integers = (x * power_of_two(num_bits - exponent)).round_().long()
+    return integers, power_of_two(exponent - num_bits)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ class Worker:
             (R, N) when it runs R independent replicas of the cluster at once.
         report: the newest loss and time, the same on all ranks; None if nobody has reported since.
         idle: the workers of weight zero, ascending, the same on all ranks.
+        index_code: how the cluster codes indices; only the size of what is sent depends on it.
     """
 
     weight: Tensor
@@ -103,6 +104,7 @@ class Worker:
     batch_shape: tuple[int, ...] = ()
     report: Report | None = None
     idle: tuple[int, ...] = ()
+    index_code: str = "elias-fano"
 
     @property
     def numel(self) -> int:

@@ -161,6 +161,11 @@ class Cluster:
             raise GradientError(
                 f"grads must have the layout's J = {self.layout.numel} entries, got {grads.shape[-1]}"
             )
+        if grads.dim() == 3 and "replicates" not in self.algorithm.promises:
+            raise GradientError(
+                f"grads must have shape (N, J): {self.algorithm.name!r} does not run replicas, "
+                f"got {tuple(grads.shape)}"
+            )
         if (row := kernels.find_non_finite_row(grads)) is not None:
             raise GradientError(f"grads of worker {row % self.num_workers} must be finite, got NaN or inf")
 
@@ -183,7 +188,16 @@ class Cluster:
         index = torch.arange(self.num_workers, device=weight.device).unsqueeze(-1)
         layout = self.layout or Layout.anonymous(numel)
         idle = tuple(rank for rank, w in enumerate(self._weights) if w == 0)
-        return Worker(weight, index, self.num_workers, 0, layout, tuple(batch_shape), idle=idle)
+        return Worker(
+            weight,
+            index,
+            self.num_workers,
+            0,
+            layout,
+            tuple(batch_shape),
+            idle=idle,
+            index_code=self.index_code,
+        )
 
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
         conversation = self.algorithm.exchange(grads, state, worker)

@@ -1,0 +1,98 @@
+"""MIPD-style: every layer gets the share of the entries that its gradient makes significant."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Conversation, Promise, Sparsifier
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import check_number
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Layer, Worker
+
+_INSIGNIFICANT = 2.0**-500  # of a layer of zeros: it gets what the others leave
+
+
+@dataclass(frozen=True, kw_only=True)
+class MIPD(Sparsifier[ResidualState]):
+    """Top-k with a budget for every layer, in the manner of MIPD (Zhang and Wang 2022).
+
+    a_n = e_n + g_n
+    m_l = mean |a_n| over the J_l entries of layer l: how significant the layer is
+    d_l = min(1, c m_l), its density, where c is such that sum_l J_l d_l = k
+    s_n = the k_l largest |a_n| of every layer, k_l = J_l d_l rounded so that they add up to k
+    send s_n * a_n, receive g = sum_n w_n (s_n * a_n), e_n := decay (a_n - s_n * a_n)
+
+    So what is carried is an exponentially weighted sum of the dropped gradients. Between Top-k of the whole
+    vector, which a layer of large gradients can have to itself, and an equal density for all layers.
+
+    Args:
+        density: k / J in (0, 1]; or give ``k``.
+        k: entries a worker sends, of all layers together.
+        value_code: how values are coded on the wire.
+        decay: what is left of a residual after a step, in [0, 1]; 1 keeps all of it.
+
+    Differs from the paper, of which only the abstract was to be had: there significance comes from model
+    interpretability, not from gradients; dropped gradients are smoothed on a parameter server, in training
+    that is asynchronous; values are coded by their distribution; half of the parameters change in a step.
+    By default nothing fades, since a fading residual loses part of the gradient.
+    """
+
+    name: ClassVar[str] = "mipd"
+    # it conserves with decay 1
+    promises: ClassVar[frozenset[Promise]] = frozenset(
+        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
+    )
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_number("decay", self.decay, "in [0, 1]", lambda x: 0 <= x <= 1)
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        self.num_selected(worker)  # refuses a k that does not fit
+        return ResidualState(residual=worker.zeros())
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        """One step of MIPD-style Top-k."""
+        k = self.num_selected(worker)
+        accumulated = state.residual.mul_(self.decay).add_(grad)
+        layers = [layer for layer in worker.layout.layers if layer.numel > 0]
+        budgets = layer_budgets(accumulated, layers, k)
+        is_taken = torch.empty_like(accumulated, dtype=torch.bool)
+        for layer, budget in zip(layers, budgets.split(1, dim=-1), strict=True):
+            at = slice(layer.start, layer.start + layer.numel)
+            most = min(k, layer.numel)
+            descending = accumulated[..., at].abs().topk(most, dim=-1).indices
+            is_within = torch.arange(most, device=grad.device) < budget
+            is_taken[..., at] = torch.zeros_like(is_taken[..., at]).scatter_(-1, descending, is_within)
+        sent = take_where_(accumulated, is_taken, code=self.value_code)
+        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        return aggregate
+
+
+def layer_budgets(accumulated: Tensor, layers: list[Layer], k: int) -> Tensor:
+    """How many entries each layer sends, (..., L) int64, adding up to k, by its mean magnitude."""
+    sizes = torch.tensor([layer.numel for layer in layers], device=accumulated.device)
+    parts = [accumulated[..., layer.start : layer.start + layer.numel] for layer in layers]
+    significance = torch.stack([exact_sum(part.abs()) for part in parts], dim=-1) / sizes + _INSIGNIFICANT
+    is_full = torch.zeros_like(significance, dtype=torch.bool)
+    for _ in layers:  # a layer that would send more than it has is full, and the others share what it leaves
+        left = k - (sizes * is_full).sum(-1, keepdim=True)
+        others = exact_sum((sizes * significance).masked_fill(is_full, 0.0)).unsqueeze(-1)
+        density = (left * significance / others).masked_fill(is_full, 1.0)
+        was_full, is_full = is_full, density >= 1
+        if torch.equal(is_full, was_full):
+            break
+    sent = torch.zeros_like(left, dtype=torch.float64)
+    bounds = [sent.long()]
+    for size, share in zip(sizes, density.clamp(max=1).split(1, dim=-1), strict=True):
+        sent = sent + size * share
+        bounds.append((sent + 0.5).floor().long())
+    return torch.cat(bounds, dim=-1).diff(dim=-1)
