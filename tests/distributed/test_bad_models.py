@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
+from regtopk.distributed.ddp import Scope
 from regtopk.errors import ClusterError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, flat_gradients, loss_of, make_net, refusal
@@ -167,12 +168,12 @@ def refuse_model(case: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_attached_twice(two_ranks: Ranks, scope: str) -> None:
+def test_attached_twice(two_ranks: Ranks, scope: Scope) -> None:
     expected = "ClusterError", "attach must be called once for a model: this one is attached already"
     assert two_ranks.run(attach_twice, scope) == [expected] * 2
 
 
-def attach_twice(scope: str) -> tuple[str, str]:
+def attach_twice(scope: Scope) -> tuple[str, str]:
     model = ddp()
     with closing(regtopk.attach(model, TOPK, scope=scope)) as exchange:
         refused = refusal(lambda: regtopk.attach(model, TOPK, scope=scope))
@@ -182,13 +183,13 @@ def attach_twice(scope: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_another_hook(two_ranks: Ranks, scope: str) -> None:
+def test_another_hook(two_ranks: Ranks, scope: Scope) -> None:
     for kind, text in two_ranks.run(attach_beside_another, scope):
         assert kind == "ClusterError"
         assert text.startswith("the model must not have another communication hook: ")
 
 
-def attach_beside_another(scope: str) -> tuple[str, str]:
+def attach_beside_another(scope: Scope) -> tuple[str, str]:
     model = ddp()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     refused = refusal(lambda: regtopk.attach(model, TOPK, scope=scope))

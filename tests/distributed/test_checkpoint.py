@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
+from regtopk.algorithms import EF21
+from regtopk.core.algorithm import Algorithm
 from regtopk.core.warm_up import WarmUp
+from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -25,10 +29,10 @@ from tests.distributed.training import (
 )
 
 WEIGHTS = {2: [0.7, 0.3], 3: [0.25, 0.0, 0.75], 4: [0.4, 0.3, 0.2, 0.1]}
-ALGORITHMS = {
+ALGORITHMS: dict[str, Algorithm[Any]] = {
     "regtopk": regtopk.RegTopK(density=0.05, value_code="4bit"),
     "regtopk warming up": regtopk.RegTopK(density=WarmUp(density=0.02, num_steps=40)),
-    "ef21": regtopk.ALGORITHMS["ef21"](density=0.05),
+    "ef21": EF21(density=0.05),
     "randomk": regtopk.RandomK(density=0.1),
 }
 
@@ -45,7 +49,7 @@ class Training:
     """A model, its optimizer and its exchange, as users write them."""
 
     def __init__(
-        self, scope: str, algorithm: str, weights: list[float] | None = None, **options: Any
+        self, scope: Scope, algorithm: str, weights: list[float] | None = None, **options: Any
     ) -> None:
         self.model = ddp(**SMALL_BUCKETS)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -81,7 +85,8 @@ class Training:
         return flat_parameters(self.model), algorithm_state(self.exchange), self.exchange.total.sent_bytes
 
 
-CASES = [(scope, algorithm) for scope in ("model", "bucket") for algorithm in ALGORITHMS]
+SCOPES: tuple[Scope, ...] = ("model", "bucket")
+CASES = [(scope, algorithm) for scope in SCOPES for algorithm in ALGORITHMS]
 
 
 def test_resumed_in_new_processes_bit_for_bit(two_ranks: Ranks, new_ranks: Ranks, tmp_path: Path) -> None:
@@ -123,7 +128,7 @@ def resume_half_way(folder: Path) -> list[Any]:
 @pytest.mark.parametrize("is_gathered", [True, False], ids=["gathered", "rank files"])
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
 def test_weighted_residual_survives_other_ranks(
-    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, old: int, new: int, is_gathered: bool, scope: str
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, old: int, new: int, is_gathered: bool, scope: Scope
 ) -> None:
     ranks = {2: two_ranks, 4: four_ranks}
     for algorithm, field in (("regtopk", "residual"), ("ef21", "estimate")):
@@ -162,7 +167,7 @@ def test_another_scope_keeps_the_residual(two_ranks: Ranks, tmp_path: Path, save
     assert relative_change(weighted_sum(before), weighted_sum(after)) == 0
 
 
-def save_some(folder: Path, algorithm: str, scope: str, weights: list[float], is_gathered: bool) -> None:
+def save_some(folder: Path, algorithm: str, scope: Scope, weights: list[float], is_gathered: bool) -> None:
     training = Training(scope, algorithm, weights)
     with closing(training.exchange):
         training.train_until(7)
@@ -175,7 +180,7 @@ def save_some(folder: Path, algorithm: str, scope: str, weights: list[float], is
             torch.save(state, folder / "all.pt")
 
 
-def load_some(files: list[Path], algorithm: str, scope: str, weights: list[float]) -> dict[str, Any]:
+def load_some(files: list[Path], algorithm: str, scope: Scope, weights: list[float]) -> dict[str, Any]:
     training = Training(scope, algorithm, weights)
     with closing(training.exchange) as exchange:
         parts = [torch.load(path, weights_only=True) for path in files]
@@ -210,41 +215,40 @@ def relative_change(before: Tensor, after: Tensor) -> float:
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-@pytest.mark.filterwarnings("default")
 def test_distributed_checkpoint_keeps_every_ranks_residual(
-    two_ranks: Ranks, new_ranks: Ranks, tmp_path: Path, scope: str
+    two_ranks: Ranks, new_ranks: Ranks, tmp_path: Path, scope: Scope
 ) -> None:
     saved = two_ranks.run(save_with_dcp, tmp_path, scope)
     loaded = new_ranks.run(load_with_dcp, tmp_path, scope)
     for rank in range(2):
         assert same(loaded[rank], saved[rank])
     entries = [saved[rank][0]["workers"][str(rank)]["entries"] for rank in range(2)]
-    assert not any(same(entries[0][name], entries[1][name]) for name in entries[0])
+    assert not any(same(entries[0][name], entries[1][name]) for name in entries[0] if "weight" in name)
 
 
-def save_with_dcp(folder: Path, scope: str) -> Any:
+def save_with_dcp(folder: Path, scope: Scope) -> Any:
     training = Training(scope, "regtopk warming up")
     with closing(training.exchange) as exchange:
         training.train_until(12)
         parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
-        dcp.save(parts, checkpoint_id=folder / "plain")
-        dcp.save({"exchange": exchange}, checkpoint_id=folder / "stateful")  # it saves itself
+        save(parts, checkpoint_id=folder / "plain")
+        save({"exchange": exchange}, checkpoint_id=folder / "stateful")  # it saves itself
         state = algorithm_state(exchange)
         training.optimizer.state.clear()
         training.train_until(15)
         return state, flat_parameters(training.model)
 
 
-def load_with_dcp(folder: Path, scope: str) -> Any:
+def load_with_dcp(folder: Path, scope: Scope) -> Any:
     for kind in ("stateful", "plain"):
         training = Training(scope, "regtopk warming up")
         with closing(training.exchange) as exchange:
             if kind == "stateful":
-                dcp.load({"exchange": exchange}, checkpoint_id=folder / "stateful")
+                load({"exchange": exchange}, checkpoint_id=folder / "stateful")
                 state = algorithm_state(exchange)
                 continue
             parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
-            dcp.load(parts, checkpoint_id=folder / "plain")
+            load(parts, checkpoint_id=folder / "plain")
             training.model.module.load_state_dict(parts["model"])
             exchange.load_state_dict(parts["exchange"])
             assert same(algorithm_state(exchange), state)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
+from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
 
@@ -75,7 +76,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks_are_bit_identical(two_ranks: Ranks, case: Case, scope: str) -> None:
+def test_two_ranks_are_bit_identical(two_ranks: Ranks, case: Case, scope: Scope) -> None:
     for plain, hooked in two_ranks.run(train_both, case, scope):
         assert torch.equal(plain, hooked)
 
@@ -92,19 +93,19 @@ ON_FOUR = {
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in ON_FOUR], ids=str)
-def test_four_ranks_agree_up_to_the_order_of_addition(four_ranks: Ranks, case: Case, scope: str) -> None:
+def test_four_ranks_agree_up_to_the_order_of_addition(four_ranks: Ranks, case: Case, scope: Scope) -> None:
     results = four_ranks.run(train_both, case, scope)
     for plain, hooked in results:
         assert torch.equal(hooked, results[0][1])  # all ranks hold the same model
         torch.testing.assert_close(hooked, plain, rtol=0, atol=TOLERANCE[case.dtype])
 
 
-def train_both(case: Case, scope: str) -> tuple[Tensor, Tensor]:
+def train_both(case: Case, scope: Scope) -> tuple[Tensor, Tensor]:
     """The parameters after training without a hook and with ours."""
     return train(case, None), train(case, scope)
 
 
-def train(case: Case, scope: str | None) -> Tensor:
+def train(case: Case, scope: Scope | None) -> Tensor:
     net = make_net().to(case.dtype)
     for name, p in net.named_parameters():
         p.requires_grad_(name not in case.frozen)

@@ -13,10 +13,8 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
-from tests.algorithms.cases import CASES, Case
 from tests.distributed.conversations import CodedSums, ManyRounds, Threshold
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import refusal
 
 NUM_STEPS = 50
 SHAPES = {"one": (30, 40), "two": (40,), "three": (10, 26)}
@@ -171,16 +169,3 @@ def test_sums_of_the_backend_are_close(four_ranks: Ranks) -> None:
     for rank in range(4):
         # four terms below 1e3 in another order: three roundings
         torch.testing.assert_close(found[rank][0], expected[rank][0], rtol=0, atol=3 * 2**-24 * 1e3)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_algorithm_of_the_table(four_ranks: Ranks, case: Case) -> None:
-    algorithm = case.make(k=40)
-    if case.name == "global-topk":
-        assert {kind for kind, _ in four_ranks.run(refused_at_once, algorithm)} == {"OracleError"}
-        return
-    compare(four_ranks, algorithm, num_steps=6)
-
-
-def refused_at_once(algorithm: Algorithm[Any]) -> tuple[str, str]:
-    return refusal(lambda: regtopk.Exchange(nn.Linear(40, 5), algorithm))

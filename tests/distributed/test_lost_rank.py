@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import regtopk
+from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -37,7 +38,7 @@ RESTART = ": restart all ranks from the last checkpoint"
     ids=str,
 )
 def test_others_fail_clearly_and_a_restart_goes_on(
-    four_ranks: Ranks, tmp_path: Path, scope: str, moment: str, signal_number: int
+    four_ranks: Ranks, tmp_path: Path, scope: Scope, moment: str, signal_number: int
 ) -> None:
     ranks = Ranks(4, timeout_s=5)
     try:
@@ -53,7 +54,7 @@ def test_others_fail_clearly_and_a_restart_goes_on(
         assert torch.equal(resumed, straight)
 
 
-def lose_one(folder: Path, scope: str, moment: str, signal_number: int) -> tuple[str, str]:
+def lose_one(folder: Path, scope: Scope, moment: str, signal_number: int) -> tuple[str, str]:
     """What the step in which a rank is lost ends with."""
     model, exchange, optimizer = make(scope)
     train(model, optimizer, 0, SAVED_AT)
@@ -92,7 +93,7 @@ def lose_self(model: Any, exchange: Any, moment: str, signal_number: int) -> Non
     exchange.driver.answer = answer_once
 
 
-def resume(folder: Path, scope: str) -> tuple[Tensor, Tensor]:
+def resume(folder: Path, scope: Scope) -> tuple[Tensor, Tensor]:
     results = []
     for first in (SAVED_AT, 0):
         model, exchange, optimizer = make(scope)
@@ -106,7 +107,7 @@ def resume(folder: Path, scope: str) -> tuple[Tensor, Tensor]:
     return results[0], results[1]
 
 
-def make(scope: str) -> Any:
+def make(scope: Scope) -> Any:
     model = ddp(**SMALL_BUCKETS)
     exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), scope=scope)
     return model, exchange, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import regtopk
+from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -29,17 +30,17 @@ ALGORITHM = regtopk.RegTopK(density=0.05)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("layer", ["last", "first"], ids=["first bucket", "last bucket"])
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_a_skipped_step_changes_nothing(two_ranks: Ranks, scope: str, layer: str, value: float) -> None:
+def test_a_skipped_step_changes_nothing(two_ranks: Ranks, scope: Scope, layer: str, value: float) -> None:
     straight, skipping = two_ranks.run(train_both, scope, layer, value)[0]
     assert torch.equal(skipping, straight)  # training goes on as if the step had not been
 
 
-def train_both(scope: str, layer: str, value: float) -> tuple[Tensor, Tensor]:
+def train_both(scope: Scope, layer: str, value: float) -> tuple[Tensor, Tensor]:
     bad_steps = (0, 4, 5) if scope == "model" else (4, 5)  # DDP makes its buckets in the second backward
     return train(scope, layer, value, bad_steps=()), train(scope, layer, value, bad_steps)
 
 
-def train(scope: str, layer: str, value: float, bad_steps: tuple[int, ...]) -> Tensor:
+def train(scope: Scope, layer: str, value: float, bad_steps: tuple[int, ...]) -> Tensor:
     model = ddp(**SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
@@ -104,17 +105,17 @@ def skip_without_ddp() -> None:
 
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_loss_scales_do_not_mix_into_the_residual(two_ranks: Ranks, scope: str) -> None:
+def test_loss_scales_do_not_mix_into_the_residual(two_ranks: Ranks, scope: Scope) -> None:
     for plain, scaled in two_ranks.run(train_scaled_and_not, scope):
         assert same(scaled, plain)
 
 
-def train_scaled_and_not(scope: str) -> tuple[Any, Any]:
+def train_scaled_and_not(scope: Scope) -> tuple[Any, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     return train_with(scope, None), train_with(scope, scaler)
 
 
-def train_with(scope: str, scaler: torch.amp.GradScaler | None) -> Any:
+def train_with(scope: Scope, scaler: torch.amp.GradScaler | None) -> Any:
     model = ddp(**SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales = set()

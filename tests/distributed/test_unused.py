@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import regtopk
+from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, closing, ddp, flat_gradients, loss_of, make_net
 
@@ -19,7 +20,7 @@ WEIGHTS = [0.7, 0.3]
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("scope", ["model", "bucket"])
 def test_applied_plus_residual_is_the_sum_of_gradients(
-    two_ranks: Ranks, scope: str, set_to_none: bool, is_view: bool
+    two_ranks: Ranks, scope: Scope, set_to_none: bool, is_view: bool
 ) -> None:
     found = two_ranks.run(train, scope, set_to_none, is_view)
     applied, num_given = found[0][0], found[0][2]
@@ -31,7 +32,7 @@ def test_applied_plus_residual_is_the_sum_of_gradients(
     torch.testing.assert_close(applied + kept, due, rtol=0, atol=NUM_STEPS * 2**-24)
 
 
-def train(scope: str, set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor, int, Tensor]:
+def train(scope: Scope, set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor, int, Tensor]:
     """What was applied, what is kept, how much came for unused parameters, and all own gradients."""
     rank = dist.get_rank()
     model = ddp(find_unused_parameters=True, gradient_as_bucket_view=is_view, **SMALL_BUCKETS)

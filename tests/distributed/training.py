@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import errors
 
-SMALL_BUCKETS = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
 
 
 class Net(nn.Module):

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
+from regtopk.distributed.checks import check_model, check_scope
 from regtopk.distributed.collectives import Collectives, group_of_its_own, is_world
 from regtopk.distributed.exchange import Exchange
 from regtopk.distributed.parameters import Parameters
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ClusterError
 
 Scope = Literal["model", "bucket"]
 
@@ -47,8 +48,8 @@ class SparseHookState(Exchange):
         scope: Scope = "model",
         **options: Any,
     ) -> None:
-        _check_model(model)
-        _check_scope(scope, algorithm)
+        check_model(model)
+        check_scope(scope, algorithm)
         self.scope = scope
         parameters = Parameters(model.module, ignored=model.parameters_to_ignore)
         super().__init__(parameters, algorithm, process_group=model.process_group, **options)
@@ -69,7 +70,7 @@ class SparseHookState(Exchange):
 
     def close(self) -> None:
         """End the thread and the process group of scope="bucket". Call it on every rank; no step follows."""
-        self._obstacle = "the exchange is closed"
+        self._obstacle = "the exchange must not be used after close()"
         self._forward_hook.remove()
         if self._queue is not None:
             self._queue.close()
@@ -191,25 +192,6 @@ def attach(
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
     return state.on_bucket(bucket)
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, DistributedDataParallel):
-        return
-    kind = type(model).__name__
-    if any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(model).__mro__):
-        raise ClusterError(f"model must be a DistributedDataParallel, got {kind}: FSDP is not supported")
-    raise ClusterError(
-        f"model must be a DistributedDataParallel, got {kind}: wrap it first, or use regtopk.Exchange"
-    )
-
-
-def _check_scope(scope: object, algorithm: object) -> None:
-    if scope not in ("model", "bucket"):
-        raise ArgumentError(f"scope must be 'model' or 'bucket', got {scope!r}")
-    k = getattr(algorithm, "k", None)
-    if scope == "bucket" and k is not None:
-        raise ArgumentError(f"k must be None with scope='bucket', whose buckets differ in size, got {k}")
 
 
 def _after_backward(callback: Callable[[], None]) -> None:

@@ -16,13 +16,14 @@ from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report, Worker
 from regtopk.distributed import checkpoint, layout
+from regtopk.distributed.checks import check_options
 from regtopk.distributed.collectives import Collectives, group_or_default
 from regtopk.distributed.driver import Collective, ProcessGroupDriver
 from regtopk.distributed.groups import Group, Groups
 from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, share_report
 from regtopk.distributed.parameters import NamedParameters, Parameters
 from regtopk.distributed.record import Ledger, StepRecord, summarise
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ClusterError
 
 Skip = Callable[[str, nn.Parameter], bool]
 
@@ -69,7 +70,7 @@ class Exchange:
         deterministic: bool = True,
         writer: Any = None,
     ) -> None:
-        _check_options(algorithm, dense_steps, skip, grad_scaler)
+        check_options(algorithm, dense_steps, skip, grad_scaler)
         collectives = Collectives(group_or_default(process_group))
         self.parameters = parameters if isinstance(parameters, Parameters) else Parameters(parameters)
         self.algorithm = algorithm
@@ -136,7 +137,10 @@ class Exchange:
                 aggregate = self.aggregate(group, flat) if is_finite else flat.fill_(math.nan)
                 layout.copy_from_flat_([grads[name] for name in group.names], aggregate)
         except BaseException as error:  # what was taken from the residual has not arrived
-            self._obstacle = f"step {self.num_steps} failed half-way ({type(error).__name__}: {error})"
+            self._obstacle = (
+                f"step {self.num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
+                "from the last checkpoint"
+            )
             raise
         self.end_step(is_finite=is_finite)
 
@@ -208,7 +212,7 @@ class Exchange:
     def check_usable(self) -> None:
         """Refuse to go on from a state that a failure has left incomplete."""
         if self._obstacle is not None:
-            raise ClusterError(f"{self._obstacle}: restart all ranks from the last checkpoint")
+            raise ClusterError(self._obstacle)
 
     # What was sent.
 
@@ -279,22 +283,11 @@ class Exchange:
             self.num_workers,
             self.num_steps,
             layout.layout_of(names, self.parameters),
+            idle=self.driver.idle,
+            index_code=self.driver.index_code,
         )
         algorithm = Dense() if names[0] in self.skipped else self.algorithm
         return Group(names, worker.layout, algorithm, worker, algorithm.init(worker))
-
-
-def _check_options(algorithm: object, dense_steps: object, skip: object, grad_scaler: object) -> None:
-    if not isinstance(algorithm, Algorithm):
-        raise ArgumentError(
-            f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
-        )
-    if type(dense_steps) is not int or dense_steps < 0:
-        raise ArgumentError(f"dense_steps must be an integer of at least 0, got {dense_steps!r}")
-    if skip is not None and not callable(skip):
-        raise ArgumentError(f"skip must be a callable of (name, parameter), got {skip!r}")
-    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-        raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
 
 
 def _copy_of_own(state: State) -> dict[str, Tensor]:

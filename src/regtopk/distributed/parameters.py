@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from regtopk.distributed.checks import is_fsdp
 from regtopk.errors import ArgumentError, ClusterError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -98,7 +99,7 @@ def _refuse_modules(module: nn.Module) -> None:
             "module must not be wrapped in DistributedDataParallel: use regtopk.attach for that"
         )
     for name, part in module.named_modules():
-        if any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(part).__mro__):
+        if is_fsdp(part):
             raise ClusterError(
                 f"module {name!r} is {type(part).__name__}: FSDP shards its gradients, which is not supported"
             )

@@ -1,0 +1,307 @@
+"""Exchange without DDP: `.step()` between backward and the optimizer, and all its options."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+from regtopk.core.traffic import all_reduce_bytes
+from regtopk.core.warm_up import WarmUp
+from regtopk.distributed.ddp import Scope
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    batch,
+    closing,
+    flat_gradients,
+    flat_parameters,
+    loss_of,
+    make_net,
+    same,
+)
+
+J = 3363
+COUNTS = ["payload_bytes", "sent_bytes", "received_bytes", "dense_bytes", "num_entries", "num_skipped"]
+TIMES = ["select_s", "encode_s", "collective_s", "decode_s"]
+
+
+def own_gradients(net: nn.Module, step: int) -> Tensor:
+    """What this rank's backward alone gives."""
+    net.zero_grad()
+    loss_of(net, step).backward()
+    return flat_gradients(net)
+
+
+def mean_over_ranks(gradients: Tensor, group: Any = None) -> Tensor:
+    total = gradients.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def test_step_averages_and_counts_missing_gradients_as_zero(two_ranks: Ranks) -> None:
+    two_ranks.run(average_with_gaps)
+
+
+def average_with_gaps() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.TopK(density=1.0))
+    own_gradients(net, 0)
+    if dist.get_rank() == 0:
+        net.extra.weight.grad = None
+    net.last.bias.grad = None  # on both ranks
+    expected = mean_over_ranks(flat_gradients(net))
+    exchange.step()
+    assert torch.equal(flat_gradients(net), expected)
+    assert net.last.bias.grad is not None and not net.last.bias.grad.any()
+
+
+def test_named_pairs_are_as_good_as_a_module(two_ranks: Ranks) -> None:
+    two_ranks.run(compare_pairs_with_module)
+
+
+def compare_pairs_with_module() -> None:
+    results = []
+    for is_module in (True, False):
+        net = make_net()
+        source = net if is_module else ((name, p) for name, p in net.named_parameters())
+        exchange = regtopk.Exchange(source, regtopk.RegTopK(density=0.1))
+        for step in range(4):
+            own_gradients(net, step)
+            exchange.step()
+            results.append(flat_gradients(net))
+    assert same(results[:4], results[4:])
+
+
+def test_what_requires_a_graph_is_exchanged_without_one(two_ranks: Ranks) -> None:
+    two_ranks.run(exchange_with_create_graph)
+
+
+def exchange_with_create_graph() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1))
+    for _ in range(2):
+        loss = loss_of(net, 0)
+        grads = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        for p, grad in zip(net.parameters(), grads, strict=True):
+            p.grad = grad
+        exchange.step()
+    state = exchange.state_dict()["workers"][str(dist.get_rank())]
+    assert not any(entry["residual"].requires_grad for entry in state["entries"].values())
+
+
+def test_parameters_without_entries_are_harmless(two_ranks: Ranks) -> None:
+    two_ranks.run(exchange_with_an_empty_parameter)
+
+
+def exchange_with_an_empty_parameter() -> None:
+    net = make_net()
+    net.empty = nn.Parameter(torch.zeros(0, 4))
+    for skip in (None, lambda name, p: name == "empty"):
+        exchange = regtopk.Exchange(net, regtopk.TopK(density=1.0), skip=skip)
+        expected = mean_over_ranks(own_gradients(net, 0))
+        exchange.step()
+        assert torch.equal(flat_gradients(net), expected)
+        exchange.load_state_dict(exchange.state_dict())
+
+
+# Process groups.
+
+
+@pytest.mark.parametrize("scope", ["exchange", "model", "bucket"])
+def test_subgroups_do_not_mix(four_ranks: Ranks, scope: Any) -> None:
+    found = four_ranks.run(train_in_a_subgroup, scope)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
+
+
+def train_in_a_subgroup(scope: Any) -> Tensor:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    net = make_net()
+    if scope == "exchange":
+        exchange: Any = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), process_group=group)
+        model: nn.Module = net
+    else:
+        model = DistributedDataParallel(net, process_group=group)
+        exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope=scope)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if scope == "exchange":
+            exchange.step()
+        optimizer.step()
+    assert exchange.num_workers == 2 and exchange.rank == rank // 2
+    if scope != "exchange":
+        exchange.close()
+    return flat_parameters(net)
+
+
+# Options.
+
+
+def test_skip_sends_dense(two_ranks: Ranks) -> None:
+    two_ranks.run(skip_one_dimensional)
+
+
+def skip_one_dimensional() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), skip=lambda name, p: p.ndim <= 1)
+    num_biases = sum(p.numel() for p in net.parameters() if p.ndim <= 1)
+    for step in range(3):
+        expected = mean_over_ranks(own_gradients(net, step))
+        exchange.step()
+        found = flat_gradients(net)
+        is_bias = torch.cat([torch.full((p.numel(),), p.ndim <= 1) for p in net.parameters()])
+        assert torch.equal(found[is_bias], expected[is_bias])
+        k = round(0.1 * (J - num_biases))
+        assert k <= found[~is_bias].count_nonzero() <= 2 * k
+        assert exchange.last_step.num_entries == k + num_biases
+    entries = exchange.state_dict()["workers"][str(dist.get_rank())]["entries"]
+    assert {name for name, fields in entries.items() if fields} == {
+        name for name, p in net.named_parameters() if p.ndim > 1
+    }
+
+
+def test_everything_may_be_skipped(two_ranks: Ranks) -> None:
+    two_ranks.run(skip_everything)
+
+
+def skip_everything() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), skip=lambda name, p: True)
+    expected = mean_over_ranks(own_gradients(net, 0))
+    exchange.step()
+    assert torch.equal(flat_gradients(net), expected) and exchange.last_step.residual_norm == 0
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_dense_steps_come_first(two_ranks: Ranks, scope: Scope) -> None:
+    two_ranks.run(train_dense_first, scope)
+
+
+def train_dense_first(scope: Scope) -> None:
+    model = DistributedDataParallel(make_net())
+    with closing(
+        regtopk.attach(model, regtopk.RegTopK(density=0.01), scope=scope, dense_steps=3)
+    ) as exchange:
+        for step in range(5):
+            model.zero_grad()
+            alone = make_net()
+            expected = mean_over_ranks(own_gradients(alone, step))
+            loss_of(model, step).backward()
+            is_dense = step < 3
+            assert torch.equal(flat_gradients(model), expected) == is_dense
+            assert exchange.last_step.num_entries == (J if is_dense else round(0.01 * J))
+            assert (exchange.last_step.residual_norm == 0) == is_dense
+
+
+def test_density_may_follow_the_step(two_ranks: Ranks) -> None:
+    two_ranks.run(follow_a_schedule)
+
+
+def follow_a_schedule() -> None:
+    net = make_net()
+    schedule = WarmUp(density=0.01, num_steps=4)
+    exchange = regtopk.Exchange(net, regtopk.RegTopK(density=schedule))
+    for step in range(6):
+        own_gradients(net, step)
+        exchange.step()
+        assert exchange.last_step.num_entries == round(schedule(step) * J)
+
+
+def test_auto_takes_the_collective_computed_to_be_cheaper(four_ranks: Ranks) -> None:
+    four_ranks.run(compare_collectives)
+
+
+def compare_collectives() -> None:
+    """At 30 % on four ranks the union of the supports is nearly dense, so a split by region moves less."""
+    for density, cheaper in ((0.3, "split"), (0.01, "all_gather")):
+        received = {}
+        for collective in ("auto", "all_gather", "split"):
+            net = make_net()
+            exchange = regtopk.Exchange(net, regtopk.TopK(density=density), collective=collective)
+            own_gradients(net, 0)
+            exchange.step()
+            received[collective] = exchange.last_step.received_bytes
+        assert received["auto"] == received[cheaper]
+        assert received["split"] != received["all_gather"]
+        assert density == 0.01 or received["split"] < received["all_gather"]
+
+
+# What was sent.
+
+
+class Writer:
+    """Remembers what a TensorBoard writer would draw."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar: float, step: int) -> None:
+        self.scalars.append((tag, scalar, step))
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_counts_add_up(two_ranks: Ranks, scope: Scope) -> None:
+    two_ranks.run(count_steps, scope)
+
+
+def count_steps(scope: Scope) -> None:
+    model, writer = DistributedDataParallel(make_net()), Writer()
+    algorithm = regtopk.RegTopK(density=0.1)
+    with closing(regtopk.attach(model, algorithm, scope=scope, writer=writer)) as exchange:
+        records = []
+        for step in range(120):  # more than the clocks that are kept unread
+            model.zero_grad()
+            loss_of(model, step % 5).backward()
+            if step >= 110:
+                records.append(exchange.last_step)
+        total = exchange.total
+        for name in COUNTS:
+            assert len({getattr(record, name) for record in records}) == 1  # every step sends the same
+            assert getattr(total, name) == 120 * getattr(records[0], name)
+        assert total.dense_bytes == 120 * all_reduce_bytes(4 * J, 2)
+        assert total.num_entries == 120 * round(0.1 * J)
+        assert all(getattr(total, name) >= 10 * min(getattr(r, name) for r in records) > 0 for name in TIMES)
+        state = exchange.state_dict()["workers"][str(dist.get_rank())]["entries"]
+        norm = torch.cat([entry["residual"].flatten() for entry in state.values()]).norm()
+        assert total.residual_norm == pytest.approx(float(norm), rel=1e-6)
+        drawn = [(tag, step) for tag, _, step in writer.scalars]
+        names = [f"regtopk/{name}" for name in total.as_dict()]
+        assert drawn == [(name, step) for step in range(1, 121) for name in names]
+        assert [x for tag, x, _ in writer.scalars if tag == "regtopk/sent_bytes"] == [
+            records[0].sent_bytes
+        ] * 120
+        check_summary(exchange.summary(), total)
+
+
+def check_summary(text: str, total: Any) -> None:
+    lines = text.splitlines()
+    assert lines[0] == "regtopk: 120 steps on 2 workers"
+    assert [line.split()[0] for line in lines[1:]] == ["sent", "dense", "payload", "time", "residual"]
+    assert f"{total.sent_bytes / 120 / 1000:.3g} kB a step" in lines[1]
+    assert f"{total.dense_bytes / total.sent_bytes:.1f} times as much" in lines[2]
+    assert "336 entries" in lines[3]
+    assert re.search(
+        r"select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ \(ms a step\)", lines[4]
+    )
+
+
+def test_one_rank_alone_sends_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(exchange_alone)
+
+
+def exchange_alone() -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), process_group=groups[dist.get_rank()])
+    net(batch(0)).sum().backward()
+    exchange.step()
+    assert exchange.total.sent_bytes == exchange.total.received_bytes == exchange.total.dense_bytes == 0
+    assert exchange.total.payload_bytes > 0 and "times as much" not in exchange.summary()

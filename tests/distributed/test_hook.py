@@ -1,0 +1,193 @@
+"""The DDP hook: registered by hand, on models that do unusual things, and after the exchange is over."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+from regtopk.distributed.ddp import Scope
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    SMALL_BUCKETS,
+    algorithm_state,
+    batch,
+    closing,
+    ddp,
+    flat_gradients,
+    flat_parameters,
+    loss_of,
+    make_net,
+    refusal,
+    same,
+)
+
+ALGORITHM = regtopk.RegTopK(density=0.1)
+SCOPES = pytest.mark.parametrize("scope", ["model", "bucket"])
+
+
+def train(model: nn.Module, num_steps: int = 6) -> Tensor:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    return flat_parameters(model)
+
+
+@SCOPES
+def test_registered_by_hand_is_as_good_as_attach(two_ranks: Ranks, scope: Scope) -> None:
+    for by_hand, attached in two_ranks.run(register_and_attach, scope):
+        assert same(by_hand, attached)
+
+
+def register_and_attach(scope: Scope) -> list[Any]:
+    results = []
+    for by_hand in (True, False):
+        model = ddp(**SMALL_BUCKETS)
+        if by_hand:
+            exchange = regtopk.SparseHookState(model, ALGORITHM, scope=scope, index_code="rice")
+            model.register_comm_hook(exchange, regtopk.sparse_hook)
+        else:
+            exchange = regtopk.attach(model, ALGORITHM, scope=scope, index_code="rice")
+        with closing(exchange):
+            results.append((train(model), algorithm_state(exchange), exchange.total.sent_bytes))
+    return results
+
+
+@SCOPES
+def test_buckets_follow_ddp_and_state_follows_parameters(two_ranks: Ranks, scope: Scope) -> None:
+    two_ranks.run(watch_the_rebuild, scope)
+
+
+def watch_the_rebuild(scope: Scope) -> None:
+    """DDP starts with one bucket and makes several after the first step: no residual may get lost then."""
+    model = ddp(**SMALL_BUCKETS)
+    with closing(regtopk.attach(model, regtopk.TopK(density=0.1), scope=scope)) as exchange:
+        kept = torch.zeros(3363)
+        for step in range(4):
+            alone = make_net()
+            loss_of(alone, step).backward()
+            model.zero_grad()
+            loss_of(model, step).backward()
+            sent = exchange.last_step.num_entries
+            residual = flat_residual(exchange, model)
+            # where nothing was sent, the residual has grown by the gradient
+            is_kept = residual == kept + flat_gradients(alone)
+            assert int((~is_kept).sum()) <= sent and int(is_kept.sum()) >= 3363 - sent
+            kept = residual
+        assert (len(exchange.groups.groups) > 1) == (scope == "bucket")
+
+
+def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
+    entries = exchange.state_dict()["workers"][str(dist.get_rank())]["entries"]
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    return torch.cat([entries[name]["residual"].flatten() for name in names])
+
+
+@SCOPES
+def test_parameters_that_ddp_ignores_are_left_alone(two_ranks: Ranks, scope: Scope) -> None:
+    two_ranks.run(train_with_ignored, scope)
+
+
+def train_with_ignored(scope: Scope) -> None:
+    net = make_net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["extra.weight", "last.bias"])
+    model = DistributedDataParallel(net)
+    with closing(regtopk.attach(model, regtopk.TopK(density=1.0), scope=scope)) as exchange:
+        alone = make_net()
+        loss_of(alone, 0).backward()
+        loss_of(model, 0).backward()
+        assert {"extra.weight", "last.bias"}.isdisjoint(exchange.parameters.named)
+        for name in ("extra.weight", "last.bias"):  # this rank's own gradient
+            own = dict(alone.named_parameters())[name].grad
+            assert same(dict(net.named_parameters())[name].grad, own)
+
+
+@SCOPES
+def test_frozen_for_a_while_in_between(two_ranks: Ranks, scope: Scope) -> None:
+    """As a GAN does: the discriminator is frozen while the generator learns through it."""
+    two_ranks.run(freeze_for_a_while, scope)
+
+
+def freeze_for_a_while(scope: Scope) -> None:
+    model = ddp(**SMALL_BUCKETS)
+    with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, step).backward()
+            model.requires_grad_(False)
+            x = batch(step).requires_grad_()
+            model(x).sum().backward()
+            assert x.grad is not None
+            model.requires_grad_(True)
+        assert exchange.num_steps == 3
+
+
+def test_a_backward_that_fails_is_taken_back(two_ranks: Ranks) -> None:
+    for found, expected in two_ranks.run(fail_in_backward):
+        assert torch.equal(found, expected)
+
+
+def fail_in_backward() -> tuple[Tensor, Tensor]:
+    results = []
+    for fails in (True, False):
+        model = ddp(**SMALL_BUCKETS)
+        with closing(regtopk.attach(model, ALGORITHM, scope="bucket")) as exchange:
+            train(model, 3)
+            if fails:
+                hook = model.module.first.bias.register_hook(raise_an_error)
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model, 7).backward()
+                hook.remove()
+                model = rewrapped(model, exchange)
+            results.append(train(model, 3))
+    return results[0], results[1]
+
+
+def raise_an_error(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError("out of luck")
+
+
+def rewrapped(model: DistributedDataParallel, exchange: Any) -> DistributedDataParallel:
+    """A failed backward leaves DDP unusable: wrap the net anew and go on with the same exchange."""
+    new = DistributedDataParallel(model.module, **SMALL_BUCKETS)
+    new.register_comm_hook(exchange, regtopk.sparse_hook)
+    return new
+
+
+@SCOPES
+def test_closed_exchanges_refuse_to_go_on(two_ranks: Ranks, scope: Scope) -> None:
+    expected = "ClusterError", "the exchange must not be used after close()"
+    assert two_ranks.run(use_after_close, scope) == [expected] * 2
+
+
+def use_after_close(scope: Scope) -> tuple[str, str]:
+    model = ddp()
+    exchange = regtopk.attach(model, ALGORITHM, scope=scope)
+    loss_of(model, 0).backward()
+    exchange.close()
+    assert refusal(exchange.state_dict)[0] == "ClusterError"
+    return refusal(lambda: loss_of(model, 1).backward())
+
+
+@SCOPES
+def test_errors_of_an_algorithm_keep_their_kind(two_ranks: Ranks, scope: Scope) -> None:
+    expected = "ArgumentError", "density must be in (0, 1], got 1.5"
+    assert two_ranks.run(run_out_of_schedule, scope) == [expected] * 2
+
+
+def run_out_of_schedule(scope: Scope) -> tuple[str, str]:
+    model = ddp()
+    exchange = regtopk.attach(model, regtopk.TopK(density=growing), scope=scope)
+    loss_of(model, 0).backward()
+    refused = refusal(lambda: loss_of(model, 1).backward())
+    exchange.close()
+    return refused
+
+
+def growing(step: int) -> float:
+    return 0.5 + step
