@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from regtopk.algorithms import RandomK
+from regtopk.core.codes import quantise
 from regtopk.core.random import random_subset
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
@@ -22,3 +23,21 @@ def test_randomk_by_hand() -> None:
 def test_a_seed_must_be_an_integer(seed: object) -> None:
     with pytest.raises(ArgumentError, match=f"seed must be an integer, got {seed!r}"):
         RandomK(k=1, seed=seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", ["4bit", "2bit"])
+def test_low_bit_values_travel_without_indices(code: str) -> None:
+    cluster = Cluster(RandomK(k=300, value_code=code), num_workers=2)
+    grads = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    aggregate = cluster.step(grads)
+    # each worker's 300 values, in blocks of 128, as the code has them; what it loses is carried
+    drawn = random_subset(1000, 300, 0, 0)
+    sent = quantise(grads[:, drawn], code)
+    assert torch.equal(aggregate[drawn], 0.5 * sent[0] + 0.5 * sent[1])
+    assert cluster.state is not None
+    residual = cluster.state.state_dict()["residual"]
+    assert torch.equal(residual[:, drawn], grads[:, drawn] - sent)
+    # to the owner of the first block and to that of the other two: frames, two scales a block, values
+    bits = int(code[0])
+    sizes = [32 + 8 * 1 + 4 * (128 * bits // 32), 32 + 8 * 2 + 4 * (-(-172 * bits // 32))]
+    assert cluster.last_step.payload_bytes.tolist() == [sum(sizes)] * 2

@@ -1,6 +1,6 @@
 import torch
 
-from regtopk.core.sparse import SparseGradient, take, to_dense
+from regtopk.core.sparse import SparseGradient, clear_at_, take, to_dense
 
 
 def test_padding_is_ignored_whatever_it_holds() -> None:
@@ -34,3 +34,12 @@ def test_to_dense_is_zero_elsewhere() -> None:
     assert to_dense(torch.tensor([3, 1]), torch.tensor([5.0, 7.0]), 4).tolist() == [0.0, 7.0, 0.0, 5.0]
     batch = to_dense(torch.tensor([[0], [1]]), torch.tensor([[5.0], [7.0]]), 2)
     assert batch.tolist() == [[5.0, 0.0], [0.0, 7.0]]
+
+
+def test_clearing_spares_entry_0_from_padding() -> None:
+    dense = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
+    indices, values = torch.tensor([[2, 0], [0, 1], [0, 0]]), torch.zeros(3, 2)
+    clear_at_(dense, SparseGradient(indices, values, 3, count=torch.tensor([1, 2, 0])))
+    assert dense.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 6.0], [7.0, 8.0, 9.0]]
+    clear_at_(dense, SparseGradient(indices[1:2].expand(3, 2), values, 3))
+    assert dense.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 6.0], [0.0, 0.0, 9.0]]

@@ -1,0 +1,65 @@
+from typing import Any
+
+import pytest
+import torch
+
+from regtopk.algorithms import ChunkedTopK, TopK
+from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.errors import ArgumentError
+from regtopk.simulate import Cluster
+from tests.algorithms.cases import random_grads
+
+
+def test_chunks_and_decay_by_hand() -> None:
+    cluster = Cluster(ChunkedTopK(density=0.5, chunk=2, decay=0.5), num_workers=1)
+    # one of each of (5, 4), (1, -2) and (3): the last chunk is short
+    assert cluster.step(torch.tensor([[5.0, 4.0, 1.0, -2.0, 3.0]])).tolist() == [5.0, 0.0, 0.0, -2.0, 3.0]
+    # the residual (0, 4, 1, 0, 0) is halved: a = (1, 2, 0.5, 1, 0)
+    assert cluster.step(torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0]])).tolist() == [0.0, 2.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("numel", "options", "num_sent"),
+    [
+        (10_000, {"density": 1 / 64}, 64 + 64 + 64),  # 4096 + 4096 + 1808
+        (8_200, {"density": 1 / 64}, 64 + 64 + 8),  # the last chunk has 8 entries
+        (100, {"density": 1 / 64}, 2),  # one chunk of 100: round(100 / 64)
+        (1_000, {"density": 0.0001, "chunk": 100}, 10),  # at least one a chunk
+        (1_000, {"k": 50, "chunk": 100}, 50),
+    ],
+)
+def test_how_many_are_sent(numel: int, options: dict[str, Any], num_sent: int) -> None:
+    cluster = Cluster(ChunkedTopK(**options), num_workers=2)
+    cluster.step(torch.randn(2, numel, generator=torch.Generator().manual_seed(0)))
+    assert cluster.last_step.num_entries.tolist() == [num_sent, num_sent]
+
+
+def test_one_chunk_of_everything_is_topk() -> None:
+    chunked, topk = (Cluster(x, num_workers=4) for x in (ChunkedTopK(k=7), TopK(k=7)))
+    for grads in random_grads(20):
+        assert torch.equal(chunked.step(grads), topk.step(grads))
+
+
+def test_regtopk_score_acts_within_a_chunk() -> None:
+    algorithm = ChunkedTopK(density=0.5, chunk=2, score=PosteriorScore(mu=1.0))
+    cluster = Cluster(algorithm, num_workers=2)
+    grads = torch.tensor([[4.0, 1.0, 2.0, 0.5], [-4.0, 1.0, 2.0, 0.5]])
+    assert cluster.step(grads).tolist() == [0.0, 0.0, 2.0, 0.0]  # entry 0 cancels, entry 2 does not
+    # a = (±4, 2, 2, 1): entry 0 has factor 0, so 1 is sent. Entry 2: 1 + D = 2, 2 tanh(2) = 1.93 > 1
+    assert cluster.step(grads).tolist() == [0.0, 2.0, 2.0, 0.0]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"chunk": 0}, "chunk must be an integer of at least 1, got 0"),
+    ({"chunk": 64.0}, "chunk must be an integer of at least 1, got 64.0"),
+    ({"decay": 1.01}, "decay must be in [0, 1], got 1.01"),
+    ({"decay": -0.5}, "decay must be in [0, 1], got -0.5"),
+    ({"score": PosteriorScore}, "score must be None (magnitude) or a PosteriorScore, got <class"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_break_their_rule_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        ChunkedTopK(k=1, **options)
+    assert str(refused.value).startswith(message)

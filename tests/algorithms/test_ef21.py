@@ -1,0 +1,80 @@
+"""EF21: its equations by hand, and Figure 2's regression, where it follows dense at any density."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from regtopk.algorithms import EF21, Dense
+from regtopk.errors import ArgumentError
+from regtopk.experiments.fig2 import Fig2Config, make_problems
+from regtopk.simulate import Cluster
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors: handing them to threads costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_ef21_by_hand() -> None:
+    cluster = Cluster(EF21(k=1), num_workers=2)
+    grads = torch.tensor([[4.0, 2.0, 0.0], [-2.0, 1.0, 6.0]])
+    # h = 0: the largest changes are entry 0 (4) and entry 2 (6).     h_0 = (4, 0, 0), h_1 = (0, 0, 6)
+    assert cluster.step(grads).tolist() == [2.0, 0.0, 3.0]
+    # the same gradients: changes (0, 2, 0) and (-2, 1, 0).           h_0 = (4, 2, 0), h_1 = (-2, 0, 6)
+    assert cluster.step(grads).tolist() == [1.0, 1.0, 3.0]
+    # changes 0 and (0, 1, 0): now the aggregate is the mean gradient, and stays it
+    assert cluster.step(grads).tolist() == [1.0, 1.5, 3.0]
+    assert cluster.step(grads).tolist() == [1.0, 1.5, 3.0]
+    # the first worker's entry 0 falls to 1: change -3
+    assert cluster.step(grads - torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])).tolist() == [-0.5, 1.5, 3.0]
+
+
+def test_momentum_by_hand() -> None:
+    cluster = Cluster(EF21(k=1, eta=0.25), num_workers=1)
+    # v = (2, 1): entry 0.           h = (2, 0)
+    assert cluster.step(torch.tensor([[8.0, 4.0]])).tolist() == [2.0, 0.0]
+    # v = 0.75 (2, 1) + 0.25 (0, 4) = (1.5, 1.75): changes (-0.5, 1.75), entry 1
+    assert cluster.step(torch.tensor([[0.0, 4.0]])).tolist() == [2.0, 1.75]
+
+
+def test_what_a_code_loses_is_sent_later() -> None:
+    cluster = Cluster(EF21(k=2, value_code="2bit"), num_workers=1)
+    grads = torch.tensor([[3.0, -1.0, 0.3, 0.1]])
+    for _ in range(60):
+        aggregate = cluster.step(grads)
+    assert aggregate.tolist() == pytest.approx(grads[0].tolist(), abs=1e-5)
+
+
+def test_the_returned_aggregate_is_the_callers_own() -> None:
+    cluster = Cluster(EF21(k=1), num_workers=1)
+    cluster.step(torch.tensor([[5.0, 0.0]])).zero_()
+    assert cluster.step(torch.tensor([[5.0, 1.0]])).tolist() == [5.0, 1.0]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_it_follows_dense_on_figure_2_even_at_density_001() -> None:
+    """2,500 iterations: EF21 ends within ten times the distance of dense."""
+    config = Fig2Config()
+    problems = make_problems(config)
+    clusters = [Cluster(x, num_workers=config.num_workers) for x in (Dense(), EF21(density=0.01))]
+    models = torch.zeros(1, 2, config.numel, dtype=torch.float64)
+    for _ in range(config.num_iterations):
+        grads = problems.grads(models)
+        for i, cluster in enumerate(clusters):
+            models[:, i] -= config.lr * cluster.step(grads[:, i])
+    dense, ef21 = (models - problems.optimum.unsqueeze(1)).norm(dim=-1)[0].tolist()
+    assert dense < 1e-4
+    assert ef21 <= 10 * dense
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.5, math.nan, "1"])
+def test_an_eta_that_breaks_its_rule_is_refused(eta: float) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        EF21(k=1, eta=eta)
+    assert str(refused.value) == f"eta must be in (0, 1], got {eta!r}"
