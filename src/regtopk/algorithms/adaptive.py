@@ -3,7 +3,6 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field, make_dataclass, replace
-from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -139,7 +138,6 @@ class _WithDensity(State):
     density: Tensor
 
 
-@cache
 def _with_density(state_class: type[State]) -> Any:
     """The class of an algorithm's state with one more field."""
     name = f"{state_class.__name__}WithDensity"
