@@ -6,7 +6,7 @@ import pytest
 
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.report import write_report
-from regtopk.report.style import METHODS
+from regtopk.report.style import METHODS, styles_of
 from regtopk.runs import CONFIG, SUMMARY, Panel, RunWriter, make_header, write_json
 
 PANELS = (
@@ -97,7 +97,8 @@ def test_drawings_follow_the_readers_colours(run_folder: Path) -> None:
     for drawing in drawings:
         ElementTree.fromstring(drawing)
         assert METHODS["topk"].light not in drawing
-        assert "var(--topk)" in drawing and "var(--brand-new)" in drawing
+        for method in ("topk", "brand-new"):
+            assert f"var(--c{styles_of([method])[method].light[1:]})" in drawing
         assert "var(--ink)" in drawing and "var(--grid)" in drawing
 
 

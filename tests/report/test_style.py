@@ -1,6 +1,6 @@
 import pytest
 
-from regtopk.report.style import GRID, INK, METHODS, SPARE, format_number, style_of
+from regtopk.report.style import GRID, INK, METHODS, SPARE, format_number, label_of, styles_of
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,23 @@ def test_numbers(number: object, text: str) -> None:
     assert format_number(number) == text
 
 
-def test_a_method_without_a_look_gets_one() -> None:
-    style = style_of("new-method")
-    assert style == style_of("new-method")
-    assert style.label == "new-method"
+def test_methods_without_a_look_get_one_each() -> None:
+    methods = ["topk", *(f"new-{i}" for i in range(3 * len(SPARE)))]
+    styles = styles_of(methods)
+    assert styles["topk"] == METHODS["topk"]
+    assert styles["new-0"].label == "new-0"
+    looks = {(style.light, style.dashes) for style in styles.values()}
+    assert len(looks) == len(methods)
+
+
+def test_labels() -> None:
+    assert label_of("topk") == "Top-k"
+    assert label_of("density") == "density"
 
 
 def test_light_colours_are_told_apart() -> None:
     # pages turn them into variables by replacing the text, so no two may be equal
-    colours = [style.light for style in (*METHODS.values(), *SPARE)]
+    colours = [style.light for style in METHODS.values()] + [light for light, _ in SPARE]
     colours += [INK[0], GRID[0]]
     assert len(set(colours)) == len(colours)
     assert all(colour == colour.lower() for colour in colours)

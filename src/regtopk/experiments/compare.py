@@ -235,7 +235,7 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         last = run_records[-1]
         final = finals[method, density]
         mean, std = spread(final)
-        base = finals.get(("topk", density)) or next((f for (m, _), f in finals.items() if is_topk(m)), None)
+        base = _base(config, finals, density)
         results.append(
             {
                 "method": method,
@@ -252,6 +252,16 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
             }
         )
     return {"task": config.task, "metric": task.metric, "results": results, "table": _table(results, task)}
+
+
+def _base(
+    config: CompareConfig, finals: dict[tuple[str, float | None], list[float]], density: float | None
+) -> list[float] | None:
+    """What differences are taken from: the first Top-k, at the same density where densities are compared."""
+    bases = {d: final for (method, d), final in reversed(finals.items()) if is_topk(method)}
+    if density is not None and not config.is_at_equal_bytes:
+        return bases.get(density)
+    return next(reversed(bases.values()), None)
 
 
 def _table(results: Sequence[dict[str, Any]], task: type[Task]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ class Classification(Task):
 
     def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
         super().__init__(config, seeds)
-        self.images: Images = load_images(self.data_set, config.data, config.device)
+        self.images = standardised(load_images(self.data_set, config.data, config.device))
         divided = [divide(self.images.train_labels, config.num_workers, config.split, s) for s in seeds]
         orders = [
             batch_order(parts, config.batch_size, config.num_steps, seed)
@@ -174,6 +174,13 @@ class Classification(Task):
         }
         scores: Tensor = functional_call(self.network, parameters, (x,))
         return scores
+
+
+def standardised(images: Images) -> Images:
+    """Pixels with mean 0 and variance 1 over the training images, channel by channel."""
+    over = [0, *range(2, images.train.dim())] if images.train.dim() > 2 else [0, 1]
+    mean, std = images.train.mean(over, keepdim=True), images.train.std(over, keepdim=True)
+    return images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
 
 
 class Digits(Classification):

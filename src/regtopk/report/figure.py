@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from regtopk.errors import MissingExtraError
-from regtopk.report.style import GRID, INK, Style, style_of
+from regtopk.report.style import GRID, INK, Style, styles_of
 from regtopk.runs import Panel, Record
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.3, 3.2)
+BAR_INCHES = 0.24  # of height for each row of a panel with bars
 LEGEND_INCHES = 6.5  # the least width that all labels of a legend fit into
 MAX_CIRCLES = 25  # of published points on one curve
 STYLE = {
@@ -43,20 +44,21 @@ STYLE = {
 
 def draw_files(panels: Sequence[Panel], records: Sequence[Record], png: Path, svg: Path) -> None:
     """All panels side by side with a legend, as a picture and as a drawing for print."""
-    figure = _draw(panels, records, with_frame=True)
+    figure = _draw(panels, records, styles_of(methods_of(records)), with_frame=True)
     figure.savefig(png, dpi=160, facecolor="white")
     svg.write_text(_to_svg(figure, salt=panels[0].y), encoding="utf-8")
 
 
-def draw_inline(panel: Panel, records: Sequence[Record], *, salt: str) -> str:
+def draw_inline(panel: Panel, records: Sequence[Record], styles: Mapping[str, Style], *, salt: str) -> str:
     """One panel as an SVG element for a page: no ground, no title, no legend.
 
     Args:
         panel: what to draw.
         records: of the run.
+        styles: of its methods.
         salt: different for every drawing of a page, so that their inner names do not clash.
     """
-    drawing = _to_svg(_draw([panel], records, with_frame=False), salt=salt)
+    drawing = _to_svg(_draw([panel], records, styles, with_frame=False), salt=salt)
     return drawing[drawing.index("<svg") :]
 
 
@@ -65,35 +67,40 @@ def methods_of(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(record["method"] for record in records))
 
 
-def _draw(panels: Sequence[Panel], records: Sequence[Record], *, with_frame: bool) -> "Figure":
+def _draw(
+    panels: Sequence[Panel], records: Sequence[Record], styles: Mapping[str, Style], *, with_frame: bool
+) -> "Figure":
     matplotlib = _import_matplotlib()
     with matplotlib.rc_context(STYLE):
         width, height = PANEL_INCHES
+        height = max(height, BAR_INCHES * len(styles)) if any(p.marks == "bars" for p in panels) else height
         size = (width * len(panels), height)
         if with_frame:
             size = (max(width * len(panels), LEGEND_INCHES), height + 0.35)
         figure: Figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            _draw_panel(axes, panel, records)
+            _draw_panel(axes, panel, records, styles)
             if with_frame:
                 axes.set_title(panel.title)
         if with_frame:
             handles, labels = figure.axes[0].get_legend_handles_labels()
+            longest = max(map(len, labels))
+            num_columns = max(1, min(len(labels), int(size[0] / (0.075 * longest + 0.6))))
             place = "outside lower center"
-            figure.legend(handles, labels, loc=place, ncols=len(labels), frameon=False, fontsize=9)
+            figure.legend(handles, labels, loc=place, ncols=num_columns, frameon=False, fontsize=9)
     return figure
 
 
-def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record]) -> None:
+def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record], styles: Mapping[str, Style]) -> None:
     shown = [r for r in records if all(r[key] == value for key, value in panel.where.items())]
     if panel.x_max is not None:
         shown = [record for record in shown if record[panel.x] <= panel.x_max]
     curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
     if panel.marks == "bars":
-        _draw_bars(axes, panel, curves)
+        _draw_bars(axes, panel, curves, styles)
         return
     for method, curve in curves.items():
-        _draw_curve(axes, panel, curve, style_of(method))
+        _draw_curve(axes, panel, curve, styles[method])
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.margins(x=0.02)
@@ -125,15 +132,17 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
         axes.plot(*at, "o", ms=5, mfc="none", mec=INK[0], mew=0.7, zorder=3)
 
 
-def _draw_bars(axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]]) -> None:
+def _draw_bars(
+    axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style]
+) -> None:
     """One row a method: the median over seeds of its last record, and the range."""
     seeds = {method: _as_list(curve[-1][panel.y]) for method, curve in curves.items()}
     ranked = sorted(seeds, key=lambda method: median(seeds[method]))
     for row, method in enumerate(ranked):
-        style, values = style_of(method), seeds[method]
+        style, values = styles[method], seeds[method]
         axes.plot([min(values), max(values)], [row, row], color=style.light, lw=2.5, alpha=0.5)
         axes.plot([median(values)], [row], "o", ms=6, color=style.light, mew=0)
-    axes.set_yticks(range(len(ranked)), [style_of(method).label for method in ranked])
+    axes.set_yticks(range(len(ranked)), [styles[method].label for method in ranked])
     axes.set_xlabel(panel.x_label)
     if panel.log_x:
         axes.set_xscale("log")

@@ -1,13 +1,13 @@
 """The page of a run, or of several: one HTML file that needs nothing else, in light and dark."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from regtopk.report.figure import draw_files, draw_inline, methods_of
-from regtopk.report.style import GRID, INK, format_number, style_of
+from regtopk.report.style import GRID, INK, Style, format_number, label_of, styles_of
 from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, read_header, read_run
 
 LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
@@ -82,12 +82,18 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
     )
 
 
+def _styles(run: Run) -> dict[str, Style]:
+    return styles_of(methods_of(run.records))
+
+
+def _variable(style: Style) -> str:
+    return f"c{style.light[1:]}"
+
+
 def _colours(runs: Sequence[Run]) -> str:
-    methods = dict.fromkeys(method for run in runs for method in methods_of(run.records))
-    light = {**LIGHT, "ink": INK[0], "grid": GRID[0]}
-    dark = {**DARK, "ink": INK[1], "grid": GRID[1]}
-    light |= {method: style_of(method).light for method in methods}
-    dark |= {method: style_of(method).dark for method in methods}
+    styles = [style for run in runs for style in _styles(run).values()]
+    light = {**LIGHT, "ink": INK[0], "grid": GRID[0]} | {_variable(style): style.light for style in styles}
+    dark = {**DARK, "ink": INK[1], "grid": GRID[1]} | {_variable(style): style.dark for style in styles}
     return f":root{{{_variables(light)}}}@media(prefers-color-scheme:dark){{:root{{{_variables(dark)}}}}}"
 
 
@@ -97,9 +103,8 @@ def _variables(colours: dict[str, str]) -> str:
 
 def _legend(run: Run) -> str:
     keys = []
-    for method in methods_of(run.records):
-        style = style_of(method)
-        line = f'<path d="M0 5h30" stroke="var(--{method})" stroke-width="{1.6 * style.width}"'
+    for style in _styles(run).values():
+        line = f'<path d="M0 5h30" stroke="var(--{_variable(style)})" stroke-width="{1.6 * style.width}"'
         look = f' stroke-opacity="{style.opacity}" stroke-dasharray="{DASHES[style.dashes]}"'
         key = f'<svg viewBox="0 0 30 10" aria-hidden="true">{line}{look}/></svg>'
         keys.append(f"<li>{key}{escape(style.label)}</li>")
@@ -108,17 +113,18 @@ def _legend(run: Run) -> str:
 
 def _panels(run: Run) -> str:
     figures = []
+    styles = _styles(run)
     for number, panel in enumerate(run.panels):
         salt = f"{run.header['experiment']}{number}"
-        drawing = _adaptive(draw_inline(panel, run.records, salt=salt), run)
+        drawing = _adaptive(draw_inline(panel, run.records, styles, salt=salt), styles)
         figures.append(f"<figure><h3>{escape(panel.title)}</h3>{drawing}</figure>")
     return f'<div class="panels">{"".join(figures)}</div>'
 
 
-def _adaptive(drawing: str, run: Run) -> str:
+def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
     """The drawing with its light colours turned into the page's variables, which follow the reader."""
     names = {INK[0]: "ink", GRID[0]: "grid"}
-    names |= {style_of(method).light: method for method in methods_of(run.records)}
+    names |= {style.light: _variable(style) for style in styles.values()}
     for colour, name in names.items():
         drawing = drawing.replace(colour, f"var(--{name})")
     return drawing
@@ -135,7 +141,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _heading(column: str) -> str:
-    return "" if column == "measure" else style_of(column).label
+    return "" if column == "measure" else label_of(column)
 
 
 def _settings(run: Run) -> str:

@@ -1,6 +1,7 @@
 """How methods and numbers look, in tables, figures and pages alike."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,43 @@ METHODS = {
     "global-topk": Style("global Top-k (oracle)", "#0d8a63", "#4fd6a6", ":"),
     "randomk": Style("Random-k", "#a8790a", "#e8bd4f"),
 }
+# for methods without a look of their own: (on light, on dark)
 SPARE = (
-    Style("", "#c2366f", "#ff86b3"),
-    Style("", "#0b7f92", "#58cfe2"),
-    Style("", "#6f7d12", "#c3d34f"),
-    Style("", "#8c5a3c", "#d8a384"),
+    ("#c2366f", "#ff86b3"),
+    ("#0b7f92", "#58cfe2"),
+    ("#6f7d12", "#c3d34f"),
+    ("#8c5a3c", "#d8a384"),
+    ("#4a3fb5", "#a9a1ff"),
+    ("#2f8f2f", "#7fdc7f"),
+    ("#b02a2a", "#ff8d8d"),
+    ("#a13fb0", "#e59af0"),
+    ("#3d6a8f", "#93bfe2"),
+    ("#7a6f00", "#d6c940"),
 )
+SPARE_DASHES = ("-", "--", "-.", ":")
 
 # ink, lines and ground of figures: (on light, on dark)
 INK = ("#20242b", "#e6e9ee")
 GRID = ("#dfe3e9", "#333a45")
 
 
-def style_of(method: str) -> Style:
-    """The look of a method; one without a look of its own gets a spare one, always the same."""
-    if method in METHODS:
-        return METHODS[method]
-    spare = SPARE[sum(map(ord, method)) % len(SPARE)]
-    return replace(spare, label=method)
+def styles_of(methods: Sequence[str]) -> dict[str, Style]:
+    """Each method's look; those without one of their own get spare colours in turn, then other dashes."""
+    styles, num_spare = {}, 0
+    for method in methods:
+        if method in METHODS:
+            styles[method] = METHODS[method]
+            continue
+        light, dark = SPARE[num_spare % len(SPARE)]
+        dashes = SPARE_DASHES[num_spare // len(SPARE) % len(SPARE_DASHES)]
+        styles[method] = Style(method, light, dark, dashes)
+        num_spare += 1
+    return styles
+
+
+def label_of(name: str) -> str:
+    """What a method is called in print; anything else is called what it is."""
+    return METHODS[name].label if name in METHODS else name
 
 
 def format_number(number: object) -> str:
