@@ -2,10 +2,12 @@ import torch
 
 from regtopk.core.selection import (
     find_largest_,
+    send_instead_,
     take_above_,
     take_at_,
     take_largest_,
     take_largest_per_chunk_,
+    take_where_,
 )
 
 
@@ -57,3 +59,27 @@ def test_finding_the_largest_leaves_them_there() -> None:
     assert residual.tolist() == [2.0, -4.0, 5.0]
     damped, damping = torch.tensor([2]), torch.tensor([0.1])
     assert find_largest_(residual, torch.zeros(3), 2, damped=damped, damping=damping).tolist() == [0, 1]
+
+
+def test_what_a_mask_takes_and_what_is_sent_in_its_place() -> None:
+    residual = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, 6.0]])
+    is_taken = torch.tensor([[False, True, True], [False, False, True]])
+    taken = take_where_(residual, is_taken)
+    assert taken.counts.tolist() == [2, 1] and taken.indices.tolist() == [[1, 2], [2, 0]]
+    assert taken.values.tolist() == [[-2.0, 3.0], [6.0, 0.0]]
+    assert residual.tolist() == [[1.0, 0.0, 0.0], [4.0, 5.0, 0.0]]
+    sent = send_instead_(residual, taken, 4 * taken.values.sign(), "sign")
+    assert sent.values.tolist() == [[-4.0, 4.0], [4.0, 0.0]]
+    assert residual.tolist() == [[1.0, 2.0, -1.0], [4.0, 5.0, 2.0]]
+
+
+def test_a_mask_of_nothing_takes_nothing() -> None:
+    residual = torch.tensor([1.0, 2.0])
+    taken = take_where_(residual, torch.zeros(2, dtype=torch.bool), code="4bit")
+    assert taken.counts.tolist() == 0 and taken.indices.tolist() == [0]
+    assert residual.tolist() == [1.0, 2.0]
+
+
+def test_no_room_is_kept_that_no_row_needs() -> None:
+    taken = take_above_(torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, 5.0]]), None, 2.0, capacity=3)
+    assert taken.indices.shape == (2, 2) and taken.counts.tolist() == [2, 1]

@@ -28,9 +28,10 @@ class SIDCoState(ResidualState):
     """The residual, and how the number of stages is being adapted: (..., 1) int64 each."""
 
     num_stages: Tensor = per_worker("reset")
-    direction: Tensor = per_worker("reset")  # +1: more stages are tried when too few entries were found
+    last_change: Tensor = per_worker("reset")  # of the number of stages: -1, 0 or 1
+    direction: Tensor = per_worker("reset")  # +1: more stages are thought to find more entries
     num_found: Tensor = per_worker("reset")  # since the last decision
-    num_found_before: Tensor = per_worker("reset")  # between the two before it; 0 if there was none
+    num_found_before: Tensor = per_worker("reset")  # between the two decisions before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,8 @@ class SIDCo(Sparsifier[SIDCoState]):
         gamma         eta = -beta (ln d + ln Gamma(alpha)),  beta = mu / alpha,  s = ln mu - mean ln x,
                       alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s);  pareto from the second stage on
 
-    Every 5 steps a worker compares what it found with k: beyond 20 % it takes one stage more or less.
+    Every 5 steps a worker compares what it found with k: beyond 20 % it takes one stage more or less,
+    whichever the last change has shown to help.
 
     Args:
         density: k / J in (0, 1]; or give ``k``. About so many are sent, and at most 2 k.
@@ -58,10 +60,10 @@ class SIDCo(Sparsifier[SIDCoState]):
         value_code: how values are coded on the wire.
         fit: the distribution: "exponential", "pareto" (generalised) or "gamma".
 
-    Differs from the paper: too few entries add a stage and too many take one away, until that makes it worse;
-    then the other way round (the authors' code can do this too): which way is right depends on the tail. The
-    number of stages is each worker's own, decided on what it found itself, and starts from 1 when ranks
-    change; so workers may differ in it. At least the largest entry is sent, zeros never are.
+    Differs from the paper, which adds a stage for too few entries and removes one for too many: which of the
+    two helps depends on the tail, so it is learned here (the authors' code has a like option). The number of
+    stages is each worker's own, decided on what it found itself: it needs no message, workers may differ in
+    it, and it starts from 1 when the ranks change. At least the largest entry is sent, zeros never are.
     """
 
     name: ClassVar[str] = "sidco"
@@ -75,29 +77,32 @@ class SIDCo(Sparsifier[SIDCoState]):
 
     def init(self, worker: Worker) -> SIDCoState:
         """Nothing is carried; one stage."""
-        zero, one = worker.zeros(1, dtype=torch.int64), worker.zeros(1, dtype=torch.int64) + 1
+        zero = worker.zeros(1, dtype=torch.int64)
         return SIDCoState(
             residual=worker.zeros(),
-            num_stages=one,
-            direction=one.clone(),
-            num_found=zero,
-            num_found_before=zero.clone(),
+            num_stages=zero + 1,
+            last_change=zero.clone(),
+            direction=zero + 1,
+            num_found=zero.clone(),
+            num_found_before=zero,
         )
 
     def exchange(self, grad: Tensor, state: SIDCoState, worker: Worker) -> Conversation:
         """One step of SIDCo."""
         k = self.num_selected(worker)
         accumulated = state.residual.add_(grad)
-        threshold = self._threshold(accumulated.abs(), state.num_stages, k / worker.numel)
-        sent = take_above_(accumulated, None, threshold, min(worker.numel, 2 * k), code=self.value_code)
-        state.num_found = state.num_found + sent.counts.unsqueeze(-1)
+        magnitude = accumulated.abs()
+        eta = self.threshold(magnitude, state.num_stages, k / worker.numel)
+        state.num_found = state.num_found + (magnitude >= eta).sum(-1, keepdim=True)
         if (worker.step + 1) % _WINDOW == 0:
             _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))
+        capacity = min(worker.numel, 2 * k)
+        sent = take_above_(accumulated, None, eta.squeeze(-1), capacity, code=self.value_code)
         aggregate: Tensor = yield SparseSum(sent, worker.weight)
         return aggregate
 
-    def _threshold(self, x: Tensor, num_stages: Tensor, density: float) -> Tensor:
-        """eta for each row of magnitudes, (...,) in their dtype, at most the largest, never zero."""
+    def threshold(self, x: Tensor, num_stages: Tensor, density: float) -> Tensor:
+        """eta for each row of magnitudes, (..., 1) in their dtype, at most the largest, never zero."""
         if density >= _FIRST_DENSITY:
             num_stages = torch.ones_like(num_stages)
         log_density = math.log(density)
@@ -112,7 +117,7 @@ class SIDCo(Sparsifier[SIDCoState]):
             excess = (x - least).where(is_left, 0.0)
             further = least + _fitted(excess, is_left, log_next, tail_fit)
             eta = eta.where(num_stages < stage, _rounded(further, largest))
-        return eta.squeeze(-1).clamp(min=torch.finfo(x.dtype).tiny)
+        return eta.clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def _fitted(x: Tensor, is_counted: Tensor, log_density: Tensor, fit: Fit) -> Tensor:
@@ -140,10 +145,13 @@ def _rounded(eta: Tensor, largest: Tensor) -> Tensor:
 
 def _adapt_stages_(state: SIDCoState, target: int, most: int) -> None:
     """One stage more or less where the entries found in the last steps are not near the target."""
-    found, before = state.num_found, state.num_found_before
-    got_worse = (before > 0) & ((found - target).abs() > (before - target).abs())
-    state.direction = state.direction.where(~got_worse, -state.direction)
+    found, stages = state.num_found, state.num_stages
+    learned = state.last_change * (found - state.num_found_before).sign()
+    direction = state.direction.where(learned == 0, learned)
     is_few, is_many = found < (1 - _TOLERANCE) * target, found > (1 + _TOLERANCE) * target
-    change = state.direction * (is_few.long() - is_many.long())
-    state.num_stages = (state.num_stages + change).clamp(1, max(1, most))
+    change = direction * (is_few.long() - is_many.long())
+    is_outside = (stages + change < 1) | (stages + change > max(1, most))  # then the only way is the other
+    direction, change = direction.where(~is_outside, -direction), change.where(~is_outside, -change)
+    state.num_stages = (stages + change).clamp(1, max(1, most))
+    state.last_change, state.direction = state.num_stages - stages, direction
     state.num_found, state.num_found_before = torch.zeros_like(found), found
