@@ -19,4 +19,4 @@ def kernel(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.fixture
 def numel(kernel: ModuleType) -> int:
     """Entries enough for several threads, or for several programs where an interpreter runs them."""
-    return 70_001 if kernel.__name__.endswith("cpu") else 9_001
+    return 300_007 if kernel.__name__.endswith("cpu") else 9_001

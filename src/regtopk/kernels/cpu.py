@@ -32,7 +32,8 @@ _INFINITIES = {  # their memory as an unsigned integer
     torch.bfloat16: 0xFF << 7,
     torch.float16: 0x1F << 10,
 }
-_SMALL_STRETCH = 1 << 15  # fewer entries are not worth a thread of their own
+_SMALL_STRETCH = 1 << 17  # fewer entries are not worth a thread of their own
+_MAX_STRETCHES = 16  # more threads would wait for memory, and each takes some
 _NUM_SAMPLES = 1 << 14
 
 
@@ -55,11 +56,8 @@ class _Row:
         return self.accumulated.size
 
     def cut(self, num_threads: int, multiple_of: int = loops.LINE) -> "_Row":
-        """Into stretches, one a thread."""
-        num = max(1, min(num_threads, self.numel // _SMALL_STRETCH))
-        size = math.ceil(self.numel / num / multiple_of) * multiple_of
-        starts = range(0, self.numel, size)
-        return replace(self, stretches=tuple((s, min(s + size, self.numel)) for s in starts))
+        """Into stretches: several for each thread, so that a slow one can do with fewer."""
+        return replace(self, stretches=tuple(_cut(self.numel, num_threads, multiple_of)))
 
 
 def take_largest_(
@@ -249,17 +247,17 @@ def _threshold_by_digits(row: _Row, k: int) -> tuple[Any, Array, Array]:
         width = min(16, num_bits)
         num_bits -= width
         counts = _count_digit(row, prefix, num_bits, width)
-        num_reaching = counts.sum(0)[::-1].cumsum()[::-1]
+        num_reaching = counts.sum(0, dtype=np.int64)[::-1].cumsum()[::-1]
         digit = int(np.flatnonzero(num_reaching >= k - num_above.sum())[-1])
-        num_above += counts[:, digit + 1 :].sum(1)
+        num_above += counts[:, digit + 1 :].sum(1, dtype=np.int64)
         prefix = (prefix << width) | digit
-    return row.bits.dtype.type(prefix), num_above, counts[:, digit]
+    return row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64)
 
 
 def _count_digit(row: _Row, prefix: int, shift: int, width: int) -> Array:
     """For each stretch, how often each digit follows the prefix."""
     key_type = row.bits.dtype.type
-    counts = np.zeros((len(row.stretches), 1 << width), np.int64)
+    counts = np.zeros((len(row.stretches), 1 << width), np.uint32 if row.numel < 2**32 else np.uint64)
 
     def count(start: int, stop: int, own: Array) -> None:
         at = row.bits, start, stop, row.mask
@@ -271,6 +269,12 @@ def _count_digit(row: _Row, prefix: int, shift: int, width: int) -> Array:
     stretches = zip(row.stretches, counts, strict=True)
     side_by_side(count, [(*stretch, own) for stretch, own in stretches])
     return counts
+
+
+def _cut(numel: int, num_threads: int, multiple_of: int) -> list[tuple[int, int]]:
+    num = min(4 * num_threads, _MAX_STRETCHES, numel // _SMALL_STRETCH) if num_threads > 1 else 1
+    size = math.ceil(numel / max(1, num) / multiple_of) * multiple_of
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def _first(num: int, available: Array) -> Array:
@@ -292,10 +296,9 @@ def _find_non_finite(grad: Tensor) -> list[bool]:
     is_refused = [False] * len(bits)
 
     def check_row(n: int, num_threads: int) -> None:
-        size = max(_SMALL_STRETCH, math.ceil(bits[n].size / num_threads))
-        starts = range(0, bits[n].size, size)
-        stretches = [(bits[n], s, min(s + size, bits[n].size), mask, infinity) for s in starts]
-        is_refused[n] = not all(side_by_side(loops.is_finite, stretches))
+        stretches = _cut(bits[n].size, num_threads, loops.LINE)
+        tasks = [(bits[n], *stretch, mask, infinity) for stretch in stretches]
+        is_refused[n] = not all(side_by_side(loops.is_finite, tasks))
 
     over_rows(check_row, len(bits))
     return is_refused

@@ -1,10 +1,11 @@
 """Runs loops that release the GIL on several threads, as many as torch uses.
 
-They are torch's own threads where it uses OpenMP: after each of torch's operations those wait for the next
-one in a busy loop, for milliseconds, and threads of ours would have to share the cores with them.
+Plain threads, because nothing else leaves torch alone: numba's threading layers reset torch's number of
+threads, or refuse to be called from two threads at once. After an operation torch's own threads wait for the
+next one in a busy loop, for milliseconds, so helpers may get half a core, or none for a while: work is
+dealt out in small pieces, to whoever comes for the next, and nobody waits for a helper that did not come.
 """
 
-import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,27 +16,25 @@ import torch
 
 Result = TypeVar("Result")
 
-_Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
 
 def side_by_side(function: Callable[..., Result], tasks: Sequence[Iterable[Any]]) -> list[Result]:
     """Call a function with each task's arguments, several at a time; the results, in order."""
-    if len(tasks) == 1:
-        return [function(*tasks[0])]
     results: list[Any] = [None] * len(tasks)
-    errors: list[BaseException] = []
-    todo = iter(range(len(tasks)))  # shared: each thread takes the next task when it is done with one
+    todo = iter(range(len(tasks)))  # shared by all threads
 
-    def work(_: Any = None) -> None:
+    def work() -> None:
         for n in todo:
-            try:
-                results[n] = function(*tasks[n])
-            except BaseException as error:  # must not end in a thread that nobody looks at
-                errors.append(error)
+            results[n] = function(*tasks[n])
 
-    _on_threads(work, min(len(tasks), torch.get_num_threads()))
-    if errors:
-        raise errors[0]
+    num_helpers = min(len(tasks), torch.get_num_threads()) - 1
+    pool = _pool(os.getpid(), torch.get_num_threads()) if num_helpers > 0 else None
+    helpers = [pool.submit(work) for _ in range(num_helpers)] if pool else []
+    try:
+        work()
+    finally:
+        late = [helper for helper in helpers if not helper.cancel()]
+    for helper in late:
+        helper.result()
     return results
 
 
@@ -50,27 +49,6 @@ def over_rows(function: Callable[[int, int], None], num_rows: int) -> None:
             function(row, num_threads)
     else:
         side_by_side(function, [(row, 1) for row in range(num_rows)])
-
-
-def _on_threads(work: Callable[[Any], None], num_threads: int) -> None:
-    """Call `work` once on each of so many threads, this one among them."""
-    openmp = _openmp()
-    if openmp is not None:
-        openmp(_Work(work), None, num_threads, 0)
-        return
-    pool = _pool(os.getpid(), num_threads - 1)
-    others = [pool.submit(work, None) for _ in range(num_threads - 1)]
-    work(None)
-    for other in others:
-        other.result()
-
-
-@cache
-def _openmp() -> Any:
-    """The runtime's entry for a parallel region, if torch has loaded one with GNU's interface."""
-    if not torch.backends.openmp.is_available():
-        return None
-    return getattr(ctypes.CDLL(None), "GOMP_parallel", None)
 
 
 @cache
