@@ -30,11 +30,14 @@ def main() -> None:
 
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
     rank = dist.get_rank()
 
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x, y = (torch.tensor(images, dtype=torch.float32) / 16)[order], torch.tensor(labels)[order]
     train, test = TensorDataset(x[:1437], y[:1437]), (x[1437:].to(device), y[1437:].to(device))
     sampler = DistributedSampler(train)
     loader = DataLoader(train, batch_size=32, sampler=sampler)

@@ -17,7 +17,9 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("algorithm=dense", "algorithm must be one of topk, regtopk, .*, got 'dense'"),
+        ("algorithm=dense", "algorithm must not be dense, which is always there, got 'dense'"),
+        ("algorithm=reg-topk", r"algorithm must be one of dense, .*got 'reg-topk' \(did you mean 'regtopk'"),
+        ("algorithm=regtopk:mu=0", "mu must be positive and finite, got 0"),
         ("density=2", r"density must be in \(0, 1\], got 2.0"),
         ("value_code=3bit", "value_code must be one of float32, .*, got '3bit'"),
         ("scope=layer", "scope must be model or bucket, got 'layer'"),
@@ -83,9 +85,9 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
 
 
 def test_bytes_are_those_of_the_messages() -> None:
-    config = TrainConfig(algorithm="topk", value_code="4bit", num_steps=3, record_every=3)
+    config = TrainConfig(algorithm="topk:density=0.02", value_code="4bit", num_steps=3, record_every=3)
     records = list(run(config, lambda fraction: None))
-    k = round(config.density * NUMEL)
+    k = round(0.02 * NUMEL)
     message = full_message_bytes(k, NUMEL, dtype=torch.float32, value_code="4bit", index_code="elias-fano")
     assert [r["sent_bytes"] for r in records] == [0, 3 * 4 * NUMEL, 0, 3 * message]
     summary = summarise(config, records)

@@ -6,7 +6,7 @@ a hook; the algorithm is the same script with `regtopk.attach`.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_value_code
 from regtopk.distributed.ddp import Scope
@@ -24,6 +23,7 @@ from regtopk.errors import ArgumentError, MissingExtraError
 from regtopk.experiments.digits import NUM_TRAIN, Training, load_digits
 from regtopk.experiments.experiment import Experiment, Progress, Summary
 from regtopk.experiments.launch import emit, launch
+from regtopk.experiments.methods import make_method
 from regtopk.experiments.settings import check_count, check_device, check_positive
 from regtopk.runs import Panel, Record
 
@@ -36,7 +36,7 @@ class TrainConfig:
     """Settings of a training.
 
     Args:
-        algorithm: one of `ALGORITHMS`; dense is trained beside it.
+        algorithm: NAME[:OPTION=VALUE]..., one of `ALGORITHMS`; dense is trained beside it.
         density: k / J in (0, 1].
         value_code: how values are coded on the wire.
         scope: what is selected over: model or bucket.
@@ -65,11 +65,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        names = [name for name in ALGORITHMS if name != "dense"]  # dense is always there
-        if self.algorithm not in names:
-            raise ArgumentError(f"algorithm must be one of {', '.join(names)}, got {self.algorithm!r}")
         check_density(self.density)
         check_value_code(self.value_code)
+        if make_algorithm(self).name == "dense":
+            raise ArgumentError(f"algorithm must not be dense, which is always there, got {self.algorithm!r}")
         if self.scope not in ("model", "bucket"):
             raise ArgumentError(f"scope must be model or bucket, got {self.scope!r}")
         if self.dataset not in DATASETS:
@@ -93,11 +92,8 @@ class TrainConfig:
 
 
 def make_algorithm(config: TrainConfig) -> Algorithm[Any]:
-    """The algorithm with those of the settings that it has."""
-    kind = ALGORITHMS[config.algorithm]
-    known = {f.name for f in fields(kind)}
-    options = {"density": config.density, "value_code": config.value_code}
-    return kind(**{name: option for name, option in options.items() if name in known})
+    """The algorithm, with those of the settings that it takes."""
+    return make_method(config.algorithm, density=config.density, value_code=config.value_code)
 
 
 def run(config: TrainConfig, progress: Progress) -> Iterator[Record]:
@@ -130,8 +126,8 @@ def train_rank(settings: Mapping[str, Any]) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
     digits = load_digits(device)
-    for method in ("dense", config.algorithm):
-        algorithm = None if method == "dense" else make_algorithm(config)
+    for algorithm in (None, make_algorithm(config)):
+        method = "dense" if algorithm is None else algorithm.name
         trainings = [
             Training(
                 digits,
@@ -177,16 +173,17 @@ def make_record(
 def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     """Where each method ended, what it sent, and where its time went."""
     final = {record["method"]: record for record in records}
+    own = make_algorithm(config).name
     sent = {method: record["sent_bytes"] for method, record in final.items()}
     measures = {
         "test_accuracy": {method: median(record["accuracy"]) for method, record in final.items()},
         "training_loss": {method: median(record["loss"]) for method, record in final.items()},
         "sent_bytes": sent,
         "sent_bytes_a_step": {method: total / config.num_steps for method, total in sent.items()},
-        "times_less_than_dense": {config.algorithm: sent["dense"] / sent[config.algorithm]},
+        "times_less_than_dense": {own: sent["dense"] / sent[own]},
         "sent_bytes_until_target": {method: _sent_until_target(method, records) for method in final},
         "step_s": {method: _median_of_steps("step_s", method, records) for method in final},
-        **{phase: {config.algorithm: _median_of_steps(phase, config.algorithm, records)} for phase in PHASES},
+        **{phase: {own: _median_of_steps(phase, own, records)} for phase in PHASES},
     }
     return {**measures, "target_accuracy": TARGET, "table": _table(measures)}
 
