@@ -2,6 +2,7 @@ import torch
 
 from regtopk.core.selection import (
     find_largest_,
+    kth_largest,
     send_instead_,
     take_above_,
     take_at_,
@@ -83,3 +84,11 @@ def test_a_mask_of_nothing_takes_nothing() -> None:
 def test_no_room_is_kept_that_no_row_needs() -> None:
     taken = take_above_(torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, 5.0]]), None, 2.0, capacity=3)
     assert taken.indices.shape == (2, 2) and taken.counts.tolist() == [2, 1]
+
+
+def test_the_kth_largest_magnitude() -> None:
+    rows = torch.tensor([[1.0, -5.0, 3.0], [0.0, 2.0, -2.0]])
+    before = rows.clone()
+    assert kth_largest(rows, 2).tolist() == [3.0, 2.0]
+    assert float(kth_largest(rows[0], 3)) == 1.0
+    assert torch.equal(rows, before)

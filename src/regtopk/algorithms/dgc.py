@@ -12,7 +12,7 @@ from regtopk.algorithms.posterior import LastSent, PosteriorScore, check_score, 
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.options import check_choice, check_number
 from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_above_, take_largest_
+from regtopk.core.selection import kth_largest, take_above_, take_largest_
 from regtopk.core.sparse import SparseGradient, clear_at_
 from regtopk.core.state import per_worker
 from regtopk.core.worker import Worker
@@ -125,8 +125,7 @@ class DGC(Sparsifier[DGCState]):
         # Residuals pile up just below the last threshold: raised by a factor, it would leave almost nothing.
         is_too_low = _num_above(v, threshold) > _MOST * k
         if bool(is_too_low.any()):
-            kth_largest = v.abs().topk(k, dim=-1).values[..., -1]
-            threshold = threshold.where(~is_too_low, kth_largest)
+            threshold = threshold.where(~is_too_low, kth_largest(v, k))
         capacity = min(v.shape[-1], max(k, int(_MOST * k)))  # equals of the k-th may be more
         return take_above_(v, None, threshold, capacity, code=self.value_code)
 

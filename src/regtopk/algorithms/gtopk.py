@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
+from regtopk.core.selection import kth_largest, take_largest_
 from regtopk.core.sparse import take
 from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
@@ -47,15 +47,15 @@ class GTopK(Sparsifier[ResidualState]):
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
         total: Tensor = yield SparseSum(sent, worker.weight)
-        is_chosen = among_largest(total.abs(), k)
+        is_chosen = among_largest(total, k)
         returned = sent.values.where(~take(is_chosen, sent.indices), 0)
         state.residual.scatter_add_(-1, sent.indices, returned)
         return total.where(is_chosen, 0)
 
 
-def among_largest(magnitude: Tensor, k: int) -> Tensor:
-    """Which entries are the k largest, (..., J) bool; of equal ones the first, so that all ranks agree."""
-    kth_largest = magnitude.topk(k, dim=-1).values[..., -1:]
-    is_larger, is_equal = magnitude > kth_largest, magnitude == kth_largest
+def among_largest(vector: Tensor, k: int) -> Tensor:
+    """Which entries have the k largest magnitudes, (..., J) bool; of equals the first: all ranks agree."""
+    magnitude, threshold = vector.abs(), kth_largest(vector, k).unsqueeze(-1)
+    is_larger, is_equal = magnitude > threshold, magnitude == threshold
     room = k - is_larger.sum(-1, keepdim=True)
     return is_larger | (is_equal & (is_equal.cumsum(-1) <= room))

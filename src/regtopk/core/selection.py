@@ -101,6 +101,12 @@ def find_largest_(
     return indices
 
 
+def kth_largest(vector: Tensor, k: int) -> Tensor:
+    """The k-th largest magnitude of a vector, (..., J) gives (...,); the vector is not changed."""
+    _, values = kernels.take_largest_(torch.zeros_like(vector), vector, k)
+    return values.abs().amin(-1)
+
+
 def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: str = "float32") -> Tensor:
     """residual := residual + grad - sent, where sent holds the entries at the given indices."""
     indices = indices.expand(*residual.shape[:-1], indices.shape[-1])
