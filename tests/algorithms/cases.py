@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regtopk.algorithms import ALGORITHMS
+from regtopk.algorithms import ALGORITHMS, Consensus, TopK
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, Promise
 from regtopk.core.codes import VALUE_CODES, is_lossless
@@ -43,8 +43,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "adacomp": [{}, {"bin_conv": 7, "bin_other": 10}],
     "hard-threshold": [{}, {"k": None, "threshold": 20.0}],
     "adaptive": [
-        {"target_error": 0.5, "every": 1, "algorithm": ALGORITHMS["topk"](density=0.05)},
-        {"bytes_per_step": 200.0, "every": 2, "algorithm": ALGORITHMS["consensus"](density=0.05)},
+        {"target_error": 0.5, "every": 1, "algorithm": TopK(density=0.05)},
+        {"bytes_per_step": 200.0, "every": 2, "algorithm": Consensus(density=0.05)},
     ],
     "fair-topk": [{"trial": 2}],
     "mipd": [{}, {"decay": 0.9}],

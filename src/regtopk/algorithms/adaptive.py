@@ -14,7 +14,7 @@ from regtopk.core.exact import exact_sum
 from regtopk.core.options import check_integer, check_number
 from regtopk.core.payload import payload_bytes
 from regtopk.core.requests import DenseSum, Request
-from regtopk.core.state import State, shared
+from regtopk.core.state import State, per_worker, shared
 from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
@@ -28,9 +28,9 @@ class AdaptiveDensity(Algorithm[State]):
 
     Every few steps, after the algorithm's own conversation, the workers share one number:
 
-        bytes_per_step   B = sum_n w_n (payload of worker n in this step)
+        bytes_per_step   B = sum_n w_n (mean payload of worker n since the last adaptation)
                          density := density · budget / B
-        target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2,   a_n = e_n + g_n
+        target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2 of this step,   a_n = e_n + g_n
                          density := density · sqrt(E / (1 - E) · (1 - target) / target)
 
     by a factor of at most 2, within min_density..max_density. So the density is the same on all ranks, and a
@@ -78,37 +78,61 @@ class AdaptiveDensity(Algorithm[State]):
         self._check_algorithm()
 
     def init(self, worker: Worker) -> State:
-        """The algorithm's own state, and the density."""
+        """The algorithm's own state, the density, and with a budget what was spent of it."""
         inner: State = self.algorithm.init(worker)
         density = self.algorithm.num_selected(worker) / worker.numel
-        density = min(self.max_density, max(self.min_density, density))
-        extended: State = _with_density(type(inner))(
-            **inner.state_dict(), density=worker.weight.new_tensor(density)
-        )
+        more = {"density": worker.weight.new_tensor(self._within_bounds(density))}
+        if self.bytes_per_step is not None:
+            more["spent"] = worker.zeros(1, dtype=torch.int64)
+        extended: State = _extended(type(inner), list(more))(**inner.state_dict(), **more)
         return extended
 
     def exchange(self, grad: Tensor, state: State, worker: Worker) -> Conversation:
         """One step of the algorithm at the density of the moment."""
-        adaptive = cast("_WithDensity", state)
+        adaptive = cast("_Extended", state)
         algorithm = replace(self.algorithm, density=float(adaptive.density), k=None)
         conversation = algorithm.exchange(grad, state, worker)
-        if (worker.step + 1) % self.every:
-            return (yield from conversation)
         if self.bytes_per_step is not None:
-            aggregate, payload = yield from _counted(conversation, worker)
-            mean = yield _tell(payload, worker)
-            own_bytes = payload_bytes(_tell(payload, worker), worker).max() / self.every
-            factor = self.bytes_per_step / float(mean + own_bytes)
+            budget = self.bytes_per_step
+            aggregate, factor = yield from self._keep_to_budget(conversation, adaptive, worker, budget)
         else:
-            accumulated = _squared_norm(adaptive.residual + grad)
-            aggregate = yield from conversation
-            error = _squared_norm(adaptive.residual) / accumulated
-            mean = yield _tell(error.where(accumulated > 0, self._target), worker)
-            factor = math.sqrt(_odds(float(mean)) / _odds(self._target))
+            aggregate, factor = yield from self._keep_to_error(conversation, grad, adaptive, worker)
         factor = min(_LARGEST_FACTOR, max(1 / _LARGEST_FACTOR, factor))
-        density = float(adaptive.density) * factor
-        adaptive.density.fill_(min(self.max_density, max(self.min_density, density)))
+        adaptive.density.fill_(self._within_bounds(float(adaptive.density) * factor))
         return aggregate
+
+    def _keep_to_budget(
+        self, conversation: Conversation, state: "_Extended", worker: Worker, budget: float
+    ) -> Generator[Request, Any, tuple[Tensor, float]]:
+        """The aggregate, and what the density is to be multiplied by; counts every step's bytes."""
+        aggregate, payload = yield from _counted(conversation, worker)
+        state.spent += payload.unsqueeze(-1)
+        if not self._is_due(worker):
+            return aggregate, 1.0
+        request = DenseSum(state.spent.to(worker.weight.dtype) / self.every, worker.weight)
+        mean_bytes = yield request
+        own_bytes = float(payload_bytes(request, worker).max()) / self.every
+        state.spent.zero_()
+        return aggregate, budget / (float(mean_bytes) + own_bytes)
+
+    def _keep_to_error(
+        self, conversation: Conversation, grad: Tensor, state: "_Extended", worker: Worker
+    ) -> Generator[Request, Any, tuple[Tensor, float]]:
+        """The aggregate, and what the density is to be multiplied by; measures one step of every few."""
+        if not self._is_due(worker):
+            return (yield from conversation), 1.0
+        accumulated = _squared_norm(state.residual + grad)
+        aggregate = yield from conversation
+        error = _squared_norm(state.residual) / accumulated
+        error = error.where(accumulated > 0, self._target)  # of nothing, nothing is learnt
+        mean_error = yield DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
+        return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(self._target))
+
+    def _is_due(self, worker: Worker) -> bool:
+        return (worker.step + 1) % self.every == 0
+
+    def _within_bounds(self, density: float) -> float:
+        return min(self.max_density, max(self.min_density, density))
 
     @property
     def _target(self) -> float:
@@ -131,17 +155,19 @@ class AdaptiveDensity(Algorithm[State]):
             )
 
 
-class _WithDensity(State):
+class _Extended(State):
     """What the adaptation reads and writes of a state."""
 
     residual: Tensor
     density: Tensor
+    spent: Tensor
 
 
-def _with_density(state_class: type[State]) -> Any:
-    """The class of an algorithm's state with one more field."""
-    name = f"{state_class.__name__}WithDensity"
-    return make_dataclass(name, [("density", Tensor, shared())], bases=(state_class,))
+def _extended(state_class: type[State], names: list[str]) -> Any:
+    """The class of an algorithm's state with more fields."""
+    kinds = {"density": shared(), "spent": per_worker("reset")}
+    more = [(name, Tensor, kinds[name]) for name in names]
+    return make_dataclass(f"Adaptive{state_class.__name__}", more, bases=(state_class,))
 
 
 def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
@@ -154,11 +180,6 @@ def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, A
             request = conversation.send((yield request))
     except StopIteration as done:
         return done.value, payload
-
-
-def _tell(number: Tensor, worker: Worker) -> DenseSum:
-    """The workers' mean of a number, (...,), as a request."""
-    return DenseSum(number.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
 
 
 def _squared_norm(x: Tensor) -> Tensor:

@@ -85,4 +85,4 @@ def keep_probability(magnitude: Tensor, s: float) -> Tensor:
     is_shared = largest * left <= others
     num_certain = (is_shared.cumsum(-1) == 0).sum(-1, keepdim=True)
     rest = (others.gather(-1, num_certain) * unit).clamp(min=torch.finfo(torch.float64).tiny)
-    return ((s - num_certain) * magnitude.double() / rest).clamp(max=1)
+    return ((s - num_certain.double()) * magnitude.double() / rest).clamp(max=1)
