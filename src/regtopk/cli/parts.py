@@ -77,5 +77,8 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
         table.add_row(name, style="bold")
         for row in summary["table"]:
             table.add_row(*(format_number(row.get(column)) for column in columns))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)  # a file has no edge to cut names at
+    console.print(table)
     typer.echo(f"{page}")

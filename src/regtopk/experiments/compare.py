@@ -15,7 +15,7 @@ from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import Probe
 from regtopk.experiments.experiment import Experiment, Progress, Summary
 from regtopk.experiments.fleet import OPTIMIZERS, Fleet
-from regtopk.experiments.methods import make_method, parse_method, takes_density
+from regtopk.experiments.methods import make_method, parse_method, takes_density, with_budget
 from regtopk.experiments.settings import check_count, check_device
 from regtopk.experiments.splits import check_split
 from regtopk.experiments.statistics import paired_difference, spread
@@ -167,7 +167,8 @@ def _plan(config: CompareConfig, task: Task) -> list[tuple[str, float | None]]:
         name, density, index_code, value_code = parse_like(config.like)
         reference = make_method(name, density=density, value_code=value_code)
         budget = probe.payload(reference, index_code)
-    return [(method, _density_for(config, method, probe, budget)) for method in config.methods]
+    methods = [with_budget(method, budget) for method in config.methods]
+    return [(method, _density_for(config, method, probe, budget)) for method in methods]
 
 
 def _density_for(config: CompareConfig, method: str, probe: Probe, budget: float) -> float | None:

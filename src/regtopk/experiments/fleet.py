@@ -99,6 +99,7 @@ class Fleet:
         return torch.stack([cluster.step(g) for cluster, g in zip(self.clusters, grads, strict=True)])
 
     def _report(self, losses: Tensor) -> None:
-        for cluster in self.clusters:
+        own = [losses.mean()] if len(self.clusters) == 1 else losses
+        for cluster, loss in zip(self.clusters, own, strict=True):
             if cluster.algorithm.listens:
-                cluster.report(loss=float(losses.mean()))
+                cluster.report(loss=float(loss))

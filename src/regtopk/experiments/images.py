@@ -22,6 +22,8 @@ from torch import Tensor
 from regtopk.errors import ArgumentError, MissingExtraError
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
+FASHION_COUNTS = {"train": 60_000, "t10k": 10_000}
+CIFAR_COUNTS = {"train": 50_000, "test": 10_000}
 
 
 class Images(NamedTuple):
@@ -65,7 +67,7 @@ def load_fashion_mnist(path: Path | None) -> Images:
     """Fashion-MNIST: 60,000 + 10,000 images of 28 x 28."""
     folder = path or FASHION_FOLDER
     parts = []
-    for split, count in (("train", 60_000), ("t10k", 10_000)):
+    for split, count in FASHION_COUNTS.items():
         images = _read_idx(folder, f"{split}-images-idx3-ubyte")
         labels = _read_idx(folder, f"{split}-labels-idx1-ubyte")
         _check_counts(folder, split, len(images), len(labels), count)
@@ -117,8 +119,8 @@ def _load_batches(folder: Path) -> Images:
         return torch.tensor(pixels).float() / 255, torch.tensor(labels).long()
 
     train, test = read([f"data_batch_{i}" for i in range(1, 6)]), read(["test_batch"])
-    _check_counts(folder, "train", len(train[0]), len(train[1]), 50_000)
-    _check_counts(folder, "test", len(test[0]), len(test[1]), 10_000)
+    for split, (images, labels) in {"train": train, "test": test}.items():
+        _check_counts(folder, split, len(images), len(labels), CIFAR_COUNTS[split])
     return Images(*train, *test)
 
 
@@ -137,7 +139,7 @@ def _load_packed(path: Path) -> Images:
     """All JPEG files one after another, with offsets and labels: decoded here, once."""
     packed = np.load(path)
     parts = []
-    for split, count in (("train", 50_000), ("test", 10_000)):
+    for split, count in CIFAR_COUNTS.items():
         names = [f"{split}_{part}" for part in ("jpeg", "offsets", "labels")]
         missing = [name for name in names if name not in packed]
         if missing:

@@ -1,4 +1,4 @@
-"""Methods as words: "regtopk", "topk:value_code=4bit", "consensus:score=regtopk:mu=1"."""
+"""Methods as words: "regtopk", "topk:value_code=4bit", "adaptive:algorithm=consensus:seed=1"."""
 
 from dataclasses import fields
 from difflib import get_close_matches
@@ -10,12 +10,14 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ArgumentError
 
 SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
+START = 0.01  # the density that an adaptive method starts from, unless told
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
     """The algorithm's name and the options given in words.
 
     ``score=regtopk`` gives an algorithm RegTop-k's score; mu, reference and q are then the score's.
+    ``algorithm=NAME`` says which one is adapted; it is a spec itself, with the options that are its own.
 
     Raises:
         ArgumentError: an unknown algorithm or option (the nearest is named), or a value that cannot be read.
@@ -35,6 +37,11 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
             raise ArgumentError(f"score must be 'regtopk', of an algorithm that takes one, got {spec!r}")
         of_score = {key: given.pop(key) for key in list(given) if key in SCORE_OPTIONS and key not in known}
         options["score"] = PosteriorScore(**{key: _read(value) for key, value in of_score.items()})
+    if "algorithm" in known:
+        inner = given.pop("algorithm", "regtopk")
+        words = [f"{key}={given.pop(key)}" for key in list(given) if key not in known]
+        options["algorithm"] = ":".join([inner, *words])
+        parse_method(options["algorithm"])
     for key, value in given.items():
         if key not in known:
             nearest = get_close_matches(key, known, n=1, cutoff=0.0)[0]
@@ -53,7 +60,17 @@ def make_method(spec: str, *, density: float | None, value_code: str | None) -> 
         options["density"] = density
     if value_code is not None and "value_code" in known:
         options.setdefault("value_code", value_code)
+    if "algorithm" in known:
+        options["algorithm"] = make_method(options["algorithm"], density=START, value_code=value_code)
     return ALGORITHMS[name](**options)
+
+
+def with_budget(spec: str, bytes_per_step: float) -> str:
+    """The method told the budget, if it is one that keeps to a budget by itself and has no other aim."""
+    name, options = parse_method(spec)
+    aims = {"bytes_per_step", "target_error"}
+    is_open = "bytes_per_step" in {f.name for f in fields(ALGORITHMS[name])} and not aims & set(options)
+    return f"{spec}:bytes_per_step={bytes_per_step:.0f}" if is_open else spec
 
 
 def takes_density(spec: str) -> bool:

@@ -24,6 +24,7 @@ p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}
 pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;padding:.6rem .9rem;
  overflow-x:auto;font:.85rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1.2rem}
+.panels:has(>:nth-child(4):last-child){grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr))}
 figure{margin:0;background:var(--raised);border:1px solid var(--grid);border-radius:.75rem;padding:1rem}
 figure svg{width:100%;height:auto;display:block;max-height:30rem}
 figure svg text{font-family:system-ui,sans-serif!important}

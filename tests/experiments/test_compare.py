@@ -1,0 +1,189 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.errors import ArgumentError
+from regtopk.experiments.budget import Probe
+from regtopk.experiments.compare import COMPARE, CompareConfig, parse_like
+from regtopk.experiments.fleet import Fleet
+from regtopk.experiments.methods import make_method, parse_method
+from regtopk.experiments.statistics import paired_difference, spread
+from regtopk.experiments.tasks import TASKS, LinearRegression, Task
+
+SMALL: dict[str, Any] = {"num_steps": 12, "num_evaluations": 3, "num_workers": 4, "batch_size": 8}
+
+
+def compare(**settings: Any) -> dict[str, Any]:
+    config = CompareConfig(**{**SMALL, **settings})
+    records = list(COMPARE.run(config, lambda fraction: None))
+    return COMPARE.summarise(config, records)
+
+
+def test_every_algorithm_trains_on_digits() -> None:
+    summary = compare(densities=(0.05,))
+    results = {result["method"]: result for result in summary["results"]}
+    assert list(results) == list(ALGORITHMS)
+    assert all(0 <= r["mean"] <= 100 and not r["diverged"] for r in results.values())
+    assert {row["measure"] for row in summary["table"]} == set(ALGORITHMS)
+
+
+def test_results_have_what_they_must_have() -> None:
+    summary = compare(algorithms="topk,regtopk:mu=1,dense", densities=(0.02, 0.1), num_seeds=2)
+    results = summary["results"]
+    assert [(r["method"], r["density"]) for r in results] == [
+        ("topk", 0.02),
+        ("topk", 0.1),
+        ("regtopk:mu=1", 0.02),
+        ("regtopk:mu=1", 0.1),
+        ("dense", None),
+    ]
+    for result in results:
+        assert set(result) == {
+            "method",
+            "density",
+            "value_code",
+            "optimizer",
+            "lr",
+            "payload_bytes_per_step",
+            "final",
+            "mean",
+            "std",
+            "difference_from_topk",
+            "diverged",
+        }
+        assert len(result["final"]) == 2 and set(result["difference_from_topk"]) == {"mean", "low", "high"}
+    assert results[0]["difference_from_topk"]["mean"] == 0
+    expected = results[3]["mean"] - results[1]["mean"]
+    assert results[3]["difference_from_topk"]["mean"] == pytest.approx(expected)
+
+
+def test_equal_bytes_are_equal() -> None:
+    summary = compare(
+        algorithms="topk,consensus,randomk,topk:value_code=float32",
+        like="topk:0.05:raw32:float32",
+        value_code="4bit",
+    )
+    sent = {r["method"]: r["payload_bytes_per_step"] for r in summary["results"]}
+    budget = 32 + 8 * round(0.05 * 4810)
+    assert all(0.93 * budget <= size <= 1.001 * budget for size in sent.values()), sent
+    density = {r["method"]: r["density"] for r in summary["results"]}
+    assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
+
+
+def test_a_budget_below_the_smallest_message_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="bytes_per_step must be at least the smallest message of topk"):
+        compare(algorithms="topk", bytes_per_step=20.0)
+
+
+def test_all_methods_see_the_same_models_and_batches() -> None:
+    task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0, 1])
+    again = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0, 1])
+    assert torch.equal(task.start(), again.start()) and torch.equal(
+        task.grads(task.start(), 3)[0], again.grads(task.start(), 3)[0]
+    )
+    assert not torch.equal(task.start()[0], task.start()[1])
+
+
+def test_gradients_are_each_workers_own() -> None:
+    task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0])
+    model = task.start()
+    grads, loss = task.grads(model, 0)
+    network = task.network  # type: ignore[attr-defined]
+    torch.nn.utils.vector_to_parameters(model[0], network.parameters())
+    rows = task.order[0, 0, 2]  # type: ignore[attr-defined]
+    x, y = task.images.train[rows], task.images.train_labels[rows]  # type: ignore[attr-defined]
+    torch.nn.functional.cross_entropy(network(x), y).backward()
+    expected = torch.cat([p.grad.flatten() for p in network.parameters()])
+    torch.testing.assert_close(grads[0, 2], expected)
+    assert float(loss) > 0
+
+
+class Exploding(LinearRegression):
+    """Seed 1's gradients become infinite at step 5."""
+
+    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        grads, loss = super().grads(models, step)
+        if step >= 5:
+            grads[self.seeds.index(1)] = math.inf
+        return grads, loss
+
+
+@pytest.mark.parametrize("method", ["topk", "consensus"])  # side by side, and one after another
+def test_a_seed_that_diverges_stops_alone(method: str) -> None:
+    config = CompareConfig(task="linreg", num_steps=20, num_workers=4, batch_size=120)
+    task: Task = Exploding(config.task_config(), [0, 1, 2])
+    fleet = Fleet(
+        task, make_method(method, density=0.5, value_code=None), optimizer="sgd", lr=0.01, index_code="raw32"
+    )
+    fleet.run_until(5)
+    at_five = fleet.evaluate()
+    fleet.run_until(20)
+    assert fleet.diverged == [1]
+    final = fleet.evaluate()
+    assert final[1] == at_five[1] and final[0] < at_five[0] and final[2] < at_five[2]
+    assert all(math.isfinite(loss) for loss in fleet.losses)
+
+
+def test_each_method_takes_its_best_step_length() -> None:
+    summary = compare(algorithms="topk,dense", lr=(1e-6, 0.2), num_steps=30)
+    assert [r["lr"] for r in summary["results"]] == [0.2, 0.2]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_optimizers_differ(optimizer: str) -> None:
+    result = compare(algorithms="topk", optimizer=optimizer, lr=(0.01,))["results"][0]
+    assert result["optimizer"] == optimizer and math.isfinite(result["mean"])
+
+
+def test_methods_in_words() -> None:
+    name, options = parse_method("consensus:score=regtopk:mu=1.5:value_code=4bit")
+    assert name == "consensus" and options == {"score": PosteriorScore(mu=1.5), "value_code": "4bit"}
+    assert make_method("topk:k=3", density=0.5, value_code="2bit").options()["k"] == 3
+    assert make_method("strom", density=0.5, value_code="2bit").name == "strom"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "digit"}, "task must be one of .*did you mean 'digits'"),
+        ({"algorithms": "topk,regtopp"}, "algorithm must be one of .*did you mean 'regtopk'"),
+        ({"algorithms": "regtopk:nu=2"}, "option of regtopk must be one of .*did you mean 'mu'"),
+        ({"algorithms": "topk:4bit"}, "method must be NAME"),
+        ({"algorithms": "topk:score=regtopk"}, "score must be 'regtopk', of an algorithm that takes one"),
+        ({"optimizer": "adamw"}, "optimizer must be one of .*did you mean 'adam'"),
+        ({"split": "sort"}, "split must be .*did you mean 'sorted'"),
+        ({"densities": (0.0,)}, "density must be in"),
+        ({"bytes_per_step": -1.0}, "bytes_per_step must be positive"),
+        ({"bytes_per_step": 99.0, "like": "topk:0.1:raw32:float32"}, "give one of bytes_per_step and like"),
+        ({"like": "topk:0.1"}, "like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE"),
+        ({"like": "topk:x:raw32:float32"}, "like must name a density"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        CompareConfig(**settings)
+
+
+def test_like_is_read() -> None:
+    assert parse_like("topk:0.001:raw32:float32") == ("topk", 0.001, "raw32", "float32")
+
+
+def test_a_probe_measures_what_is_sent() -> None:
+    task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0])
+    payload = Probe(task).payload(make_method("topk", density=0.01, value_code=None), "raw32")
+    assert payload == 32 + 8 * 48
+
+
+def test_paired_differences() -> None:
+    # differences 1, 2, 3: mean 2, deviation 1, t(2) = 4.303: 2 ± 4.303 / sqrt(3)
+    found = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0
+    assert found["low"] == pytest.approx(2 - 4.303 / math.sqrt(3))
+    assert found["high"] == pytest.approx(2 + 4.303 / math.sqrt(3))
+    assert paired_difference([1.0], [0.5]) == {"mean": 0.5, "low": None, "high": None}
+    assert spread([1.0]) == (1.0, None)
