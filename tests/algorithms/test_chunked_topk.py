@@ -21,8 +21,9 @@ def test_chunks_and_decay_by_hand() -> None:
 @pytest.mark.parametrize(
     ("numel", "options", "num_sent"),
     [
-        (10_000, {"density": 1 / 64}, 64 + 64 + 64),  # 4096 + 4096 + 1808
-        (8_200, {"density": 1 / 64}, 64 + 64 + 8),  # the last chunk has 8 entries
+        (8_192, {"density": 1 / 64}, 64 + 64),  # of 4096 each
+        (10_000, {"density": 1 / 64}, 52 + 52 + 52),  # of 3334, 3334 and 3332
+        (5, {"density": 1.0, "chunk": 4}, 3 + 2),
         (100, {"density": 1 / 64}, 2),  # one chunk of 100: round(100 / 64)
         (1_000, {"density": 0.0001, "chunk": 100}, 10),  # at least one a chunk
         (1_000, {"k": 50, "chunk": 100}, 50),

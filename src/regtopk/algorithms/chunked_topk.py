@@ -37,12 +37,14 @@ class ChunkedTopK(Sparsifier[ChunkedTopKState]):
         density: share of every chunk, in (0, 1]: k_c = max(1, round(density chunk)); or give ``k``.
         k: entries of the whole vector, spread over the chunks: density = k / J.
         value_code: how values are coded on the wire.
-        chunk: entries of a chunk, >= 1; the last may be shorter, and then sends min(k_c, all) of its own.
+        chunk: most entries of a chunk, >= 1. The fewest chunks that do are made equally long; the last may
+            be a few entries shorter.
         decay: what is left of a residual after a step, in [0, 1]; 1 keeps all of it.
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
 
-    Differs from the paper: known from its abstract. The default keeps all of the residual: with a gradient
-    of every step, decay loses accuracy. Indices travel in the cluster's index code, not as 12 bits each.
+    Differs from the paper: known from its abstract. A rest of the vector is spread over all chunks. The
+    default keeps all of the residual: with a gradient of every step, decay loses accuracy. Indices travel in
+    the cluster's index code, not as 12 bits each.
     """
 
     name: ClassVar[str] = "chunked-topk"
@@ -80,5 +82,6 @@ class ChunkedTopK(Sparsifier[ChunkedTopKState]):
 
     def _sizes(self, worker: Worker) -> tuple[int, int]:
         """Entries of a chunk, and how many of them are sent."""
-        chunk = min(self.chunk, worker.numel)
+        num_chunks = -(-worker.numel // self.chunk)
+        chunk = -(-worker.numel // num_chunks)
         return chunk, max(1, round(self.num_selected(worker) * chunk / worker.numel))
