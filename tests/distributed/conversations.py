@@ -11,7 +11,7 @@ from regtopk.core.algorithm import Algorithm, Conversation, Promise
 from regtopk.core.codes import quantise
 from regtopk.core.requests import Broadcast, DenseSum, Gather, SparseSum
 from regtopk.core.sparse import SparseGradient
-from regtopk.core.state import ResidualState
+from regtopk.core.state import ResidualState, State, shared
 from regtopk.core.worker import Worker
 
 
@@ -85,6 +85,33 @@ class CodedSums(Algorithm[ResidualState]):
         aggregate: Tensor = yield DenseSum(sent, worker.weight, self.code, self.sum_code, loss)
         state.residual.add_(loss)
         return aggregate
+
+
+@dataclass
+class RunningSumState(State):
+    """All aggregates so far."""
+
+    total: Tensor = shared(per_entry=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningSum(Algorithm[RunningSumState]):
+    """Return the sum of all aggregates so far: the very tensor it keeps, which nobody else may write to."""
+
+    name: ClassVar[str] = "running-sum"
+    promises: ClassVar[frozenset[Promise]] = frozenset()
+
+    def init(self, worker: Worker) -> RunningSumState:
+        return RunningSumState(worker.weight.new_zeros(worker.numel))
+
+    def exchange(self, grad: Tensor, state: RunningSumState, worker: Worker) -> Conversation:
+        everything = torch.arange(worker.numel).expand_as(grad)
+        aggregate = yield SparseSum(SparseGradient(everything, grad.clone(), worker.numel), worker.weight)
+        if worker.step == 0:
+            state.total = aggregate  # received: its own to keep
+        else:
+            state.total += aggregate
+        return state.total
 
 
 def _largest(residual: Tensor, k: int) -> Tensor:

@@ -15,6 +15,7 @@ from tests.algorithms.cases import CASES, LAYOUT, Case, J, random_grads
 from tests.distributed.ranks import Ranks
 
 WEIGHTS = {2: [0.7, 0.3], 4: [0.4, 0.3, 0.2, 0.1]}
+WITH_AN_IDLE_RANK = [0.0, 0.5, 0.3, 0.2]
 NUM_STEPS = 6  # some algorithms decide something every 5 steps
 
 ON_RANKS = [case for case in CASES if case.name != "global-topk"]  # the oracle: a cluster refuses it
@@ -57,13 +58,17 @@ def test_sums_split_by_region_equal_the_simulator(four_ranks: Ranks, case: Case)
     check(four_ranks, case, case.codes[-1], "split")
 
 
-def check(ranks: Ranks, case: Case, code: str, collective: str) -> None:
-    runs: list[Run] = ranks.run(exchange_on_a_rank, case, code, collective)
+@pytest.mark.parametrize("case", [case for case in ON_RANKS if case.is_first], ids=str)
+def test_a_rank_of_weight_zero_equals_the_simulator(four_ranks: Ranks, case: Case) -> None:
+    check(four_ranks, case, case.codes[-1], "all_gather", WITH_AN_IDLE_RANK)
+
+
+def check(ranks: Ranks, case: Case, code: str, collective: str, weights: list[float] | None = None) -> None:
+    weights = weights or WEIGHTS[ranks.num_ranks]
+    runs: list[Run] = ranks.run(exchange_on_a_rank, case, code, collective, weights)
     num_ranks, layout = ranks.num_ranks, runs[0].layout
     assert sorted(layer.kind for layer in layout.layers) == ["conv", "linear", "norm"]
-    cluster = Cluster(
-        case.make(value_code=code), num_workers=num_ranks, weights=WEIGHTS[num_ranks], layout=layout
-    )
+    cluster = Cluster(case.make(value_code=code), num_workers=num_ranks, weights=weights, layout=layout)
     for step, grads in enumerate(all_grads(num_ranks)):
         cluster.report(**report(step))
         expected = cluster.step(grads)
@@ -79,11 +84,10 @@ def check(ranks: Ranks, case: Case, code: str, collective: str) -> None:
             assert torch.equal(run.state[name], tensor if rule == "shared" else tensor[rank]), name
 
 
-def exchange_on_a_rank(case: Case, code: str, collective: Any) -> Run:
+def exchange_on_a_rank(case: Case, code: str, collective: Any, weights: list[float]) -> Run:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     net = Net()
-    weight = WEIGHTS[num_ranks][rank]
-    exchange = Exchange(net, case.make(value_code=code), weight=weight, collective=collective)
+    exchange = Exchange(net, case.make(value_code=code), weight=weights[rank], collective=collective)
     (group,) = exchange.groups.groups
     run = Run(group.layout, [], [], [], {})
     for step, grads in enumerate(all_grads(num_ranks)):

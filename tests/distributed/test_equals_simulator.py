@@ -13,7 +13,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
-from tests.distributed.conversations import CodedSums, ManyRounds, Threshold
+from tests.distributed.conversations import CodedSums, ManyRounds, RunningSum, Threshold
 from tests.distributed.ranks import Ranks
 
 NUM_STEPS = 50
@@ -42,7 +42,7 @@ def simulated(algorithm: Algorithm[Any], grads: Tensor, weights: Any, index_code
     cluster = Cluster(algorithm, num_workers=4, weights=weights, index_code=index_code, layout=layout())
     aggregates, counts = [], []
     for step in grads:
-        aggregates.append(cluster.step(step))
+        aggregates.append(cluster.step(step).clone())
         counts.append(torch.stack([cluster.last_step.state_dict()[name] for name in BYTES]))
     assert cluster.state is not None
     state = cluster.state.state_dict()
@@ -127,6 +127,10 @@ def test_index_codes_change_bytes_only(four_ranks: Ranks, index_code: str, colle
 
 def test_many_rounds(four_ranks: Ranks) -> None:
     compare(four_ranks, ManyRounds(k=20))
+
+
+def test_an_algorithm_may_keep_what_it_received_and_returned(four_ranks: Ranks) -> None:
+    compare(four_ranks, RunningSum(), num_steps=5)
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "split"])

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import regtopk
+from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.ddp import Scope
+from tests.distributed.conversations import RunningSum
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -104,22 +106,25 @@ def skip_without_ddp() -> None:
 # GradScaler: powers of two, so that scaled and unscaled runs can be compared bit for bit.
 
 
+@pytest.mark.parametrize("algorithm", [ALGORITHM, RunningSum()], ids=["regtopk", "keeps what it returns"])
 @pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_loss_scales_do_not_mix_into_the_residual(two_ranks: Ranks, scope: Scope) -> None:
-    for plain, scaled in two_ranks.run(train_scaled_and_not, scope):
+def test_loss_scales_do_not_mix_into_the_state(
+    two_ranks: Ranks, scope: Scope, algorithm: Algorithm[Any]
+) -> None:
+    for plain, scaled in two_ranks.run(train_scaled_and_not, scope, algorithm):
         assert same(scaled, plain)
 
 
-def train_scaled_and_not(scope: Scope) -> tuple[Any, Any]:
+def train_scaled_and_not(scope: Scope, algorithm: Algorithm[Any]) -> tuple[Any, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    return train_with(scope, None), train_with(scope, scaler)
+    return train_with(scope, algorithm, None), train_with(scope, algorithm, scaler)
 
 
-def train_with(scope: Scope, scaler: torch.amp.GradScaler | None) -> Any:
+def train_with(scope: Scope, algorithm: Algorithm[Any], scaler: torch.amp.GradScaler | None) -> Any:
     model = ddp(**SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales = set()
-    with closing(regtopk.attach(model, ALGORITHM, scope=scope, grad_scaler=scaler)) as exchange:
+    with closing(regtopk.attach(model, algorithm, scope=scope, grad_scaler=scaler)) as exchange:
         for step in range(12):
             if scaler is None:
                 optimizer.zero_grad()

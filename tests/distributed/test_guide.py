@@ -1,0 +1,104 @@
+"""The code of docs/training.md and of the README's diff, on real ranks; the recipes under torchrun."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL)
+
+
+def what_is_yours() -> dict[str, Any]:
+    """The names the guide leaves to its reader."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 3))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(8, 16, 20, generator=generator)
+    loader = [(rows, rows[:, :3].argmax(-1)) for rows in inputs]
+    return {
+        "__name__": "guide",
+        "network": network,
+        "loader": loader,
+        "loss_function": nn.functional.cross_entropy,
+        "device": torch.device("cpu"),
+    }
+
+
+def follow(source: str, names: dict[str, Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        exec(compile(source, "guide", "exec"), names)
+    return stdout.getvalue()
+
+
+def follow_guide(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
+    os.chdir(folder)
+    names = what_is_yours()
+    printed = "".join(follow(source, names) for source in sources)
+    return printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()
+
+
+def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> None:
+    sources = blocks(GUIDE, "python")
+    assert len(sources) == 7
+    (printed, parameters), (printed_elsewhere, parameters_elsewhere) = two_ranks.run(
+        follow_guide, sources, tmp_path
+    )
+    assert re.search(r"regtopk: 8 steps on 2 workers\n.*\n  dense .* times as much\n", printed)
+    assert printed_elsewhere == ""
+    assert torch.equal(parameters, parameters_elsewhere)
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+def follow_diff(diff: str) -> tuple[str, str, torch.Tensor, torch.Tensor]:
+    """The loop before and after the diff."""
+    before = "".join(line[2:] + "\n" for line in diff.splitlines() if not line.startswith("+"))
+    after = "".join(line[2:] + "\n" for line in diff.splitlines())
+    results = []
+    for source in (before, after):
+        names = what_is_yours()
+        names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
+        names |= {"regtopk": __import__("regtopk"), "loss": names["loss_function"], "model": names["network"]}
+        names["optimizer"] = torch.optim.SGD(names["network"].parameters(), lr=0.1)
+        printed = follow(source, names)
+        results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
+    (printed_before, parameters_before), (printed_after, parameters_after) = results
+    return printed_before, printed_after, parameters_before, parameters_after
+
+
+def test_the_readmes_diff_runs(two_ranks: Ranks) -> None:
+    (diff,) = blocks(README, "diff")
+    assert sum(line.startswith("+") for line in diff.splitlines()) == 2
+    printed_before, printed_after, before, after = two_ranks.run(follow_diff, diff)[0]
+    assert printed_before == "" and "regtopk: 8 steps on 2 workers" in printed_after
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_recipe_runs_under_torchrun(tmp_path: Path, library: str) -> None:
+    if subprocess.run([sys.executable, "-c", f"import {library}"], capture_output=True).returncode:
+        pytest.skip(f"{library} is not installed: pip install 'regtopk[recipes]'")
+    (source,) = blocks(GUIDE, f"python {library}")
+    (tmp_path / "recipe.py").write_text(source, encoding="utf-8")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "recipe.py"]
+    answer = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"regtopk: 2[89] steps on 2 workers\n.*\n  dense .* times as much\n", answer.stdout)
