@@ -54,20 +54,19 @@ class LockStep:
         self.num_steps += 1
         return aggregates, rounds
 
-    def contribution(self, rank: int, grads: Tensor) -> Tensor:
-        """What one rank's message alone would add to the model at this step, (J,); changes nothing.
+    def contributions(self, grads: Tensor) -> list[Tensor]:
+        """What each rank's message alone would add to the model at this step, (J,) each; changes nothing.
 
         The step is run on copies, first to see how many rounds it takes, then with the last sum answered
-        by that rank's own message at weight one: the aggregate it then returns is what it sent, whatever
-        the message looked like.
+        to every rank by its own message at weight one: the aggregate it then returns is what it sent,
+        whatever the message looked like.
         """
         _, rounds = self._converse(grads, deepcopy(self.states))
         last_sum = max(i for i, asked in enumerate(rounds) if isinstance(asked[0], (SparseSum, DenseSum)))
-        aggregates, _ = self._converse(grads, deepcopy(self.states), echo=(last_sum, rank))
-        return aggregates[rank]
+        return self._converse(grads, deepcopy(self.states), echo_round=last_sum)[0]
 
     def _converse(
-        self, grads: Tensor, states: list[State], echo: tuple[int, int] | None = None
+        self, grads: Tensor, states: list[State], echo_round: int | None = None
     ) -> tuple[list[Tensor], list[Round]]:
         conversations = [
             self.algorithm.exchange(grad, state, self._at_this_step(worker))
@@ -76,11 +75,12 @@ class LockStep:
         rounds = [[next(conversation) for conversation in conversations]]
         while True:
             asked = rounds[-1]
-            if echo is not None and echo[0] == len(rounds) - 1:
-                asked = [asked[echo[1]]]
-            answer = self._answer(asked, is_echo=asked is not rounds[-1])
+            if echo_round == len(rounds) - 1:
+                answers = [self._answer([request], is_echo=True) for request in asked]
+            else:
+                answers = [self._answer(asked, is_echo=False)] * len(asked)
             requests, aggregates = [], []
-            for conversation in conversations:
+            for conversation, answer in zip(conversations, answers, strict=True):
                 try:
                     requests.append(conversation.send(deepcopy(answer)))
                 except StopIteration as done:

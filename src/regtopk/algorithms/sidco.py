@@ -106,7 +106,8 @@ class SIDCo(Sparsifier[SIDCoState]):
         if density >= _FIRST_DENSITY:
             num_stages = torch.ones_like(num_stages)
         log_density = math.log(density)
-        log_first = torch.where(num_stages == 1, log_density, math.log(_FIRST_DENSITY)).double()
+        log_first = torch.full_like(num_stages, math.log(_FIRST_DENSITY), dtype=torch.float64)
+        log_first = log_first.where(num_stages > 1, log_density)
         log_next = (log_density - log_first) / (num_stages - 1).clamp(min=1)
         largest = x.amax(-1, keepdim=True)
         eta = _rounded(_fitted(x, torch.ones_like(x, dtype=torch.bool), log_first, self.fit), largest)
