@@ -6,6 +6,7 @@ from regtopk.algorithms import ALGORITHMS, Dense, GlobalTopK, RandomK, RegTopK, 
 from regtopk.core.algorithm import Algorithm, Sparsifier
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, SparseSum
 from regtopk.core.sparse import SparseGradient
+from regtopk.core.warm_up import WarmUp
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import Exchange, SparseHookState, attach, merge_state_dicts, sparse_hook
 from regtopk.errors import RegtopkError
@@ -29,6 +30,7 @@ __all__ = [
     "SparseSum",
     "Sparsifier",
     "TopK",
+    "WarmUp",
     "Worker",
     "__version__",
     "attach",

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.core.warm_up import WarmUp
 from regtopk.distributed import handshake
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
@@ -123,7 +122,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
         "all ranks must have the same topk density, got 0.1 on rank 0, 0.2 on rank 1",
     ),
     "schedule": (
-        {"algorithm": regtopk.TopK(density=WarmUp(density=0.1, num_steps=5))},
+        {"algorithm": regtopk.TopK(density=regtopk.WarmUp(density=0.1, num_steps=5))},
         "all ranks must have the same topk density, got 0.1 on rank 0, "
         "'WarmUp(density=0.1, num_steps=5, start=0.25, num_stages=4)' on rank 1",
     ),

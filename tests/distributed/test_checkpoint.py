@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
-from regtopk.algorithms import EF21
+from regtopk.algorithms import EF21, FairTopK
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.warm_up import WarmUp
 from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
@@ -31,9 +30,9 @@ from tests.distributed.training import (
 WEIGHTS = {2: [0.7, 0.3], 3: [0.25, 0.0, 0.75], 4: [0.4, 0.3, 0.2, 0.1]}
 ALGORITHMS: dict[str, Algorithm[Any]] = {
     "regtopk": regtopk.RegTopK(density=0.05, value_code="4bit"),
-    "regtopk warming up": regtopk.RegTopK(density=WarmUp(density=0.02, num_steps=40)),
+    "regtopk warming up": regtopk.RegTopK(density=regtopk.WarmUp(density=0.02, num_steps=40)),
     "ef21": EF21(density=0.05),
-    "randomk": regtopk.RandomK(density=0.1),
+    "fair-topk": FairTopK(density=0.05, trial=4),  # listens to reports
 }
 
 
@@ -60,8 +59,10 @@ class Training:
     def train_until(self, last: int) -> None:
         for step in range(self.num_steps, last):
             self.optimizer.zero_grad()
-            loss_of(self.model, step).backward()
+            loss = loss_of(self.model, step)
+            loss.backward()
             self.optimizer.step()
+            self.exchange.report(loss=loss.item(), time_s=1.0 + step % 3)
         self.num_steps = last
 
     def save(self, path: Path) -> None:

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.core.warm_up import WarmUp
 from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
@@ -207,7 +206,7 @@ def test_density_may_follow_the_step(two_ranks: Ranks) -> None:
 
 def follow_a_schedule() -> None:
     net = make_net()
-    schedule = WarmUp(density=0.01, num_steps=4)
+    schedule = regtopk.WarmUp(density=0.01, num_steps=4)
     exchange = regtopk.Exchange(net, regtopk.RegTopK(density=schedule))
     for step in range(6):
         own_gradients(net, step)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import regtopk
 from tests.distributed.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,16 @@ def what_is_yours() -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def follow(source: str, names: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         exec(compile(source, "guide", "exec"), names)
@@ -48,9 +60,9 @@ def follow(source: str, names: dict[str, Any]) -> str:
 
 
 def follow_guide(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:
-    os.chdir(folder)
     names = what_is_yours()
-    printed = "".join(follow(source, names) for source in sources)
+    with inside(folder):
+        printed = "".join(follow(source, names) for source in sources)
     return printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()
 
 
@@ -66,26 +78,28 @@ def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> No
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-def follow_diff(diff: str) -> tuple[str, str, torch.Tensor, torch.Tensor]:
-    """The loop before and after the diff."""
+def follow_readme(diff: str, checkpoint: str, folder: Path) -> tuple[str, str, torch.Tensor, torch.Tensor]:
+    """The loop before and after the diff, and a checkpoint of the latter."""
     before = "".join(line[2:] + "\n" for line in diff.splitlines() if not line.startswith("+"))
-    after = "".join(line[2:] + "\n" for line in diff.splitlines())
+    after = "".join(line[2:] + "\n" for line in diff.splitlines()) + checkpoint
     results = []
     for source in (before, after):
         names = what_is_yours()
         names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
-        names |= {"regtopk": __import__("regtopk"), "loss": names["loss_function"], "model": names["network"]}
+        names |= {"regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
+        names["model"] = names["network"]
         names["optimizer"] = torch.optim.SGD(names["network"].parameters(), lr=0.1)
-        printed = follow(source, names)
+        with inside(folder):
+            printed = follow(source, names)
         results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
     (printed_before, parameters_before), (printed_after, parameters_after) = results
     return printed_before, printed_after, parameters_before, parameters_after
 
 
-def test_the_readmes_diff_runs(two_ranks: Ranks) -> None:
-    (diff,) = blocks(README, "diff")
+def test_the_readmes_diff_runs(two_ranks: Ranks, tmp_path: Path) -> None:
+    (diff,), (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
     assert sum(line.startswith("+") for line in diff.splitlines()) == 2
-    printed_before, printed_after, before, after = two_ranks.run(follow_diff, diff)[0]
+    printed_before, printed_after, before, after = two_ranks.run(follow_readme, diff, checkpoint, tmp_path)[0]
     assert printed_before == "" and "regtopk: 8 steps on 2 workers" in printed_after
     assert not torch.equal(before, after)
 

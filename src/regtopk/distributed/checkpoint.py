@@ -7,15 +7,18 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
     parameters   [[name, shape], ...]
     skip         [name, ...]                     which parameters were sent dense
     groups       [[name, ...], ...]              which parameters were exchanged together
-    workers      {"3": {entries, groups, total}}   one rank's, or all ranks' when gathered
+    workers      {"3": {entries, groups, total, report}}   one rank's, or all ranks' when gathered
         entries  {parameter: {field: tensor}}    per-entry state, in the parameter's shape
         groups   ({field: tensor}, ...)          the rest of each group's state; a tuple, which
                                                  torch.distributed.checkpoint keeps whole, whatever its shapes
         total    {name: number}                  what was sent
+        report   [loss, time_s], or [] if none is waiting for the next step
 """
 
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from regtopk.core.worker import Report
 from regtopk.distributed.groups import Entries, Group
 from regtopk.distributed.record import Ledger, StepRecord
 from regtopk.distributed.resize import resized_worker
@@ -41,6 +44,7 @@ def state_dict(exchange: "Exchange") -> dict[str, Any]:
         "entries": entries,
         "groups": tuple({f: t.to("cpu", copy=True) for f, t in g.other_fields().items()} for g in groups),
         "total": exchange.total.as_dict(),
+        "report": list(astuple(report)) if (report := exchange.pending_report) else [],
     }
     return {
         "format": FORMAT,
@@ -102,6 +106,7 @@ def load_state_dict(exchange: "Exchange", saved: dict[str, Any]) -> None:
         group.load(worker["entries"], worker["groups"][i] if parts == saved_parts else None)
     exchange.groups.groups = new
     exchange.num_steps = saved["num_steps"]
+    exchange.pending_report = Report(*worker["report"]) if worker["report"] else None
     exchange.ledger = Ledger(StepRecord(**worker["total"]) if is_same else None)
 
 

@@ -99,13 +99,13 @@ class Exchange:
         self.num_steps = 0
         self.groups = Groups(self._make_group, self.cut(tuple(named)))
         self.ledger = Ledger()
-        self._report: Report | None = None
+        self.pending_report: Report | None = None
         self._shared_report: Report | None = None
         self._obstacle: str | None = None  # why no step can be made
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step; of all ranks' reports rank 0's counts."""
-        self._report = Report(float(loss), float(time_s))
+        self.pending_report = Report(float(loss), float(time_s))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -151,7 +151,7 @@ class Exchange:
         self.check_usable()
         self.driver.begin(self.device)
         if self.algorithm.listens:
-            self._shared_report = share_report(self.driver.collectives, self._report, self.device)
+            self._shared_report = share_report(self.driver.collectives, self.pending_report, self.device)
 
     def flat_gradient(self, group: Group, grads: dict[str, Tensor]) -> Tensor:
         """A group's gradient as one vector, in at least float32 and without the loss scale."""
@@ -196,7 +196,7 @@ class Exchange:
         record.num_skipped = int(not is_finite)
         if is_finite:
             self.num_steps += 1
-            self._report = None
+            self.pending_report = None
         self.ledger.add(record, self.driver.watch)
         if self.writer is not None:
             for name, number in self.last_step.as_dict().items():

@@ -47,4 +47,8 @@ def resized_worker(
         {field: tensor for field, tensor in group.items() if rules[field] == "shared"}
         for group in old[0]["groups"]
     )
-    return {"entries": entries, "groups": groups}
+    return {
+        "entries": entries,
+        "groups": groups,
+        "report": old[0]["report"],
+    }  # rank 0's is the one that counts
