@@ -63,7 +63,8 @@ def test_the_density_follows_the_bytes() -> None:
     assert density_of(cluster) == 8 / 64
     cluster.step(grads[1])
     assert cluster.last_step.payload_bytes.tolist() == [132, 132]  # and 36 for a number, every second step
-    assert density_of(cluster) == pytest.approx(8 / 64 * 100 / (96 + 18))  # k = 7.02: 88 + 18 bytes
+    # 96 + 18 bytes a step are 14 too many, of which 1.4 are to be saved from now on: k = 6.92
+    assert density_of(cluster) == pytest.approx(8 / 64 * 98.6 / 114)
     cluster.step(grads[2])
     assert cluster.last_step.payload_bytes.tolist() == [88, 88]
 
@@ -75,7 +76,7 @@ def test_the_density_follows_the_bytes() -> None:
         TopK(k=1, value_code="4bit"),
         Consensus(density=0.5, value_code="4bit"),
         GradientDropping(density=0.001),
-        EF21(density=1.0),
+        EF21(density=0.4),
     ],
     ids=lambda algorithm: algorithm.name,
 )
@@ -84,11 +85,9 @@ def test_the_mean_payload_is_the_budget(algorithm: WithDensity[Any], index_code:
     adaptive = AdaptiveDensity(algorithm=algorithm, bytes_per_step=500.0, every=5)
     cluster = Cluster(adaptive, num_workers=4, index_code=index_code)
     generator = torch.Generator().manual_seed(0)
-    sent = []
-    for _ in range(150):
+    for _ in range(300):  # what the first steps spent too much, or too little, is made up for
         cluster.step(torch.randn(4, 2000, generator=generator))
-        sent.append(float(cluster.last_step.payload_bytes.double().mean()))
-    assert sum(sent[100:]) / 50 == pytest.approx(500, rel=0.05)
+    assert float(cluster.total.payload_bytes.double().mean()) / 300 == pytest.approx(500, rel=0.02)
 
 
 @pytest.mark.parametrize("start", [0.01, 0.9])

@@ -20,6 +20,7 @@ from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9
 _LARGEST_FACTOR = 2.0  # that the density may change by at once
+_PART_OF_DEBT = 0.1  # that is paid back from one adaptation to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class AdaptiveDensity(Algorithm[State]):
     Every few steps, after the algorithm's own conversation, the workers share one number:
 
         bytes_per_step   B = sum_n w_n (mean payload of worker n since the last adaptation)
-                         density := density · budget / B
+                         density := density · (budget - a tenth of the debt) / B
+                         the debt is what was spent so far beyond the budget, over the steps between
+                         adaptations; within half the budget and twice as much
         target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2 of this step,   a_n = e_n + g_n
                          density := density · sqrt(E / (1 - E) · (1 - target) / target)
 
@@ -40,7 +43,8 @@ class AdaptiveDensity(Algorithm[State]):
         algorithm: any that has a density; the one it has, a number (or its k), is where it starts.
         target_error: share of the squared norm of what a worker has accumulated that may stay behind, in
             (0, 1); needs an algorithm that conserves it in a residual. 0.9 if no budget is given either.
-        bytes_per_step: mean payload a worker and step, > 0, this method's own numbers included.
+        bytes_per_step: mean payload a worker and step, over the whole training, > 0, this method's own
+            numbers included.
         min_density, max_density: what k / J is kept within, in (0, 1].
         every: steps from one adaptation to the next, >= 1.
 
@@ -84,6 +88,7 @@ class AdaptiveDensity(Algorithm[State]):
         more = {"density": worker.weight.new_tensor(self._within_bounds(density))}
         if self.bytes_per_step is not None:
             more["spent"] = worker.zeros(1, dtype=torch.int64)
+            more["debt"] = worker.weight.new_zeros(())
         extended: State = _extended(type(inner), list(more))(**inner.state_dict(), **more)
         return extended
 
@@ -112,8 +117,11 @@ class AdaptiveDensity(Algorithm[State]):
         request = DenseSum(state.spent.to(worker.weight.dtype) / self.every, worker.weight)
         mean_bytes = yield request
         own_bytes = float(payload_bytes(request, worker).max()) / self.every
+        spent = float(mean_bytes) + own_bytes
         state.spent.zero_()
-        return aggregate, budget / (float(mean_bytes) + own_bytes)
+        state.debt += spent - budget
+        aim = min(2 * budget, max(budget / 2, budget - _PART_OF_DEBT * float(state.debt)))
+        return aggregate, aim / spent
 
     def _keep_to_error(
         self, conversation: Conversation, grad: Tensor, state: "_Extended", worker: Worker
@@ -161,11 +169,12 @@ class _Extended(State):
     residual: Tensor
     density: Tensor
     spent: Tensor
+    debt: Tensor
 
 
 def _extended(state_class: type[State], names: list[str]) -> Any:
     """The class of an algorithm's state with more fields."""
-    kinds = {"density": shared(), "spent": per_worker("reset")}
+    kinds = {"density": shared(), "spent": per_worker("reset"), "debt": shared()}
     more = [(name, Tensor, kinds[name]) for name in names]
     return make_dataclass(f"Adaptive{state_class.__name__}", more, bases=(state_class,))
 
