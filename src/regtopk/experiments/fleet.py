@@ -1,5 +1,6 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ class Fleet:
             for _ in range(num_clusters)
         ]
         self._optimizer = OPTIMIZERS[optimizer]([self.models], lr=lr)
+        self._seen: list[float] = []
         self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
 
     def run_until(self, step: int) -> None:
@@ -64,8 +66,13 @@ class Fleet:
             self._step()
 
     def evaluate(self) -> list[float]:
-        """How good each seed's model is."""
-        return self.task.evaluate(self.models)
+        """How good each seed's model is; of a seed that diverged, how good it was when last seen well."""
+        now = self.task.evaluate(self.models)
+        is_lost = torch.tensor([not math.isfinite(value) for value in now], device=self.models.device)
+        self._is_diverged |= is_lost
+        lost = self._is_diverged.tolist()
+        self._seen = [old if bad else new for old, new, bad in zip(self._seen or now, now, lost, strict=True)]
+        return self._seen
 
     @property
     def payload_bytes(self) -> float:

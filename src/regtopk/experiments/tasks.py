@@ -18,6 +18,7 @@ from regtopk.core.worker import Layout
 from regtopk.distributed.layout import layout_of
 from regtopk.distributed.parameters import Parameters
 from regtopk.errors import ArgumentError
+from regtopk.experiments import toy
 from regtopk.experiments.fig2 import Fig2Config, make_problems
 from regtopk.experiments.images import Images, load_images
 from regtopk.experiments.splits import batch_order, divide
@@ -108,6 +109,41 @@ class LinearRegression(Task):
     def _distance(self, models: Tensor) -> Tensor:
         distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum[self.seeds], dim=-1)
         return distance
+
+
+class Toy(Task):
+    """Figure 1's two workers, whose large entries cancel: the risk."""
+
+    metric = "risk"
+    is_better_higher = False
+    defaults: ClassVar[dict[str, float]] = {"num_workers": 2, "num_steps": 100, "batch_size": 1, "lr": 0.9}
+
+    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+        super().__init__(config, seeds)
+        if (config.num_workers, config.split) != (len(toy.POINTS), "iid"):
+            raise ArgumentError(
+                f"toy has {len(toy.POINTS)} workers and no split, got num_workers={config.num_workers}, "
+                f"split={config.split!r}"
+            )
+        self.layout = Layout.anonymous(len(toy.START))
+        self.weights = [0.5, 0.5]
+
+    def start(self) -> Tensor:
+        """The paper's start, in float64; nothing is drawn, so all seeds are alike."""
+        start = torch.tensor(toy.START, dtype=torch.float64, device=self.config.device)
+        return start.repeat(len(self.seeds), 1)
+
+    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Of the logistic loss."""
+        return torch.stack([toy.grads(model) for model in models]), self._risk(models)
+
+    def evaluate(self, models: Tensor) -> list[float]:
+        """F(w)."""
+        risks: list[float] = self._risk(models).tolist()
+        return risks
+
+    def _risk(self, models: Tensor) -> Tensor:
+        return torch.stack([toy.risk(model) for model in models])
 
 
 class Classification(Task):
@@ -222,6 +258,7 @@ class Cifar10(Classification):
 
 
 TASKS: dict[str, type[Task]] = {
+    "toy": Toy,
     "linreg": LinearRegression,
     "digits": Digits,
     "fashion-mnist": FashionMnist,
