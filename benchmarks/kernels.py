@@ -10,7 +10,7 @@ Temporaries are what a step allocates at its peak beyond its inputs and results,
 entries equal.
 
     python benchmarks/kernels.py [--device cuda] [--numel J ...] [--density D ...] [--rounds R]
-                                 [--stages] [--json] [--out FILE]
+                                 [--stages] [--tiles] [--json] [--out FILE]
 """
 
 import argparse
@@ -128,7 +128,7 @@ def elapsed_s(function: Step, repeats: int = 5) -> float:
         function()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / 1e3 / repeats
+    return float(start.elapsed_time(stop)) / 1e3 / repeats
 
 
 def temporary_bytes(numel: int, density: float, device: torch.device, is_equal: bool) -> int:
@@ -150,7 +150,7 @@ def temporary_bytes(numel: int, density: float, device: torch.device, is_equal: 
         before = resident_bytes("VmRSS")
         results = vectors.regtopk()
         peak = resident_bytes("VmHWM")
-    return peak - before - sum(x.nbytes for x in results)
+    return int(peak - before - sum(x.nbytes for x in results))
 
 
 def resident_bytes(field: str) -> int:
@@ -231,6 +231,23 @@ def show_stages(numel: int, density: float) -> None:
         print(f"  {event.self_device_time_total / event.count:>9.1f} x {event.count // 20}  {event.key[:90]}")
 
 
+def show_tiles(numel: int, density: float) -> None:
+    """Top-k's time for several sizes of the accumulating programs."""
+    from regtopk.kernels import triton
+
+    print(f"\nTop-k at J = {numel:,}, density {density:g}; us, by entries and warps of a program")
+    vectors = Vectors(numel, density, torch.device("cuda"))
+    chosen = triton._TILE, triton._TILE_WARPS
+    for tile in (1 << 11, 1 << 12, 1 << 13, 1 << 14):
+        for warps in (4, 8, 16):
+            triton._TILE, triton._TILE_WARPS = tile, warps
+            graph = captured([vectors.topk])
+            times = [elapsed_s(graph.replay) for _ in range(5)]
+            print(f"  {tile:>6} {warps:>3} {1e6 * statistics.median(times):>9.1f}")
+            del graph
+    triton._TILE, triton._TILE_WARPS = chosen
+
+
 def describe_machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
@@ -247,6 +264,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, help="torch's number of threads, on a CPU")
     parser.add_argument("--stages", action="store_true", help="on a GPU: the time of each kernel launched")
+    parser.add_argument("--tiles", action="store_true", help="on a GPU: try several sizes of a program")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, help="write JSON to this file too")
     arguments = parser.parse_args()
@@ -271,9 +289,11 @@ def main() -> None:
         json.dump(report, sys.stdout, indent=1)
     else:
         show(report)
-    if arguments.stages:
-        for numel in arguments.numel:
+    for numel in arguments.numel:
+        if arguments.stages:
             show_stages(numel, arguments.density[0])
+        if arguments.tiles:
+            show_tiles(numel, arguments.density[0])
 
 
 if __name__ == "__main__":

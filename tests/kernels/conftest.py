@@ -22,4 +22,4 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
 @pytest.fixture
 def numel(kernel: ModuleType) -> int:
     """Entries enough for several threads, or for several programs where an interpreter runs them."""
-    return 20_011 if kernel is cpu else 9_001
+    return 20_011 if kernel is cpu else 5_003

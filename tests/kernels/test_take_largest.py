@@ -66,7 +66,7 @@ def test_damped_entries_at_the_boundary(kernel: ModuleType, numel: int, factor: 
     torch.manual_seed(1)
     grad = torch.randn(numel)
     order = grad.abs().argsort(descending=True)
-    for first in (0, k - 3, k + 2):
+    for first in (0, k - 3):
         damped = order[first : first + 60].sort().values
         check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((60,), factor))
         exact = grad[order[k - 1]].abs() / grad[damped].abs()  # scores within an ulp of the k-th

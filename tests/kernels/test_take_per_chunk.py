@@ -21,7 +21,7 @@ def test_the_reference_by_hand() -> None:
 @pytest.mark.parametrize(("chunk", "k"), [(1, 1), (64, 3), (1000, 1000), (4096, 5), (5000, 40), (20_000, 7)])
 def test_chunks(kernel: ModuleType, numel: int, chunk: int, k: int) -> None:
     torch.manual_seed(chunk)
-    numel = min(numel, 20 * chunk + 7)
+    numel = min(numel, 4 * chunk + chunk // 2)
     damped, damping = choose_damped(numel, max(1, numel // 50))
     check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k)
     check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k, damped, damping)

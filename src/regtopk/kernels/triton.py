@@ -18,10 +18,12 @@ from torch import Tensor
 
 from regtopk.kernels import reference, triton_accumulate, triton_damping, triton_selection
 from regtopk.kernels.reference import Taken, find_non_finite_row
-from regtopk.kernels.triton_words import BLOCK, GUESS, TILE, words_per_row
+from regtopk.kernels.triton_words import GUESS, words_per_row
 
 __all__ = ["find_non_finite_row", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
+_TILE, _TILE_WARPS = 1 << 12, 8  # entries an accumulating program works on (benchmarks/kernels.py --tiles)
+_BLOCK = 1 << 11  # entries looked at together after that
 _MAX_SAMPLES = 1 << 14
 _MAX_STRETCHES = 1 << 10
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
@@ -51,7 +53,7 @@ class _Rows:
 
     @property
     def num_tiles(self) -> int:
-        return math.ceil(self.numel / TILE)
+        return math.ceil(self.numel / _TILE)
 
     @property
     def grad_or_any(self) -> Tensor:
@@ -157,7 +159,7 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
         del options["IS_CHECKED"]
         triton_accumulate.write_above[(rows.num_tiles, rows.num)](
             tile_stops=tile_stops, indices=indices, values=values, numel=rows.numel, capacity=capacity,
-            KEY_BITS=rows.key_bits, TILE=TILE, num_warps=8, **options,
+            KEY_BITS=rows.key_bits, TILE=_TILE, num_warps=_TILE_WARPS, **options,
         )  # fmt: skip
         num_found = tile_stops[:, -1].view(residual.shape[:-1])
         count = num_found.clamp_max(capacity)
@@ -211,10 +213,10 @@ def _plan(numel: int, k: int) -> _Plan:
 
 
 def _check(rows: _Rows) -> None:
-    block = 2 * TILE
+    block = 2 * _TILE
     grad = rows.grad_or_any
     triton_accumulate.check[(math.ceil(rows.numel / block), rows.num)](
-        grad, rows.work, rows.numel, _stride(grad), rows.work.shape[1], BLOCK=block, num_warps=8
+        grad, rows.work, rows.numel, _stride(grad), rows.work.shape[1], BLOCK=block, num_warps=_TILE_WARPS
     )
 
 
@@ -237,8 +239,8 @@ def _collect_(rows: _Rows, capacity: int) -> _Collected:
     triton_accumulate.accumulate[(rows.num_tiles, rows.num)](
         grad=rows.grad_or_any, tile_counts=tile_counts, tile_starts=tile_starts, slots=slots,
         numel=rows.numel, capacity=capacity, grad_stride=_stride(rows.grad_or_any),
-        HAS_GRAD=rows.grad is not None, KEEP=capacity > 0, KEY_BITS=rows.key_bits, TILE=TILE,
-        num_warps=8, **rows.options(),
+        HAS_GRAD=rows.grad is not None, KEEP=capacity > 0, KEY_BITS=rows.key_bits, TILE=_TILE,
+        num_warps=_TILE_WARPS, **rows.options(),
     )  # fmt: skip
     return _Collected(capacity, tile_counts, tile_starts, tile_counts.cumsum(-1), slots)
 
@@ -250,11 +252,11 @@ def _find_threshold(rows: _Rows, k: int, found: _Collected) -> tuple[Tensor, Ten
     keys = torch.empty_like(found.slots, dtype=torch.int32 if rows.key_bits == 31 else torch.int64)
     shared = {
         "keys": keys, "numel": rows.numel, "k": k, "capacity": found.capacity,
-        "KEY_BITS": rows.key_bits, "BLOCK": BLOCK, **rows.options(),
+        "KEY_BITS": rows.key_bits, "BLOCK": _BLOCK, **rows.options(),
     }  # fmt: skip
     triton_selection.sort_and_count[grid](
         tile_counts=found.tile_counts, tile_starts=found.tile_starts, tile_stops=found.tile_stops,
-        slots=found.slots, offsets=offsets, num_tiles=rows.num_tiles, TILE=TILE, **shared,
+        slots=found.slots, offsets=offsets, num_tiles=rows.num_tiles, TILE=_TILE, **shared,
     )  # fmt: skip
     for digit in range(1, (rows.key_bits + 1) // 8):
         triton_selection.count_next[grid](DIGIT=digit, **shared)
@@ -270,7 +272,7 @@ def _move_out_(
     shared = {
         "keys": keys, "num_above": rows.empty(num_stretches, torch.int64),
         "num_equal": rows.empty(num_stretches, torch.int64), "numel": rows.numel, "k": k,
-        "capacity": offsets.shape[1], "KEY_BITS": rows.key_bits, "BLOCK": BLOCK, **rows.options(),
+        "capacity": offsets.shape[1], "KEY_BITS": rows.key_bits, "BLOCK": _BLOCK, **rows.options(),
     }  # fmt: skip
     flags = rows.work if non_finite is None else non_finite.view(-1).view(torch.uint8)
     triton_selection.count_taken[(num_stretches, rows.num)](**shared)
@@ -322,7 +324,7 @@ def _undamp_(rows: _Rows, damp: _Damped, indices: Tensor, values: Tensor) -> Non
 
 def _num_stretches(rows: _Rows) -> int:
     """Programs that share a row: enough to fill a GPU, a power of two."""
-    wanted = min(_MAX_STRETCHES // rows.num, rows.numel // (2 * BLOCK))
+    wanted = min(_MAX_STRETCHES // rows.num, rows.numel // (2 * _BLOCK))
     return 1 << max(0, wanted.bit_length() - 1)
 
 

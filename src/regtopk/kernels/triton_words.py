@@ -18,8 +18,6 @@ Parameters have no annotations but constexpr because Triton reads them itself, a
 import triton
 import triton.language as tl
 
-TILE = 4096  # entries an accumulating program works on
-BLOCK = 2048  # entries looked at together after that
 NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
 GUESS, NON_FINITE = tl.constexpr(2), tl.constexpr(3)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
