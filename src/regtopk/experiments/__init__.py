@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from regtopk.experiments.adaptive import ADAPTIVE
 from regtopk.experiments.experiment import Experiment
 from regtopk.experiments.fig1 import FIG1
 from regtopk.experiments.fig2 import FIG2
@@ -9,6 +10,11 @@ from regtopk.experiments.scaling import SCALING
 from regtopk.experiments.settings import parse_settings
 from regtopk.experiments.train import TRAIN
 
-EXPERIMENTS: dict[str, Experiment[Any]] = {"fig1": FIG1, "scaling": SCALING, "fig2": FIG2}
+EXPERIMENTS: dict[str, Experiment[Any]] = {
+    "fig1": FIG1,
+    "scaling": SCALING,
+    "fig2": FIG2,
+    "adaptive": ADAPTIVE,
+}
 
 __all__ = ["EXPERIMENTS", "TRAIN", "Experiment", "parse_settings"]

@@ -1,0 +1,196 @@
+"""RegTop-k with a density that moves: towards an error from two sides, and to a byte budget."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from regtopk.algorithms import AdaptiveDensity, RegTopK
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.codes import full_message_bytes
+from regtopk.core.options import check_number
+from regtopk.experiments.experiment import Experiment, Progress, Summary
+from regtopk.experiments.fleet import Fleet
+from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.splits import check_split
+from regtopk.experiments.tasks import TASKS, Task, TaskConfig
+from regtopk.experiments.threads import threads_for
+from regtopk.runs import Panel, Record
+
+INDEX_CODE = "elias-fano"
+FACTOR = 10  # adapted densities start so much above and below the fixed one
+
+
+@dataclass(frozen=True)
+class AdaptiveConfig:
+    """Settings of the comparison of adaptive densities on digits.
+
+    Args:
+        density: of the fixed run, in (0, 0.1]; adapted ones start at ten times and at a tenth of it.
+        target_error: what the adapted error is to become, in (0, 1).
+        every: steps from one adaptation to the next.
+        num_steps, lr, split: of the training, with 8 workers and batches of 16.
+        num_records: along the way.
+        num_seeds: seeds 0 to num_seeds - 1.
+        device: cpu or cuda.
+    """
+
+    density: float = 0.01
+    target_error: float = 0.9
+    every: int = 10
+    num_steps: int = 600
+    lr: float = 0.2
+    split: str = "sorted"
+    num_records: int = 60
+    num_seeds: int = 3
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_number("density", self.density, "in (0, 0.1]", lambda x: 0 < x <= 1 / FACTOR)
+        check_number("target_error", self.target_error, "in (0, 1)", lambda x: 0 < x < 1)
+        for name in ("every", "num_steps", "num_records", "num_seeds"):
+            check_count(name, getattr(self, name))
+        check_positive("lr", self.lr)
+        check_split(self.split)
+        check_device(self.device)
+
+
+def methods(config: AdaptiveConfig, numel: int) -> dict[str, Algorithm[Any]]:
+    """A fixed density, and three that move."""
+    fixed = RegTopK(density=config.density)
+    size = full_message_bytes(
+        max(1, round(config.density * numel)),
+        numel,
+        dtype=torch.float32,
+        value_code="float32",
+        index_code=INDEX_CODE,
+    )
+    high, low = (RegTopK(density=config.density * factor) for factor in (FACTOR, 1 / FACTOR))
+    every, error = config.every, config.target_error
+    return {
+        f"density {config.density:g}": fixed,
+        f"{size} bytes a step": AdaptiveDensity(algorithm=high, bytes_per_step=size, every=every),
+        f"error {error:g}, from above": AdaptiveDensity(algorithm=high, target_error=error, every=every),
+        f"error {error:g}, from below": AdaptiveDensity(algorithm=low, target_error=error, every=every),
+    }
+
+
+def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
+    """Yield every method's density, error, bytes, loss and accuracy along the way, one number a seed."""
+    defaults = TASKS["digits"].defaults
+    task_config = TaskConfig(
+        num_workers=int(defaults["num_workers"]),
+        num_steps=config.num_steps,
+        batch_size=int(defaults["batch_size"]),
+        split=config.split,
+        data=None,
+        device=config.device,
+    )
+    tasks = [TASKS["digits"](task_config, [seed]) for seed in range(config.num_seeds)]
+    numel = tasks[0].layout.numel
+    stops = sorted(
+        {round(config.num_steps * i / config.num_records) for i in range(1, config.num_records + 1)}
+    )
+    algorithms = methods(config, numel)
+    with threads_for(numel):
+        for place, (method, algorithm) in enumerate(algorithms.items()):
+            trainings = [Training(task, algorithm, config.lr) for task in tasks]
+            for stop in stops:
+                measured = [training.measure_step(stop) for training in trainings]
+                together = {name: [m[name] for m in measured] for name in measured[0]}
+                bytes_so_far = fmean(together.pop("payload_bytes"))
+                yield {"method": method, "step": stop, "payload_bytes": bytes_so_far, **together}
+                progress((place + stop / config.num_steps) / len(algorithms))
+
+
+class Training:
+    """One seed's training with one algorithm."""
+
+    def __init__(self, task: Task, algorithm: Algorithm[Any], lr: float) -> None:
+        self.task = task
+        self.fleet = Fleet(task, algorithm, optimizer="sgd", lr=lr, index_code=INDEX_CODE)
+        self.fixed_density: Any = getattr(algorithm, "density", None)
+
+    def measure_step(self, stop: int) -> dict[str, float]:
+        """Train up to a step, and look closely at the last: what of ||a_n||^2 stays behind."""
+        self.fleet.run_until(stop - 1)
+        accumulated = self.task.grads(self.fleet.models, stop - 1)[0][0]
+        if stop > 1:
+            accumulated = accumulated + self._state["residual"]
+        self.fleet.run_until(stop)
+        state = self._state
+        error = state["residual"].square().sum(-1) / accumulated.square().sum(-1)
+        return {
+            "density": float(state.get("density", self.fixed_density)),
+            "error": float(error.mean()),
+            "loss": self.fleet.losses[0],
+            "accuracy": self.fleet.evaluate()[0],
+            "payload_bytes": self.fleet.payload_bytes,
+        }
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.fleet.clusters[0].state_dict()["state"]
+        return state
+
+
+def summarise(config: AdaptiveConfig, records: Sequence[Record]) -> Summary:
+    """Means over the second half of the training and over seeds, and where the training ended."""
+    numbers: dict[str, dict[str, float]] = {}
+    for method in dict.fromkeys(record["method"] for record in records):
+        own = [record for record in records if record["method"] == method]
+        late = own[len(own) // 2 :]
+        numbers[method] = {
+            **{
+                f"{name}, second half": _mean(record[name] for record in late)
+                for name in ("density", "error")
+            },
+            "bytes a step": own[-1]["payload_bytes"] / own[-1]["step"],
+            "final loss": _mean(record["loss"] for record in own[-3:]),
+            "final accuracy": _mean(record["accuracy"] for record in own[-3:]),
+        }
+    measures = next(iter(numbers.values()))
+    table = [
+        {"measure": measure, **{method: own[measure] for method, own in numbers.items()}}
+        for measure in measures
+    ]
+    return {"results": numbers, "table": table}
+
+
+def _mean(values_by_seed: Iterable[list[float]]) -> float:
+    return fmean(value for values in values_by_seed for value in values)
+
+
+def panels(config: AdaptiveConfig) -> Sequence[Panel]:
+    """What is moved, what it is moved for, and what comes of it."""
+    return (
+        Panel("The density", "step", "density", "iteration", "density", log_y=True),
+        Panel("What stays behind", "step", "error", "iteration", "||a - sent||² / ||a||²"),
+        Panel(
+            "The training",
+            "payload_bytes",
+            "loss",
+            "bytes a worker has contributed",
+            "training loss",
+            log_x=True,
+            log_y=True,
+        ),
+    )
+
+
+ADAPTIVE = Experiment(
+    name="adaptive",
+    title="A density that adapts itself",
+    about=(
+        "RegTop-k on digits with a fixed density, and with one that moves, towards a byte budget or an "
+        "error: the share of what a worker has accumulated that stays behind. Lines are medians over seeds, "
+        "shades the range."
+    ),
+    config=AdaptiveConfig,
+    run=run,
+    summarise=summarise,
+    panels=panels,
+)
