@@ -17,7 +17,10 @@ from regtopk.core.worker import Worker
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Algorithm[ResidualState]):
-    """Send every entry of at least a threshold: as many as there are, or none."""
+    """Send every entry of at least a threshold: as many as there are, or none.
+
+    A rank has room for its own entries alone, so that ranks differ in it.
+    """
 
     name: ClassVar[str] = "threshold"
     promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
@@ -28,7 +31,9 @@ class Threshold(Algorithm[ResidualState]):
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         taken = kernels.take_above_(state.residual, grad, self.threshold, worker.numel)
-        sparse = SparseGradient(taken.indices, taken.values, worker.numel, taken.count)
+        room = int(taken.count.max())
+        indices, values = taken.indices[..., :room], taken.values[..., :room]
+        sparse = SparseGradient(indices, values, worker.numel, taken.count)
         aggregate: Tensor = yield SparseSum(sparse, worker.weight)
         return aggregate
 

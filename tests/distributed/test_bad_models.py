@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -134,6 +135,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ClusterError",
         "parameters must be on one device, got ['cpu', 'meta']",
     ),
+    "too large for raw32": (
+        lambda: regtopk.Exchange(nn.Linear(2**16, 2**16, device="meta"), TOPK, index_code="raw32"),
+        "ArgumentError",
+        "numel must be in 0..4294967296 with index_code 'raw32', got 4295032832",
+    ),
     "nothing to train": (
         lambda: regtopk.Exchange(make_net().requires_grad_(False), TOPK),
         "ArgumentError",
@@ -198,6 +204,23 @@ def attach_beside_another(scope: Scope) -> tuple[str, str]:
     return refused
 
 
+def test_joining_early(two_ranks: Ranks) -> None:
+    text = (
+        "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
+        "collectives, not these; give all ranks as many batches"
+    )
+    assert two_ranks.run(train_within_join) == [("ClusterError", text)] * 2
+
+
+def train_within_join() -> tuple[str, str]:
+    model = ddp()
+    exchange = regtopk.attach(model, TOPK)
+    with pytest.raises(ClusterError) as refused, Join([model]):
+        loss_of(model, 0)
+    assert exchange.num_steps == 0
+    return type(refused.value).__name__, str(refused.value)
+
+
 def test_step_of_an_attached_model(two_ranks: Ranks) -> None:
     text = "step() must not be called on an attached model: its backward() runs the exchange"
     assert two_ranks.run(step_attached) == [("ClusterError", text)] * 2
@@ -228,119 +251,3 @@ def test_no_process_group() -> None:
         ClusterError, match=r"^torch.distributed must be initialised first: call init_process"
     ):
         regtopk.Exchange(make_net(), TOPK)
-
-
-# Parameters that change afterwards.
-
-
-def add(net: Any) -> None:
-    net.more = nn.Linear(2, 2)
-
-
-def reshape(net: Any) -> None:
-    net.last.bias.data = torch.zeros(1)
-
-
-def replace(net: Any) -> None:
-    net.last.bias = nn.Parameter(torch.zeros(3))
-
-
-def unfreeze(net: Any) -> None:
-    net.first.bias.requires_grad_(True)
-
-
-def freeze(net: Any) -> None:
-    net.last.bias.requires_grad_(False)
-
-
-THERE = (
-    "must have been there, requiring a gradient, when the exchange was made: make a new one (for DDP: wrap "
-    "the model anew)"
-)
-CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "added": (add, f"parameter 'more.weight' of shape (2, 2) {THERE}"),
-    "reshaped": (reshape, "parameter 'last.bias' must keep its shape (3,), got (1,)"),
-    "replaced": (replace, f"parameter 'last.bias' of shape (3,) {THERE}"),
-    "unfrozen": (unfreeze, f"parameter 'first.bias' of shape (40,) {THERE}"),
-    "frozen": (
-        freeze,
-        "parameter 'last.bias' must keep requiring a gradient: to freeze it, make a new exchange",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ["exchange", "model", "bucket"])
-@pytest.mark.parametrize("case", CHANGES)
-def test_parameters_that_change(two_ranks: Ranks, case: str, kind: str) -> None:
-    assert two_ranks.run(change_parameters, case, kind) == [("ClusterError", CHANGES[case][1])] * 2
-
-
-def change_parameters(case: str, kind: str) -> tuple[str, str]:
-    net = make_net()
-    net.first.bias.requires_grad_(False)
-    if kind == "exchange":
-        exchange: Any = regtopk.Exchange(net, TOPK)
-        loss_of(net, 0).backward()
-        exchange.step()
-        before = exchange.state_dict()
-        CHANGES[case][0](net)
-        refused = refusal(exchange.step)
-        assert unchanged(exchange, before)
-        return refused
-    model = DistributedDataParallel(net, find_unused_parameters=True)
-    with closing(regtopk.attach(model, TOPK, scope=kind)) as exchange:  # type: ignore[arg-type]
-        loss_of(model, 0).backward()
-        before = exchange.state_dict()
-        model.zero_grad()
-        CHANGES[case][0](net)
-        refused = refusal(lambda: loss_of(model, 1).backward())
-        assert unchanged(exchange, before)
-        return refused
-
-
-def unchanged(exchange: Any, before: dict[str, Any]) -> bool:
-    now = exchange.state_dict()
-    rank = str(dist.get_rank())
-    return all(
-        torch.equal(now["workers"][rank]["entries"][name]["residual"], entry["residual"])
-        for name, entry in before["workers"][rank]["entries"].items()
-    )
-
-
-def test_sparse_gradients(two_ranks: Ranks) -> None:
-    text = "gradient of 'weight' has a sparse layout, which is not supported"
-    assert two_ranks.run(step_with_a_sparse_gradient) == [("ClusterError", text)] * 2
-
-
-def step_with_a_sparse_gradient() -> tuple[str, str]:
-    net = nn.Embedding(5, 3)
-    exchange = regtopk.Exchange(net, TOPK)
-    net.weight.grad = torch.sparse_coo_tensor(
-        torch.tensor([[1]]), torch.ones(1, 3), (5, 3), check_invariants=True
-    )
-    refused = refusal(exchange.step)
-    assert net.weight.grad.is_sparse
-    return refused
-
-
-def test_ranks_at_different_steps(two_ranks: Ranks) -> None:
-    text = (
-        "all ranks must exchange the same parameters at the same step, got step 2 on rank 0, step 1 on rank "
-        "1; first parameters: [['first.weight'], ['first.weight']]"
-    )
-    assert two_ranks.run(resume_from_different_steps) == [("ClusterError", text)] * 2
-
-
-def resume_from_different_steps() -> tuple[str, str]:
-    net = make_net()
-    exchange = regtopk.Exchange(net, TOPK)
-    saved = []
-    for step in range(2):
-        loss_of(net, step).backward()
-        exchange.step()
-        saved.append(exchange.state_dict())
-    exchange.load_state_dict(saved[1 - dist.get_rank()])
-    refused = refusal(exchange.step)
-    exchange.load_state_dict(saved[0])
-    exchange.step()  # nothing was lost: with the right file it goes on
-    return refused

@@ -1,6 +1,5 @@
 """Exchange without DDP: `.step()` between backward and the optimizer, and all its options."""
 
-import re
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
-    batch,
     closing,
     flat_gradients,
     flat_parameters,
@@ -24,8 +21,6 @@ from tests.distributed.training import (
 )
 
 J = 3363
-COUNTS = ["payload_bytes", "sent_bytes", "received_bytes", "dense_bytes", "num_entries", "num_skipped"]
-TIMES = ["select_s", "encode_s", "collective_s", "decode_s"]
 
 
 def own_gradients(net: nn.Module, step: int) -> Tensor:
@@ -231,76 +226,3 @@ def compare_collectives() -> None:
         assert received["auto"] == received[cheaper]
         assert received["split"] != received["all_gather"]
         assert density == 0.01 or received["split"] < received["all_gather"]
-
-
-# What was sent.
-
-
-class Writer:
-    """Remembers what a TensorBoard writer would draw."""
-
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, scalar: float, step: int) -> None:
-        self.scalars.append((tag, scalar, step))
-
-
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_counts_add_up(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(count_steps, scope)
-
-
-def count_steps(scope: Scope) -> None:
-    model, writer = DistributedDataParallel(make_net()), Writer()
-    algorithm = regtopk.RegTopK(density=0.1)
-    with closing(regtopk.attach(model, algorithm, scope=scope, writer=writer)) as exchange:
-        records = []
-        for step in range(120):  # more than the clocks that are kept unread
-            model.zero_grad()
-            loss_of(model, step % 5).backward()
-            if step >= 110:
-                records.append(exchange.last_step)
-        total = exchange.total
-        for name in COUNTS:
-            assert len({getattr(record, name) for record in records}) == 1  # every step sends the same
-            assert getattr(total, name) == 120 * getattr(records[0], name)
-        assert total.dense_bytes == 120 * all_reduce_bytes(4 * J, 2)
-        assert total.num_entries == 120 * round(0.1 * J)
-        assert all(getattr(total, name) >= 10 * min(getattr(r, name) for r in records) > 0 for name in TIMES)
-        state = exchange.state_dict()["workers"][str(dist.get_rank())]["entries"]
-        norm = torch.cat([entry["residual"].flatten() for entry in state.values()]).norm()
-        assert total.residual_norm == pytest.approx(float(norm), rel=1e-6)
-        drawn = [(tag, step) for tag, _, step in writer.scalars]
-        names = [f"regtopk/{name}" for name in total.as_dict()]
-        assert drawn == [(name, step) for step in range(1, 121) for name in names]
-        assert [x for tag, x, _ in writer.scalars if tag == "regtopk/sent_bytes"] == [
-            records[0].sent_bytes
-        ] * 120
-        check_summary(exchange.summary(), total)
-
-
-def check_summary(text: str, total: Any) -> None:
-    lines = text.splitlines()
-    assert lines[0] == "regtopk: 120 steps on 2 workers"
-    assert [line.split()[0] for line in lines[1:]] == ["sent", "dense", "payload", "time", "residual"]
-    assert f"{total.sent_bytes / 120 / 1000:.3g} kB a step" in lines[1]
-    assert f"{total.dense_bytes / total.sent_bytes:.1f} times as much" in lines[2]
-    assert "336 entries" in lines[3]
-    assert re.search(
-        r"select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ \(ms a step\)", lines[4]
-    )
-
-
-def test_one_rank_alone_sends_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(exchange_alone)
-
-
-def exchange_alone() -> None:
-    groups = [dist.new_group([0]), dist.new_group([1])]
-    net = make_net()
-    exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), process_group=groups[dist.get_rank()])
-    net(batch(0)).sum().backward()
-    exchange.step()
-    assert exchange.total.sent_bytes == exchange.total.received_bytes == exchange.total.dense_bytes == 0
-    assert exchange.total.payload_bytes > 0 and "times as much" not in exchange.summary()

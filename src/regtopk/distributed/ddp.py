@@ -79,7 +79,12 @@ class SparseHookState(Exchange):
                 dist.barrier(group)
                 dist.destroy_process_group(group)
 
-    def _before_forward(self, *_: object) -> None:
+    def _before_forward(self, model: DistributedDataParallel, _: object) -> None:
+        if model._join_config.enable:
+            raise ClusterError(
+                "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
+                "collectives, not these; give all ranks as many batches"
+            )
         if torch.is_grad_enabled():
             self.parameters.check()
 
