@@ -81,6 +81,7 @@ def test_more_entries_damped_than_taken_and_in_any_order(
     damped, damping = torch.randperm(numel)[: numel // 2], torch.rand(numel // 2) * 3
     grad = torch.randn(numel)
     check_take_largest_(kernel, torch.randn(numel), grad, round(density * numel), damped, damping)
+    check_take_largest_(kernel, torch.randn(numel), grad, 10, damped[::2], damping[::2])
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0)
     check_take_largest_(kernel, torch.randn(numel), grad, 10, *nothing)
 

@@ -312,6 +312,7 @@ def _rows(residual: Tensor, grad: Tensor | None, damped: Tensor | None, damping:
     if damped is None or damping is None:
         damped = residual.new_empty(*residual.shape[:-1], 0, dtype=torch.int64)
         damping = residual.new_empty(*residual.shape[:-1], 0)
+    damped, damping = damped.contiguous(), damping.contiguous()
     if not all(loops.is_ascending(where) for where in _flat(damped)):
         damped, order = damped.sort(dim=-1)
         damping = damping.gather(-1, order)
