@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from regtopk.distributed.groups import Group
-from regtopk.distributed.layout import copy_from_flat_
 
 if TYPE_CHECKING:
     from regtopk.distributed.exchange import Exchange
@@ -110,7 +109,7 @@ class BucketQueue:
         self.was_skipped |= not is_finite
         for group, flat in zip(groups, flats, strict=True):
             aggregate = flat.fill_(math.nan) if self.was_skipped else self._aggregate(group, flat)
-            copy_from_flat_([arrival.grads[name] for name in group.names], aggregate)
+            exchange.write_back(group, arrival.grads, aggregate)
         if arrival.is_last:
             if self.was_skipped:
                 self._take_back()
@@ -118,7 +117,8 @@ class BucketQueue:
             exchange.end_step(is_finite=not self.was_skipped)
 
     def _aggregate(self, group: Group, flat: Tensor) -> Tensor:
-        group.remember_state()
+        with self.exchange.driver.watch.phase("select_s"):
+            group.remember_state()
         self._exchanged.append(group)
         return self.exchange.aggregate(group, flat)
 

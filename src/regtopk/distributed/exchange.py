@@ -135,7 +135,7 @@ class Exchange:
         try:
             for group, flat in zip(groups, flats, strict=True):
                 aggregate = self.aggregate(group, flat) if is_finite else flat.fill_(math.nan)
-                layout.copy_from_flat_([grads[name] for name in group.names], aggregate)
+                self.write_back(group, grads, aggregate)
         except BaseException as error:  # what was taken from the residual has not arrived
             self._obstacle = (
                 f"step {self.num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
@@ -156,17 +156,24 @@ class Exchange:
     def flat_gradient(self, group: Group, grads: dict[str, Tensor]) -> Tensor:
         """A group's gradient as one vector, in at least float32 and without the loss scale."""
         tensors = [grads[name] for name in group.names]
-        flat = layout.as_flat(tensors, group.dtype)
-        if flat is None:
-            flat = group.flat = group.worker.zeros() if group.flat is None else group.flat
-            layout.copy_to_flat_(flat, tensors)
-        return flat if self.grad_scaler is None else flat.div_(self.grad_scaler.get_scale())
+        with self.driver.watch.phase("select_s"):
+            flat = layout.as_flat(tensors, group.dtype)
+            if flat is None:
+                flat = group.flat = group.worker.zeros() if group.flat is None else group.flat
+                layout.copy_to_flat_(flat, tensors)
+            return flat if self.grad_scaler is None else flat.div_(self.grad_scaler.get_scale())
+
+    def write_back(self, group: Group, grads: dict[str, Tensor], aggregate: Tensor) -> None:
+        """Turn a group's gradients into the aggregate."""
+        with self.driver.watch.phase("decode_s"):
+            layout.copy_from_flat_([grads[name] for name in group.names], aggregate)
 
     def agree_finite(self, groups: list[Group], flats: list[Tensor]) -> bool:
         """Whether no rank has a NaN or inf in these groups' gradients."""
-        is_bad = torch.zeros((), dtype=torch.bool, device=self.device)
-        for flat in flats:
-            is_bad |= ~torch.isfinite(torch.stack(torch.aminmax(flat))).all()
+        with self.driver.watch.phase("select_s"):
+            is_bad = torch.zeros((), dtype=torch.bool, device=self.device)
+            for flat in flats:
+                is_bad |= ~torch.isfinite(torch.stack(torch.aminmax(flat))).all()
         names = [name for group in groups for name in group.names]
         with self.driver.watch.phase("collective_s"):
             return agree_on_step(self.driver.collectives, is_bad, self.num_steps, names)

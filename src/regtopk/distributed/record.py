@@ -16,8 +16,8 @@ PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
 class StepRecord:
     """One step, or the sum of many, of this rank.
 
-    Bytes as in `regtopk.core.traffic`; times in seconds, split into the algorithm's own work (select_s),
-    encoding, waiting in collectives, and decoding with summing.
+    Bytes as in `regtopk.core.traffic`; times in seconds, split into preparing the vector and the algorithm's
+    own work (select_s), encoding, waiting in collectives, and decoding, summing and writing back.
     """
 
     payload_bytes: int = 0
