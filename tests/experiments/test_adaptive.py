@@ -8,13 +8,13 @@ from regtopk.experiments.adaptive import ADAPTIVE, AdaptiveConfig
 
 
 def test_densities_move_towards_their_aims() -> None:
-    config = AdaptiveConfig(num_steps=30, num_records=3, num_seeds=2, every=3, split="iid")
+    config = AdaptiveConfig(num_steps=18, num_records=3, num_seeds=2, every=2, split="iid")
     records = list(ADAPTIVE.run(config, lambda fraction: None))
     summary = ADAPTIVE.summarise(config, records)
-    assert [record["step"] for record in records] == [10, 20, 30] * 4
+    assert [record["step"] for record in records] == [6, 12, 18] * 4
     fixed, bytes_, above, below = (records[3 * i : 3 * i + 3] for i in range(4))
     assert all(record["density"] == [0.01, 0.01] for record in fixed)
-    size = fixed[-1]["payload_bytes"] / 30
+    size = fixed[-1]["payload_bytes"] / 18
     assert bytes_[0]["method"] == f"{size:.0f} bytes a step"
     for seed in range(2):
         assert 0.1 > bytes_[0]["density"][seed] > bytes_[2]["density"][seed] > 0.001

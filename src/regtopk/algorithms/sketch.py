@@ -10,6 +10,7 @@ from torch import Tensor
 from regtopk.algorithms.gtopk import among_largest
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.codes import VALUE_CODES, quantise
+from regtopk.core.exact import to_integers
 from regtopk.core.options import check_choice, check_integer
 from regtopk.core.random import uniform
 from regtopk.core.requests import DenseSum
@@ -74,10 +75,12 @@ class Sketch(Sparsifier[ResidualState]):
         k = self.num_selected(worker)
         columns = self.columns or _COLUMNS_PER_ENTRY * k
         accumulated = state.residual.add_(grad)
-        cells = worker.zeros(self.rows * columns)
+        integers, unit = to_integers(accumulated)  # a cell's sum is then the same in any order of addition
+        cells = worker.zeros(self.rows * columns, dtype=torch.int64)
         for cell, sign in self._hashes(columns, worker):
-            cells.scatter_add_(-1, cell.expand(accumulated.shape), accumulated * sign)
-        summed = yield DenseSum(quantise(cells, self.sketch_code), worker.weight, self.sketch_code)
+            cells.scatter_add_(-1, cell.expand(integers.shape), integers * sign)
+        sketch = quantise((cells * unit).to(worker.weight.dtype), self.sketch_code)
+        summed = yield DenseSum(sketch, worker.weight, self.sketch_code)
         estimates = [summed[..., cell] * sign for cell, sign in self._hashes(columns, worker)]
         estimate = torch.stack(estimates).median(dim=0).values
         support = among_largest(estimate.abs(), k).nonzero()[..., -1].view(*estimate.shape[:-1], k)
@@ -90,4 +93,4 @@ class Sketch(Sparsifier[ResidualState]):
         for row in range(self.rows):
             at = torch.tensor(row, device=worker.weight.device)
             drawn = (2 * columns * uniform(at, self.seed, worker.step, worker.numel)).long()
-            yield row * columns + drawn // 2, (1 - 2 * (drawn % 2)).to(worker.weight.dtype)
+            yield row * columns + drawn // 2, 1 - 2 * (drawn % 2)
