@@ -30,9 +30,8 @@ class AdaptiveDensity(Algorithm[State]):
     Every few steps, after the algorithm's own conversation, the workers share one number:
 
         bytes_per_step   B = sum_n w_n (mean payload of worker n since the last adaptation)
-                         density := density · (budget - a tenth of the debt) / B
-                         the debt is what was spent so far beyond the budget, over the steps between
-                         adaptations; within half the budget and twice as much
+                         debt := debt + B - budget
+                         density := density · (budget - debt / 10) / B, the dividend in 1/2..2 budgets
         target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2 of this step,   a_n = e_n + g_n
                          density := density · sqrt(E / (1 - E) · (1 - target) / target)
 
