@@ -81,9 +81,10 @@ class Training:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.exchange.load_state_dict(saved["exchange"])
 
-    def result(self) -> tuple[Tensor, dict[str, Any], int]:
+    def result(self) -> tuple[Tensor, dict[str, Any], list[str]]:
         """What must be the same with and without an interruption."""
-        return flat_parameters(self.model), algorithm_state(self.exchange), self.exchange.total.sent_bytes
+        sent = self.exchange.summary().splitlines()[:2]
+        return flat_parameters(self.model), algorithm_state(self.exchange), sent
 
 
 SCOPES: tuple[Scope, ...] = ("model", "bucket")
@@ -189,6 +190,9 @@ def load_some(files: list[Path], algorithm: str, scope: Scope, weights: list[flo
         state: dict[str, Any] = exchange.state_dict()
         training.train_until(3)  # and it trains
         assert exchange.num_steps == 10
+        is_resized = len(regtopk.merge_state_dicts(parts)["weights"]) != len(weights)
+        num_counted = 3 if is_resized else 10  # what other ranks sent is not this rank's
+        assert exchange.summary().splitlines()[0].endswith(f"{num_counted} steps on {len(weights)} workers")
         return state
 
 

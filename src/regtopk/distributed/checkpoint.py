@@ -107,7 +107,13 @@ def load_state_dict(exchange: "Exchange", saved: dict[str, Any]) -> None:
     exchange.groups.groups = new
     exchange.num_steps = saved["num_steps"]
     exchange.pending_report = Report(*worker["report"]) if worker["report"] else None
-    exchange.ledger = Ledger(StepRecord(**worker["total"]) if is_same else None)
+    is_same_size = len(saved["weights"]) == exchange.num_workers
+    exchange.ledger = _ledger(saved, exchange.rank) if is_same_size else Ledger()
+
+
+def _ledger(saved: dict[str, Any], rank: int) -> Ledger:
+    total = StepRecord(**saved["workers"][str(rank)]["total"])
+    return Ledger(total, saved["num_steps"] + total.num_skipped)
 
 
 def _check_keys(saved: object) -> None:

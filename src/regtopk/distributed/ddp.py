@@ -166,7 +166,8 @@ def attach(
         **options: further options of `Exchange`: collective, deterministic, writer.
 
     Returns:
-        The exchange: `summary()`, `total`, `last_step`, `state_dict()`, `load_state_dict()`.
+        The exchange: `summary()`, `total`, `last_step`, `state_dict()`, `load_state_dict()`; and `close()`,
+        for those who attach to many models in one process.
 
     Raises:
         ClusterError: not a DDP model, attached twice, or the ranks differ; nothing was changed.

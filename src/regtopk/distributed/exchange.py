@@ -235,7 +235,7 @@ class Exchange:
 
     def summary(self) -> str:
         """What was sent, against dense, and where the time went, as a few lines of text."""
-        return summarise(self.total, self.num_steps, self.num_workers, self.algorithm.name)
+        return summarise(self.total, self.ledger.num_steps, self.num_workers, self.algorithm.name)
 
     # Checkpoints.
 

@@ -88,15 +88,22 @@ class Stopwatch:
 
 
 class Ledger:
-    """What all steps of an exchange sent and how long they took."""
+    """What all steps of an exchange sent and how long they took.
 
-    def __init__(self, total: StepRecord | None = None) -> None:
+    Args:
+        total: what to go on from, after a resume.
+        num_steps: how many steps that was, skipped ones included.
+    """
+
+    def __init__(self, total: StepRecord | None = None, num_steps: int = 0) -> None:
+        self.num_steps = num_steps
         self._total = total or StepRecord()
         self._last_step = StepRecord()
         self._unread: list[tuple[StepRecord, Stopwatch]] = []
 
     def add(self, record: StepRecord, watch: Stopwatch) -> None:
         """Add a step; its clock is read when somebody asks, or long after it has stopped."""
+        self.num_steps += 1
         self._last_step = record
         self._unread.append((record, watch))
         if len(self._unread) > 100:
@@ -123,14 +130,21 @@ class Ledger:
 
 
 def summarise(total: StepRecord, num_steps: int, num_workers: int, title: str) -> str:
-    """A few lines of text: bytes sent, against dense, and where the time went."""
-    steps = max(num_steps + total.num_skipped, 1)
+    """A few lines of text: bytes sent, against dense, and where the time went.
+
+    Args:
+        total: the sum of all steps.
+        num_steps: how many, skipped ones included.
+        num_workers: N.
+        title: how the text begins.
+    """
+    steps = max(num_steps, 1)
     times = " · ".join(f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES)
     dense = f"  dense     {_size(total.dense_bytes)} in all, {_size(total.dense_bytes / steps)} a step"
     if total.sent_bytes:
         dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
     lines = [
-        f"{title}: {num_steps} steps on {num_workers} workers",
+        f"{title}: {num_steps - total.num_skipped} steps on {num_workers} workers",
         f"  sent      {_size(total.sent_bytes)} in all, {_size(total.sent_bytes / steps)} a step",
         dense,
         f"  payload   {_size(total.payload_bytes / steps)} a step, {total.num_entries / steps:.0f} entries",
