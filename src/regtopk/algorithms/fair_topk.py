@@ -115,7 +115,7 @@ class FairTopK(Sparsifier[FairTopKState]):
         by_rank = (
             gathered.rows[worker.senders].t().flatten().long()
         )  # all first choices, all second ones, ...
-        support = first_distinct(by_rank, by_rank[:k], k)
+        support = first_distinct(by_rank, by_rank[:k], k)  # one worker's k are distinct: none need be drawn
         values = take_at_(state.residual, None, support, code=self.value_code)
         total = yield DenseSum(values, worker.weight, self.value_code)
         return to_dense(support, total, worker.numel)
