@@ -256,6 +256,12 @@ def describe_machine(device: torch.device) -> str:
     return names[0].split(":")[1].strip() if names else platform.machine()
 
 
+def command_without_out(words: list[str]) -> str:
+    """As typed, but for where the report went."""
+    kept = [w for n, w in enumerate(words) if w != "--out" and words[n - 1 : n] != ["--out"]]
+    return " ".join(["benchmarks/kernels.py", *kept])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -272,7 +278,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     choice = kernels.describe(arguments.device)
     report = {
-        "command": " ".join(["benchmarks/kernels.py", *sys.argv[1:]]),
+        "command": command_without_out(sys.argv[1:]),
         "device": describe_machine(arguments.device),
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
