@@ -123,7 +123,8 @@ def with_codes(cases: list[Case]) -> list[tuple[Case, str]]:
 def with_codes_and_dtypes(cases: list[Case]) -> list[tuple[Case, str, torch.dtype]]:
     """Each case with its codes in float32, and uncoded in the other dtypes: more pairs tell nothing new."""
     coded = [(case, code, torch.float32) for case, code in with_codes(cases)]
-    return coded + [(case, "float32", dtype) for case in cases for dtype in DTYPES[1:]]
+    uncoded = [(case, DTYPES[1:] if case.is_first else [torch.float64]) for case in cases]
+    return coded + [(case, "float32", dtype) for case, dtypes in uncoded for dtype in dtypes]
 
 
 def random_grads(

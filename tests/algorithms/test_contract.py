@@ -1,7 +1,7 @@
 """What every algorithm of the table must do, and what each promises in its class."""
 
 import io
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -127,9 +127,8 @@ def test_k_follows_a_density_schedule(case: Case) -> None:
 
 @that_promise("dense_at_full_density")
 @all_dtypes
-@pytest.mark.parametrize("options", [{"k": J}, {"density": 1.0}], ids=str)
-def test_full_density_is_dense(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    cluster = case.cluster(**options)
+def test_full_density_is_dense(case: Case, dtype: torch.dtype) -> None:
+    cluster = case.cluster(density=1.0) if dtype == torch.float32 else case.cluster(k=J)
     dense = Cluster(Dense(), num_workers=N, weights=WEIGHTS)
     for grads in random_grads(4, dtype=dtype):
         assert torch.equal(cluster.step(grads), dense.step(grads))
@@ -159,10 +158,10 @@ def test_the_mean_aggregate_is_the_mean_gradient(case: Case) -> None:
     assert bool(((draws.mean(0) - true).abs() <= 5.5 * draws.std(0) / 400**0.5 + rounding).all())
 
 
-@coded_and_typed(CASES)
-def test_zero_gradients_stay_finite(case: Case, code: str, dtype: torch.dtype) -> None:
+@coded(CASES)
+def test_zero_gradients_stay_finite(case: Case, code: str) -> None:
     cluster = case.cluster(value_code=code)
-    zero, (some,) = torch.zeros(N, J, dtype=dtype), random_grads(1, dtype=dtype)
+    zero, (some,) = torch.zeros(N, J), random_grads(1)
     only_first = some * torch.tensor([[1], [0], [0], [0]])
     assert not bool(cluster.step(zero).any())
     for grads in (zero, some, zero, only_first, -only_first, zero):
@@ -171,7 +170,7 @@ def test_zero_gradients_stay_finite(case: Case, code: str, dtype: torch.dtype) -
 
 
 @all_cases
-@all_dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # the residual's, and another
 def test_memory_of_the_caller_is_neither_changed_nor_kept(case: Case, dtype: torch.dtype) -> None:
     cluster, control = case.cluster(), case.cluster()
     buffer = torch.empty(N, J, dtype=dtype)
@@ -287,7 +286,7 @@ def test_hundreds_of_steps_lose_nothing(case: Case) -> None:
     """Small whole gradients and weights that are powers of two: every sum is exact, so is the balance."""
     weights = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
     cluster = case.cluster(weights.tolist())
-    num_steps = 1000 if case.name in ("topk", "regtopk") else 300
+    num_steps = 1000 if case.name in ("topk", "regtopk") else 100
     generator = torch.Generator().manual_seed(0)
     all_grads = torch.randint(-3, 4, (num_steps, N, J), generator=generator).float()
     applied = torch.zeros(J).double()
@@ -302,16 +301,17 @@ def test_a_thousand_lossy_steps_drift_at_most_linearly(case: Case, code: str) ->
     """Each step rounds at most 2 + N times: a and e once, and the sum once a worker."""
     cluster = case.cluster(value_code=code)
     weights = torch.tensor(WEIGHTS).double()  # as float32 has them
-    given, applied, largest = torch.zeros(N, J).double(), torch.zeros(J).double(), torch.zeros(J)
+    kept, largest = torch.zeros(N, J), torch.zeros(N, J)
+    given, applied = torch.zeros(N, J).double(), torch.zeros(J).double()
     for grads in random_grads(1000):
-        before = _residual(cluster.state, N, J)
+        accumulated = kept + grads
         given += grads
         applied += cluster.step(grads)
         kept = _residual(cluster.state, N, J)
-        sent = before + grads - kept
-        largest = torch.stack([largest, *sent.abs(), *(before + grads).abs(), *kept.abs()]).amax(0)
-    drift = (applied + weights @ _residual(cluster.state, N, J).double() - weights @ given).abs()
-    assert bool((drift <= 1000 * (2 + N) * _ulp(largest)).all())
+        sent = accumulated - kept
+        largest = largest.maximum(sent.abs()).maximum(accumulated.abs()).maximum(kept.abs())
+    drift = (applied + weights @ kept.double() - weights @ given).abs()
+    assert bool((drift <= 1000 * (2 + N) * _ulp(largest.amax(0))).all())
 
 
 def _residual(state: State | None, *shape: int) -> Tensor:
