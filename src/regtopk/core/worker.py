@@ -118,6 +118,12 @@ class Worker:
         first = self.step % len(active)
         return active[first:] + active[:first]
 
+    def at(self, step: int, report: Report | None) -> "Worker":
+        """The same worker at another step (`dataclasses.replace`, in a tenth of its time)."""
+        later = object.__new__(Worker)
+        later.__dict__.update(self.__dict__, step=step, report=report)
+        return later
+
     def zeros(self, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A zero vector for this worker, J long unless told: what a state starts from."""
         size = self.numel if size is None else size

@@ -180,7 +180,7 @@ class Exchange:
 
     def aggregate(self, group: Group, flat: Tensor) -> Tensor:
         """Run the algorithm on one group: from this rank's gradient to the aggregate."""
-        worker = replace(group.worker, step=self.num_steps, report=self._shared_report)
+        worker = group.worker.at(self.num_steps, self._shared_report)
         algorithm, state = group.algorithm, group.state
         if self.num_steps < self.dense_steps:
             algorithm = Dense()

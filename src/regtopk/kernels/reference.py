@@ -72,13 +72,13 @@ def _take_largest_of_finite_(
     damping: Tensor | None,
     non_finite: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """Without waiting for a device: everything is done for all rows, and undone where it must be."""
     non_finite.copy_(~torch.isfinite(grad).all(-1))
-    kept = residual[non_finite]
+    is_bad, before = non_finite.unsqueeze(-1), residual.clone()
     indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
-    residual[non_finite] = kept
-    indices[non_finite] = torch.arange(k, device=indices.device)
-    values[non_finite] = 0.0
-    return indices, values
+    residual.copy_(before.where(is_bad, residual))
+    first = torch.arange(k, device=indices.device)
+    return first.where(is_bad, indices), values.masked_fill(is_bad, 0.0)
 
 
 def _score(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Tensor:
@@ -239,8 +239,7 @@ def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
 
 def find_non_finite_row(grad: Tensor) -> int | None:
     """The first row of (..., J), counted over all leading dimensions, that holds a NaN or inf."""
-    extremes = torch.stack(torch.aminmax(grad))  # aminmax carries a NaN through
-    if all(math.isfinite(x) for x in extremes.tolist()):
-        return None
+    if math.isfinite(grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).item()):
+        return None  # a NaN or inf would be carried through; a sum that overflows by itself is looked at
     is_finite = torch.isfinite(grad).reshape(-1, grad.shape[-1]).all(-1)
-    return int((~is_finite).int().argmax())
+    return None if bool(is_finite.all()) else int((~is_finite).int().argmax())

@@ -1,7 +1,7 @@
 """A cluster of N simulated workers: gradients in, the aggregate out."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -181,7 +181,7 @@ class Cluster:
                 f"grads must stay of shape {want[0]} with sums in {want[1]} on {want[2]}, "
                 f"got {tuple(grads.shape)}, {dtype}, {grads.device}"
             )
-        return replace(known, step=self.num_steps, report=self._report)
+        return known.at(self.num_steps, self._report)
 
     def _make_worker(self, weight: Tensor, grads_shape: tuple[int, ...]) -> Worker:
         *batch_shape, numel = grads_shape
