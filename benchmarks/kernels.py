@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,10 @@ class Vectors:
         self.k = max(1, round(density * numel))
         self.residual = torch.randn(numel, device=device)
         self.grad = torch.randn(numel, device=device)
-        self.damped, _ = kernels.take_largest_(self.residual, self.grad, self.k)
+        self.kernel = import_module(
+            f"regtopk.kernels.{kernels.describe(device).kernel}"
+        )  # also if J is small
+        self.damped, _ = self.kernel.take_largest_(self.residual, self.grad, self.k)
         self.damping = torch.rand(self.k, device=device)
         self.flag = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -60,10 +64,10 @@ class Vectors:
         }
 
     def topk(self) -> Any:
-        return kernels.take_largest_(self.residual, self.grad, self.k, non_finite=self.flag)
+        return self.kernel.take_largest_(self.residual, self.grad, self.k, non_finite=self.flag)
 
     def regtopk(self) -> Any:
-        return kernels.take_largest_(
+        return self.kernel.take_largest_(
             self.residual, self.grad, self.k, damped=self.damped, damping=self.damping, non_finite=self.flag
         )
 

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from regtopk.kernels import cpu
+from regtopk.kernels import cpu, reference
 from tests.kernels.checks import ADVERSARIAL, bits, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
@@ -158,3 +158,16 @@ def test_one_vector_that_is_not_finite_is_left_alone(kernel: ModuleType, numel: 
     assert bool(non_finite) and torch.equal(residual, before)
     kernel.take_largest_(residual, residual.clone(), 7, non_finite=non_finite)
     assert not bool(non_finite)
+
+
+def test_the_reference_leaves_rows_alone_too() -> None:
+    residual, grad = torch.randn(3, 40), torch.randn(3, 40)
+    before, expected = residual.clone(), reference.take_largest_(residual.clone(), grad, 4)
+    grad[1, 7] = INF
+    non_finite = torch.zeros(3, dtype=torch.bool)
+    indices, values = reference.take_largest_(residual, grad, 4, non_finite=non_finite)
+    assert non_finite.tolist() == [False, True, False]
+    assert torch.equal(residual[1], before[1]) and values[1].tolist() == [0.0] * 4
+    assert indices[1].tolist() == [0, 1, 2, 3]
+    assert torch.equal(indices[[0, 2]], expected[0][[0, 2]])
+    assert torch.equal(residual[0], (before + grad)[0].scatter(0, indices[0], 0.0))

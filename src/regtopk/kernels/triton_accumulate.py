@@ -7,13 +7,14 @@ from regtopk.kernels.triton_words import (
     GUESS,
     NON_FINITE,
     NUM_CANDIDATES,
+    SIZES,
     is_refused,
     key_of,
     leading_bits_of_rank,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def check(grad, work, numel, stride, num_words, BLOCK: tl.constexpr):
     """Note if a row's gradient holds a NaN or inf."""
     row = tl.program_id(1).to(tl.int64)
@@ -30,7 +31,7 @@ def check(grad, work, numel, stride, num_words, BLOCK: tl.constexpr):
         tl.store(work + row * num_words + NON_FINITE, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def guess(
     residual,
     grad,
@@ -85,7 +86,7 @@ def _accumulate(
         return tl.where(mask, key_of(a, KEY_BITS), -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def accumulate(
     residual,
     grad,
@@ -133,7 +134,7 @@ def accumulate(
             tl.store(here, offsets.to(slots.dtype.element_ty), mask=is_candidate & (slot < capacity))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def write_above(
     residual,
     work,
@@ -164,7 +165,7 @@ def write_above(
         tl.store(residual + offsets, tl.zeros_like(a), mask=is_taken)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def take_per_chunk(
     residual,
     grad,

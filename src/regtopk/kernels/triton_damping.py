@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from regtopk.kernels.triton_words import GUESS, NUM_LOST, is_refused, key_of
+from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_refused, key_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def damp_before(
     residual,
     grad,
@@ -41,7 +41,7 @@ def damp_before(
         tl.store(here, tl.where(g < 0, -score, score), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def damp_after(
     residual,
     damped,
@@ -73,7 +73,7 @@ def damp_after(
             tl.atomic_add(work + row * num_words + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def damp_here(
     residual,
     damped,
@@ -94,7 +94,7 @@ def damp_here(
     tl.store(here, tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def undamp(
     residual,
     damped,

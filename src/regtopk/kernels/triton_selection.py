@@ -9,6 +9,7 @@ from regtopk.kernels.triton_words import (
     NUM_CANDIDATES,
     NUM_LOST,
     PREFIX,
+    SIZES,
     WANTED,
     is_refused,
     key_of,
@@ -29,7 +30,7 @@ def _count_digit(keys, is_counted, shift):
     return tl.histogram(digit, BINS) - tl.where(tl.arange(0, BINS) == 0, num_others, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sort_and_count(
     residual,
     work,
@@ -103,7 +104,7 @@ def _next_prefix(work, digit_index):
     return tl.load(work + PREFIX + digit_index) * BINS + digit, wanted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def count_next(
     residual,
     work,
@@ -159,7 +160,7 @@ def _load_key(residual, keys, is_enough, i, stop, KEY_BITS: tl.constexpr):
     return key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def count_taken(
     residual,
     work,
@@ -202,7 +203,7 @@ def count_taken(
         tl.store(num_equal + here, tl.sum(equal).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def write_taken(
     residual,
     work,

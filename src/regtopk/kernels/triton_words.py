@@ -22,6 +22,20 @@ NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
 GUESS, NON_FINITE = tl.constexpr(2), tl.constexpr(3)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
 BINS = tl.constexpr(256)
+# sizes that change from call to call: no program is compiled again because one is a multiple of 16
+SIZES = [
+    "numel",
+    "k",
+    "capacity",
+    "num_damped",
+    "num_groups",
+    "num_tiles",
+    "num_taken",
+    "rank",
+    "chunk",
+    "half_k",
+    "num_steps",
+]
 
 
 def words_per_row(key_bits: int) -> int:
