@@ -38,7 +38,7 @@ class Panel:
         x: field of the records.
         y: field of the records; a list there is one value a seed, drawn as median and range.
         x_label, y_label: along the axes.
-        where: only records with these values are drawn.
+        where: only records with these values, or with None there, are drawn.
         log_x, log_y: logarithmic axes; values <= 0 are left out.
         marks: "line", "stems" for lengths of single steps, or "bars" for the last y of each method.
         dots: a second field, drawn as circles over the curve (published points).

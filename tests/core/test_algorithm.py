@@ -81,7 +81,7 @@ def test_options_are_plain_and_name_functions() -> None:
 
     assert Dense().options() == {"value_code": "float32"}
     assert RegTopK(density=quarter).options() == {
-        "density": "quarter",
+        "density": f"{__name__}.test_options_are_plain_and_name_functions.<locals>.quarter",
         "k": None,
         "value_code": "float32",
         "mu": 4.0,

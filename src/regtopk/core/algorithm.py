@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
@@ -132,4 +133,8 @@ def _plain(option: Any) -> Any:
     if is_dataclass(option) and not isinstance(option, type):
         parts = (f"{f.name}={_plain(getattr(option, f.name))}" for f in fields(option))
         return f"{type(option).__name__}({', '.join(parts)})"
-    return getattr(option, "__name__", None) or repr(option)
+    if isinstance(option, partial):
+        return f"partial({_plain(option.func)}, {option.args}, {option.keywords})"
+    if hasattr(option, "__qualname__"):
+        return f"{option.__module__}.{option.__qualname__}"
+    return f"{type(option).__module__}.{type(option).__qualname__}"  # its repr may name an address

@@ -26,7 +26,7 @@ class Probe:
         cluster = Cluster(
             algorithm,
             num_workers=self.task.config.num_workers,
-            weights=self.task.weights,
+            weights=self.task.weights[0],
             layout=self.task.layout,
             index_code=index_code,
         )

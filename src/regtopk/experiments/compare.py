@@ -16,7 +16,7 @@ from regtopk.experiments.budget import Probe
 from regtopk.experiments.experiment import Experiment, Progress, Summary
 from regtopk.experiments.fleet import OPTIMIZERS, Fleet
 from regtopk.experiments.methods import make_method, parse_method, takes_density, with_budget
-from regtopk.experiments.settings import check_count, check_device
+from regtopk.experiments.settings import check_count, check_device, check_positive
 from regtopk.experiments.splits import check_split
 from regtopk.experiments.statistics import paired_difference, spread
 from regtopk.experiments.tasks import TASKS, Task, TaskConfig
@@ -78,6 +78,14 @@ class CompareConfig:
             parse_method(method)
         for density in self.densities:
             check_density(density)
+        for name, listed in (("algorithms", self.methods), ("densities", self.densities)):
+            if not listed or len(set(listed)) < len(listed):
+                raise ArgumentError(f"{name} must be different and at least one, got {listed}")
+        for lr in self.lr:
+            check_positive("lr", lr)
+        for name in ("num_workers", "num_steps", "batch_size"):
+            if getattr(self, name) != 0:
+                check_count(name, getattr(self, name))
         check_value_code(self.value_code)
         check_index_code(self.index_code)
         check_split(self.split)
@@ -267,7 +275,8 @@ def _base(
 
 def _table(results: Sequence[dict[str, Any]], task: type[Task]) -> list[dict[str, Any]]:
     rows = []
-    ranked = sorted(results, key=lambda r: -r["mean"] if task.is_better_higher else r["mean"])
+    sign = -1 if task.is_better_higher else 1
+    ranked = sorted(results, key=lambda r: (bool(r["diverged"]), sign * r["mean"]))  # diverged ones last
     for result in ranked:
         difference = result["difference_from_topk"]
         interval = None

@@ -44,17 +44,18 @@ class Fleet:
         self.models = task.start()
         self.num_steps = 0
         self.losses = task.grads(self.models, 0)[1].tolist()
-        num_clusters = 1 if "replicates" in algorithm.promises else len(task.seeds)
+        is_alike = all(weights == task.weights[0] for weights in task.weights)
+        is_batch = is_alike and "replicates" in algorithm.promises
         self.clusters = [
             Cluster(
                 algorithm,
                 num_workers=task.config.num_workers,
-                weights=task.weights,
+                weights=weights,
                 layout=task.layout,
                 index_code=index_code,
                 link=LINK,
             )
-            for _ in range(num_clusters)
+            for weights in (task.weights[:1] if is_batch else task.weights)
         ]
         self._optimizer = OPTIMIZERS[optimizer]([self.models], lr=lr)
         self._seen: list[float] = []

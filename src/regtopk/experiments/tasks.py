@@ -26,7 +26,7 @@ from regtopk.experiments.splits import batch_order, divide
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What all tasks are made from; None means the task's own default."""
+    """What all tasks are made from; `data` is None where the task knows a place."""
 
     num_workers: int
     num_steps: int
@@ -43,7 +43,7 @@ class Task(ABC):
     is_better_higher: ClassVar[bool]
     defaults: ClassVar[dict[str, float]]  # num_workers, num_steps, batch_size, lr
     layout: Layout
-    weights: list[float]
+    weights: list[list[float]]  # of the workers, for each seed
 
     def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
         self.config = config
@@ -89,7 +89,7 @@ class LinearRegression(Task):
             )
         )
         self.layout = Layout.anonymous(self.problems.optimum.shape[-1])
-        self.weights = [1 / config.num_workers] * config.num_workers
+        self.weights = [[1 / config.num_workers] * config.num_workers] * len(self.seeds)
 
     def start(self) -> Tensor:
         """From zero, in float64."""
@@ -126,7 +126,7 @@ class Toy(Task):
                 f"split={config.split!r}"
             )
         self.layout = Layout.anonymous(len(toy.START))
-        self.weights = [0.5, 0.5]
+        self.weights = [[0.5, 0.5]] * len(self.seeds)
 
     def start(self) -> Tensor:
         """The paper's start, in float64; nothing is drawn, so all seeds are alike."""
@@ -162,9 +162,7 @@ class Classification(Task):
             for parts, seed in zip(divided, seeds, strict=True)
         ]
         self.order = torch.stack(orders).to(config.device)  # (R, T, N, B)
-        sizes = torch.tensor([len(part) for part in divided[0]], dtype=torch.float64)
-        self.weights = (sizes / sizes.sum()).tolist() if config.split.startswith("dirichlet") else []
-        self.weights = self.weights or [1 / config.num_workers] * config.num_workers
+        self.weights = [_weights(parts, config.split) for parts in divided]
         self.network = self.make_network()
         parameters = Parameters(self.network)
         self.layout = layout_of(parameters.named, parameters)
@@ -188,7 +186,8 @@ class Classification(Task):
         """Of each worker's own mini-batch."""
         rows = self.order[:, step]
         grads, losses = self._grads(models, self.images.train[rows], self.images.train_labels[rows])
-        return grads.detach(), losses.detach().mean(-1)
+        weights = torch.tensor(self.weights, device=losses.device, dtype=losses.dtype)
+        return grads.detach(), (weights * losses.detach()).sum(-1)
 
     @torch.no_grad()
     def evaluate(self, models: Tensor) -> list[float]:
@@ -210,6 +209,14 @@ class Classification(Task):
         }
         scores: Tensor = functional_call(self.network, parameters, (x,))
         return scores
+
+
+def _weights(parts: Sequence[Tensor], split: str) -> list[float]:
+    """w_n = D_n / D where sizes differ by intention, 1/N where they only differ by a remainder."""
+    if not split.startswith("dirichlet"):
+        return [1 / len(parts)] * len(parts)
+    total = sum(len(part) for part in parts)
+    return [len(part) / total for part in parts]
 
 
 def standardised(images: Images) -> Images:

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from types import ModuleType
 
 import torch
@@ -16,6 +15,9 @@ from regtopk.kernels import reference
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 20}  # below, plain torch is as fast (benchmarks/kernels.py)
+
+# The CUDA kernels agree with the reference in Triton's interpreter, but no GPU has run them yet.
+UNTRIED = "the Triton kernels have not run on a GPU yet: REGTOPK_KERNELS=triton uses them"
 
 _MODULES = {"cpu": ("cpu", "numba"), "cuda": ("triton", "triton")}  # module here, and what it needs
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
@@ -33,8 +35,10 @@ class Choice:
 
 def describe(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Choice:
     """Which kernel large vectors on a device use, given the residual's dtype, and why."""
-    if _forced_to_reference():
+    if _wanted() == "reference":
         return Choice("reference", f"{VARIABLE}=reference")
+    if torch.device(device).type == "cuda" and _wanted() != "triton":
+        return Choice("reference", UNTRIED)
     if dtype not in _RESIDUAL_DTYPES:
         return Choice("reference", f"no fast kernel for residuals of {dtype}")
     return _describe_type(torch.device(device).type)
@@ -45,7 +49,10 @@ def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
     either = grad if residual is None else residual
     assert either is not None
     device = either.device.type
-    if either.shape[-1] < SMALL_NUMEL.get(device, 0) or _forced_to_reference():
+    wanted = _wanted()
+    if either.shape[-1] < SMALL_NUMEL.get(device, 0) or wanted == "reference":
+        return reference
+    if device == "cuda" and wanted != "triton":
         return reference
     if residual is not None and not _is_rows(residual, _RESIDUAL_DTYPES):
         return reference
@@ -58,11 +65,11 @@ def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
     return import_module(f"regtopk.kernels.{choice.kernel}")
 
 
-def _forced_to_reference() -> bool:
+def _wanted() -> str:
     wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in ("auto", "reference"):
-        raise ArgumentError(f"{VARIABLE} must be 'auto' or 'reference', got {wanted!r}")
-    return wanted == "reference"
+    if wanted not in ("auto", "reference", "triton"):
+        raise ArgumentError(f"{VARIABLE} must be 'auto', 'reference' or 'triton', got {wanted!r}")
+    return wanted
 
 
 def _is_rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -81,7 +88,7 @@ def _describe_type(device: str) -> Choice:
     except ImportError as error:
         extra = "regtopk[kernels]" if needs == "numba" else needs
         return Choice("reference", f"{needs} is missing ({error}); try: pip install '{extra}'")
-    return Choice(kernel, f"{device} tensors, {needs} {version(needs)}")
+    return Choice(kernel, f"{device} tensors, {needs} {import_module(needs).__version__}")
 
 
 @cache

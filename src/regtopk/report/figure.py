@@ -92,7 +92,7 @@ def _draw(
 
 
 def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record], styles: Mapping[str, Style]) -> None:
-    shown = [r for r in records if all(r[key] == value for key, value in panel.where.items())]
+    shown = [r for r in records if all(r[key] in (value, None) for key, value in panel.where.items())]
     if panel.x_max is not None:
         shown = [record for record in shown if record[panel.x] <= panel.x_max]
     curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
