@@ -61,8 +61,7 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
     assert dispatch.kernel_for(torch.zeros(LARGE), None) is reference
     assert kernels.describe("cpu") == dispatch.Choice("reference", "REGTOPK_KERNELS=reference")
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
-    with pytest.raises(
-        ArgumentError, match="must be 'auto', 'reference' or 'triton', got 'fast'":
+    with pytest.raises(ArgumentError, match="must be 'auto', 'reference' or 'triton', got 'fast'"):
         kernels.describe("cpu")
 
 
