@@ -337,7 +337,8 @@ COMPARE = Experiment(
     title="Methods compared",
     about=(
         "All methods start from the same models and see the same batches. Lines are medians over seeds, "
-        "shades the range. Bytes are what one worker contributes, frames included."
+        "shades the range. Bytes are what one worker contributes, frames included. "
+        "The table averages the last three evaluations; the last panel shows the very last."
     ),
     config=CompareConfig,
     run=run,
