@@ -9,7 +9,8 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import Probe
-from regtopk.experiments.compare import COMPARE, CompareConfig, parse_like
+from regtopk.experiments.compare import COMPARE
+from regtopk.experiments.compare_config import CompareConfig, parse_like
 from regtopk.experiments.fleet import Fleet
 from regtopk.experiments.methods import make_method, parse_method
 from regtopk.experiments.statistics import paired_difference, spread
