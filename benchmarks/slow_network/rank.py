@@ -1,0 +1,71 @@
+"""What every rank of a measurement does: join the others, read its job, record, ask for links."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.slow_network.namespaces import INTERFACE
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@contextmanager
+def joined() -> Iterator["Rank"]:
+    """This process as one rank, from the environment that torchrun made."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    rank = Rank()
+    try:
+        yield rank
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Rank:
+    """One rank's side of `launch`."""
+
+    def __init__(self) -> None:
+        self.folder = Path(os.environ["SLOW_NETWORK_FOLDER"])
+        self.job: dict[str, Any] = json.loads((self.folder / "job.json").read_text(encoding="utf-8"))
+        self.index, self.num_workers = dist.get_rank(), dist.get_world_size()
+        self.num_asked = 0
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Hand a record to the process that launched the ranks; rank 0's counts."""
+        if self.index == 0:
+            print(json.dumps(record), flush=True)
+
+    def ask_for_links(self, bandwidth_bits_per_s: float | None) -> None:
+        """Wait until all links have this bandwidth; all ranks call it."""
+        dist.barrier()
+        self.record({"ask": bandwidth_bits_per_s})
+        answer = self.folder / f"answer-{self.num_asked}"
+        while not answer.exists():
+            time.sleep(0.01)
+        self.num_asked += 1
+        dist.barrier()
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of all ranks' times."""
+        longest = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
+
+
+def interface_bytes() -> tuple[int, int]:
+    """Bytes that left and reached this namespace's interface, by the kernel's count, headers included."""
+    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            fields = numbers.split()
+            return int(fields[8]), int(fields[0])
+    raise RuntimeError(f"there is no interface {INTERFACE!r} in this network namespace")

@@ -1,0 +1,126 @@
+"""How long does a step take with each method, on each link? One rank's side; run by torchrun.
+
+A method's model is made and warmed up on the unshaped link; then the links change under it. A step is
+forward, backward with DDP, and SGD; its time is that of the slowest rank.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.slow_network.methods import Method, SentBytes
+from benchmarks.slow_network.models import MODELS, Shapes
+from benchmarks.slow_network.rank import Rank, interface_bytes, joined
+
+BATCH = 4
+LR = 1e-4
+WARM_UP = 4  # DDP makes its buckets anew, PowerSGD begins after 2
+SETTLE_S = 0.02  # for the last acknowledgements to be counted
+Measured = tuple[float, int, int]  # seconds, and bytes that left and reached the interface
+
+
+def main() -> None:
+    with joined() as rank:
+        compute_s = measure_compute(rank)
+        for text in rank.job["methods"]:
+            measure_method(rank, Method.parse(text), compute_s)
+            gc.collect()
+
+
+def measure_compute(rank: Rank) -> float:
+    """A step without an exchange: all ranks at the same time, each by itself."""
+    stepper = Stepper(rank)
+    steps = [timed(rank, stepper.step) for _ in range(WARM_UP + 10)]
+    return statistics.median(step[0] for step in steps[WARM_UP:])
+
+
+class Stepper:
+    """A model, and a step of it; plain without a method."""
+
+    def __init__(self, rank: Rank, method: Method | None = None) -> None:
+        torch.manual_seed(0)
+        self.shapes = Shapes(MODELS[rank.job["model"]]())
+        self.model: nn.Module = self.shapes
+        self.sent_bytes: SentBytes = lambda: (0, 0)
+        if method is not None:
+            self.model, self.sent_bytes = method.wrap(self.shapes)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.generator = torch.Generator().manual_seed(1 + rank.index)
+
+    def step(self) -> None:
+        x = torch.randn(BATCH, self.shapes.width, generator=self.generator)
+        self.optimizer.zero_grad()
+        self.model(x).backward()
+        self.optimizer.step()
+
+
+def timed(rank: Rank, work: Callable[[], None]) -> Measured:
+    """Work that all ranks begin together: its time on the slowest, and bytes at this rank's interface."""
+    dist.barrier()
+    sent, received = interface_bytes()
+    start = time.perf_counter()
+    work()
+    step_s = rank.slowest(time.perf_counter() - start)
+    time.sleep(SETTLE_S)
+    sent_after, received_after = interface_bytes()
+    return step_s, sent_after - sent, received_after - received
+
+
+def measure_method(rank: Rank, method: Method, compute_s: float) -> None:
+    """Record the step of one method on every link."""
+    stepper = Stepper(rank, method)
+    rank.ask_for_links(None)
+    for _ in range(WARM_UP):
+        timed(rank, stepper.step)
+    for bandwidth in rank.job["bandwidths_bits_per_s"]:
+        rank.ask_for_links(bandwidth)
+        idle = [timed(rank, lambda: None) for _ in range(5)]  # the bytes of measuring itself
+        steps = [timed(rank, stepper.step)]
+        affordable = int(rank.job["seconds"] / steps[0][0])
+        most, least = rank.job["most_steps"], rank.job["least_steps"]
+        steps += [timed(rank, stepper.step) for _ in range(min(most, max(least, affordable)) - 1)]
+        rank.record(as_record(rank, method, bandwidth, stepper, steps, idle, compute_s))
+    rank.ask_for_links(None)
+
+
+def as_record(
+    rank: Rank,
+    method: Method,
+    bandwidth: float | None,
+    stepper: Stepper,
+    steps: list[Measured],
+    idle: list[Measured],
+    compute_s: float,
+) -> dict[str, Any]:
+    sent_bytes, received_bytes = stepper.sent_bytes()
+    sent, received = (
+        statistics.median(step[i] for step in steps) - statistics.median(nothing[i] for nothing in idle)
+        for i in (1, 2)
+    )
+    return {
+        "workers": rank.num_workers,
+        "bandwidth_bits_per_s": bandwidth,
+        "latency_s": rank.job["latency_s"],
+        "params": sum(p.numel() for p in stepper.model.parameters()),
+        "method": method.name,
+        "density": method.density,
+        "value_code": method.value_code,
+        "collective": method.collective,
+        "step_s": statistics.median(step[0] for step in steps),
+        "step_s_all": [step[0] for step in steps],
+        "compute_s": compute_s,
+        "sent_bytes": sent_bytes,
+        "received_bytes": received_bytes,
+        "interface_sent_bytes": sent,
+        "interface_received_bytes": received,
+    }
+
+
+if __name__ == "__main__":
+    main()
