@@ -1,0 +1,1 @@
+"""Deep networks trained by simulated workers on one device."""

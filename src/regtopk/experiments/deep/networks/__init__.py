@@ -1,0 +1,27 @@
+"""Networks for simulated workers: one module for all, no hidden state, no random layers.
+
+All of them run under bf16 autocast and in channels_last, and can be captured in a CUDA graph.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from regtopk.experiments.deep.networks.efficientnet import EfficientNetLite0
+from regtopk.experiments.deep.networks.gpt import GPT
+from regtopk.experiments.deep.networks.resnet import resnet18
+from regtopk.experiments.deep.networks.small_cnn import SmallCnn
+from regtopk.experiments.deep.networks.weights import load_weights
+
+__all__ = ["NETWORKS", "load_weights"]
+
+# each takes the number of classes, or of characters
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    "resnet18": resnet18,
+    "resnet18-gn": partial(resnet18, norm="group"),
+    "resnet18-imagenet": partial(resnet18, stem="imagenet"),
+    "efficientnet-lite0": EfficientNetLite0,
+    "gpt": GPT,
+    "small-cnn": SmallCnn,
+}
