@@ -28,7 +28,7 @@ class CompareConfig:
         like: sets it from a method NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
         value_code: of the methods whose words do not say.
         index_code: how indices are counted.
-        split: iid, sorted[:SHARDS] or dirichlet[:ALPHA].
+        split: iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA].
         optimizer: sgd, momentum (0.9) or adam.
         lr: learning step lengths; of several, each method takes its best on a seed that is not counted.
         num_seeds: seeds 0 to num_seeds - 1.

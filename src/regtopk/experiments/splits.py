@@ -1,5 +1,6 @@
-"""How training examples are divided among workers, and the order each worker draws them in."""
+"""How training examples are divided among workers, how workers weigh, and the order each draws them in."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 import torch
@@ -7,27 +8,31 @@ from torch import Tensor
 
 from regtopk.errors import ArgumentError
 
-SPLITS = ("iid", "sorted", "dirichlet")
+DEFAULTS = {"iid": None, "unequal": None, "sorted": 2.0, "dirichlet": 0.5}  # of the number after the colon
+UNEQUAL = ("unequal", "dirichlet")  # workers' sizes differ by intention, not by a remainder
 
 
 def check_split(split: str) -> tuple[str, float]:
-    """Read "iid", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
+    """Read "iid", "unequal", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
     kind, _, text = split.partition(":")
-    default = {"iid": 0.0, "sorted": 2.0, "dirichlet": 0.5}
-    if kind not in default:
-        nearest = get_close_matches(kind, SPLITS, n=1, cutoff=0.0)[0]
+    if kind not in DEFAULTS:
+        nearest = get_close_matches(kind, DEFAULTS, n=1, cutoff=0.0)[0]
         raise ArgumentError(
-            f"split must be iid, sorted[:SHARDS] or dirichlet[:ALPHA], got {split!r} "
+            f"split must be iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA], got {split!r} "
             f"(did you mean {nearest!r}?)"
         )
+    default = DEFAULTS[kind]
     try:
-        number = float(text) if text else default[kind]
+        number = float(text) if text else default or 0.0
     except ValueError:
         number = -1.0
-    is_fine = number > 0 if kind == "dirichlet" else number == 0 if kind == "iid" else number >= 1
-    if not is_fine or (kind == "sorted" and number != int(number)):
+    is_number_fine = {
+        "sorted": number >= 1 and number.is_integer(),
+        "dirichlet": 0 < number < float("inf"),
+    }
+    if not is_number_fine.get(kind, not text):
         raise ArgumentError(
-            f"split must be iid, sorted[:SHARDS >= 1] or dirichlet[:ALPHA > 0], got {split!r}"
+            f"split must be iid, unequal, sorted[:SHARDS >= 1] or dirichlet[:ALPHA > 0], got {split!r}"
         )
     return kind, number
 
@@ -35,21 +40,43 @@ def check_split(split: str) -> tuple[str, float]:
 def divide(labels: Tensor, num_workers: int, split: str, seed: int) -> list[Tensor]:
     """Which examples each worker has: N lists of indices, on the CPU.
 
-    iid: a shuffle cut evenly. sorted: by label, cut into SHARDS N pieces, SHARDS of them a worker at random.
-    dirichlet: each class is divided by a draw from Dirichlet(ALPHA), so sizes differ too.
+    iid: a shuffle cut evenly. unequal: a shuffle cut in proportion to 1, 2, ... N. sorted: by label, cut into
+    SHARDS N pieces, SHARDS of them a worker at random. dirichlet: each class is divided by a draw from
+    Dirichlet(ALPHA), so sizes differ too.
+
+    Raises:
+        ArgumentError: the split is not one of these, or there are too few examples for so many workers.
     """
     kind, number = check_split(split)
+    pieces = {"unequal": (num_workers + 1) / 2, "sorted": number}.get(kind, 1)
+    least = round(num_workers * pieces)
+    if len(labels) < least:
+        raise ArgumentError(
+            f"num_workers={num_workers} and split={split!r} need at least {least} examples, got {len(labels)}"
+        )
     generator = torch.Generator().manual_seed(seed)
     labels = labels.cpu()
     shuffled = torch.randperm(len(labels), generator=generator)
     if kind == "iid":
         return list(shuffled.tensor_split(num_workers))
+    if kind == "unequal":
+        upto = torch.arange(1, num_workers + 1).cumsum(0)
+        cuts = (upto[:-1] / upto[-1] * len(labels)).round().long()
+        return list(shuffled.tensor_split(cuts))
     by_label = shuffled[labels[shuffled].sort(stable=True).indices]
     if kind == "sorted":
         shards = by_label.tensor_split(int(number) * num_workers)
         order = torch.randperm(len(shards), generator=generator).tensor_split(num_workers)
         return [torch.cat([shards[i] for i in chosen.tolist()]) for chosen in order]
     return _dirichlet(by_label, labels, num_workers, number, generator)
+
+
+def weights_of(parts: Sequence[Tensor], split: str) -> list[float]:
+    """w_n = D_n / D where sizes differ by intention, 1/N where they only differ by a remainder."""
+    if check_split(split)[0] not in UNEQUAL:
+        return [1 / len(parts)] * len(parts)
+    total = sum(len(part) for part in parts)
+    return [len(part) / total for part in parts]
 
 
 def _dirichlet(

@@ -21,7 +21,7 @@ from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
 from regtopk.experiments.fig2 import Fig2Config, make_problems
 from regtopk.experiments.images import Images, load_images
-from regtopk.experiments.splits import batch_order, divide
+from regtopk.experiments.splits import batch_order, divide, weights_of
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Classification(Task):
             for parts, seed in zip(divided, seeds, strict=True)
         ]
         self.order = torch.stack(orders).to(config.device)  # (R, T, N, B)
-        self.weights = [_weights(parts, config.split) for parts in divided]
+        self.weights = [weights_of(parts, config.split) for parts in divided]
         self.network = self.make_network()
         parameters = Parameters(self.network)
         self.layout = layout_of(parameters.named, parameters)
@@ -209,14 +209,6 @@ class Classification(Task):
         }
         scores: Tensor = functional_call(self.network, parameters, (x,))
         return scores
-
-
-def _weights(parts: Sequence[Tensor], split: str) -> list[float]:
-    """w_n = D_n / D where sizes differ by intention, 1/N where they only differ by a remainder."""
-    if not split.startswith("dirichlet"):
-        return [1 / len(parts)] * len(parts)
-    total = sum(len(part) for part in parts)
-    return [len(part) / total for part in parts]
 
 
 def standardised(images: Images) -> Images:
