@@ -1,0 +1,49 @@
+"""What is there without this library: DDP without a hook, torch's fp16 hook and torch's PowerSGD."""
+
+from math import ceil, prod
+
+from regtopk.plan.rounds import Move, all_reduce
+from regtopk.plan.workload import Workload
+
+BUCKET_BYTES = 25 * 2**20  # DDP's default bucket_cap_mb
+FIRST_BUCKET_BYTES = 2**20
+POWERSGD_RANK = 2
+POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
+
+
+def num_buckets(numel: int) -> int:
+    """How many buckets DDP makes of float32 gradients: a first of 1 MiB, then 25 MiB each."""
+    rest = 4 * numel - FIRST_BUCKET_BYTES
+    return 1 + max(0, ceil(rest / BUCKET_BYTES))
+
+
+def dense_moves(numel: int, num_workers: int) -> list[Move]:
+    """An all_reduce of float32 a bucket."""
+    count = num_buckets(numel)
+    return [all_reduce(4 * numel / count, num_workers)] * count
+
+
+def fp16_moves(numel: int, num_workers: int) -> list[Move]:
+    """An all_reduce of float16 a bucket."""
+    count = num_buckets(numel)
+    return [all_reduce(2 * numel / count, num_workers, "all_reduce half")] * count
+
+
+def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:
+    """Bytes of the parameters PowerSGD leaves alone, of the left factors, and of the right factors."""
+    alone = left = right = 0
+    for shape in workload.shapes:
+        size = prod(shape)
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = size // rows if rows else 0
+        rank = min(rows, columns, POWERSGD_RANK)
+        if len(shape) > 1 and (rows + columns) * rank * POWERSGD_MIN_SAVING < size:
+            left, right = left + 4 * rows * rank, right + 4 * columns * rank
+        else:
+            alone += 4 * size
+    return alone, left, right
+
+
+def powersgd_moves(workload: Workload, num_workers: int) -> list[Move]:
+    """Three all_reduces, in one bucket (with several, torch's hook hangs on gloo)."""
+    return [all_reduce(size, num_workers) for size in powersgd_bytes(workload) if size]

@@ -1,0 +1,181 @@
+"""The cases that a calibration times: each gives points of one or two lines.
+
+A case does real work of the library (its algorithms, its driver, its codes) among echoes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import product
+from statistics import NormalDist, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import ALGORITHMS, RegTopK
+from regtopk.core.algorithm import Algorithm, converse
+from regtopk.core.codes import is_lossless, quantise
+from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.worker import Layout, Worker
+from regtopk.distributed import layout
+from regtopk.plan.costs import Units
+from regtopk.plan.echo import echo_driver
+
+CODES = ("float32", "4bit", "2bit")
+SMALL_NUMEL, LARGE_NUMEL = 2**18, 2**22
+SLOW_S = 0.05  # what takes this long on a small vector is not timed on a large one
+_MATRIX = 512  # all sizes are powers of two: echoes answer only where the ranks' regions are equal
+_NUM_REPEATS, _ENOUGH_S = 5, 0.4
+
+Point = tuple[str, Units, float]  # a line's name, units of work, and the seconds they took
+
+
+def planned_algorithms() -> list[str]:
+    """The algorithms that a cluster can run: all but those that peek."""
+    return [name for name in ALGORITHMS if name != "global-topk"]
+
+
+def make_algorithm(name: str, density: float, code: str = "float32") -> Algorithm[Any]:
+    """An algorithm that sends about this share of a standard normal vector."""
+    known = {f.name for f in fields(ALGORITHMS[name])}
+    options: dict[str, Any] = {}
+    if "value_code" in known:
+        options["value_code"] = code
+    if "density" in known:
+        options["density"] = density
+    if name == "strom":
+        options["tau"] = NormalDist().inv_cdf(1 - density / 2)
+    if name == "hard-threshold":
+        options = {"threshold": NormalDist().inv_cdf(1 - density / 2), "value_code": code}
+    if name == "adacomp":
+        options["bin_other"] = max(1, round(1 / density))
+    if name == "adaptive":
+        options["algorithm"] = RegTopK(density=density, value_code=code)
+    return ALGORITHMS[name](**options)
+
+
+def algorithm_points(name: str, device: torch.device) -> Iterator[Point]:
+    """What an algorithm itself computes, without its messages."""
+    seconds = 0.0
+    for numel, density in ((SMALL_NUMEL, 1 / 128), (LARGE_NUMEL, 1 / 1024), (LARGE_NUMEL, 1 / 16)):
+        if seconds > SLOW_S:
+            return
+        seconds, count = _time_algorithm(make_algorithm(name, density), numel, device)
+        yield f"select {name}", {"calls": 1, "numel": numel, "entries": count}, seconds
+
+
+def _time_algorithm(algorithm: Algorithm[Any], numel: int, device: torch.device) -> tuple[float, int]:
+    matrices = [(str(n), (_MATRIX, _MATRIX), "linear") for n in range(numel // _MATRIX**2)]
+    weight = torch.tensor(0.5, device=device)
+    worker = Worker(weight, torch.tensor(0, device=device), 2, 1, Layout.of_shapes(matrices))
+    driver = echo_driver(2)
+    state = algorithm.init(worker)
+    grad = torch.randn(numel, device=device)
+
+    def step() -> float:
+        driver.begin(device)
+        with driver.watch.phase("select_s"):
+            converse(algorithm.exchange(grad, state, worker), driver.answer)
+        return driver.watch.seconds()["select_s"]
+
+    seconds = typical(step)
+    return seconds, driver.record.num_entries
+
+
+def message_points(kind: str, code: str, device: torch.device) -> Iterator[Point]:
+    """Encoding one's own messages of a kind and decoding everybody's.
+
+    Args:
+        kind: "gather", "split" or "dense".
+        code: of the values; "none" for sets of indices, which are gathered.
+        device: where.
+    """
+    sizes = ((SMALL_NUMEL, 2**10), (LARGE_NUMEL, 2**12), (LARGE_NUMEL, 2**17))
+    for num_workers, (numel, count) in product((2, 8), sizes):
+        driver = echo_driver(num_workers, "split" if kind == "split" else "all_gather")
+        request = _request(kind, code, numel, count, device)
+        times: list[dict[str, float]] = []
+        for _ in range(_NUM_REPEATS + 1):
+            driver.begin(device)
+            driver.answer(request)
+            times.append(driver.watch.seconds())
+        for phase, (line, units) in _message_units(kind, code, numel, count, num_workers).items():
+            yield line, units, median(spent[phase] for spent in times[1:])
+
+
+def _request(kind: str, code: str, numel: int, count: int, device: torch.device) -> Request:
+    indices = torch.arange(count, device=device) * (numel // count)
+    values = quantise(torch.randn(count, device=device), code) if code != "none" else None
+    weight = torch.tensor(0.5, device=device)
+    if values is None:
+        return Gather(indices, numel=numel)
+    if kind == "dense":
+        return DenseSum(values, weight, code)
+    return SparseSum(SparseGradient(indices, values, numel, code=code), weight)
+
+
+def _message_units(
+    kind: str, code: str, numel: int, count: int, num_workers: int
+) -> dict[str, tuple[str, Units]]:
+    """The lines and units of `rounds.work_of`; the union of the echoes' supports is one of them."""
+    N, back = num_workers, count / num_workers
+    if kind == "gather":
+        summed = float(numel if code != "none" else 0)
+        return {
+            "encode_s": (f"encode {code}", {"calls": 1, "entries": count}),
+            "decode_s": (f"decode {code}", {"calls": 1, "entries": N * count, "numel": summed}),
+        }
+    received: Units = {"messages": N, "entries": 2 * count, **({"numel": numel} if kind == "split" else {})}
+    return {
+        "encode_s": (f"{kind} encode {code}", {"calls": 1, "messages": N, "entries": count + back}),
+        "decode_s": (f"{kind} decode {code}", received),
+    }
+
+
+def code_points(code: str, device: torch.device) -> Iterator[Point]:
+    """Rounding values to a code, and returning what it lost to the residual."""
+    for count in (2**12, 2**17):
+        values, residual = torch.randn(count, device=device), torch.zeros(LARGE_NUMEL, device=device)
+        indices = torch.arange(count, device=device) * (LARGE_NUMEL // count)
+
+        def round_off(values: Tensor = values, residual: Tensor = residual, at: Tensor = indices) -> None:
+            residual.scatter_add_(-1, at, values - quantise(values, code))
+
+        seconds = 0.0 if is_lossless(code) else typical(_timed(round_off, device))
+        yield f"quantise {code}", {"calls": 1, "entries": count}, seconds
+
+
+def exchange_points(device: torch.device) -> Iterator[Point]:
+    """What an exchange does with the whole vector: copy it in, look for NaN, copy the aggregate out."""
+    flat = torch.zeros(LARGE_NUMEL, device=device)
+    grads = [torch.randn(_MATRIX, _MATRIX, device=device) for _ in range(LARGE_NUMEL // _MATRIX**2)]
+
+    def prepare_and_write_back() -> None:
+        layout.copy_to_flat_(flat, grads)
+        torch.isfinite(torch.stack(torch.aminmax(flat))).all()
+        layout.copy_from_flat_(grads, flat)
+
+    yield "exchange", {"numel": LARGE_NUMEL}, typical(_timed(prepare_and_write_back, device))
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    def run() -> float:
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    return run
+
+
+def typical(step: Callable[[], float]) -> float:
+    """The median of a few runs, after one to warm up; fewer of what takes long."""
+    step()
+    times: list[float] = []
+    while len(times) < _NUM_REPEATS and (len(times) < 2 or math.fsum(times) < _ENOUGH_S):
+        times.append(step())
+    return median(times)

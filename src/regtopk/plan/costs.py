@@ -1,0 +1,77 @@
+"""What local work costs on a machine: measured times as sums of units times seconds a unit."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from regtopk.errors import StateError
+
+Units = dict[str, float]
+Line = dict[str, float]  # seconds a unit
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The costs of one machine, and what they were measured on.
+
+    Args:
+        machine: whatever the costs depend on: processor, threads, versions, workers on the machine.
+        lines: by the name of the work.
+    """
+
+    machine: dict[str, Any]
+    lines: dict[str, Line]
+
+    def seconds(self, name: str, units: Units) -> float:
+        """How long some work takes."""
+        line = self.lines[name]
+        return sum(line.get(unit, 0.0) * amount for unit, amount in units.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> "Calibration":
+        """Read it back.
+
+        Raises:
+            StateError: not a calibration.
+        """
+        try:
+            content = json.loads(text)
+            lines = {
+                str(name): {str(unit): float(seconds) for unit, seconds in line.items()}
+                for name, line in content["lines"].items()
+            }
+            return cls(dict(content["machine"]), lines)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"calibration must be what `regtopk plan` writes, but {source} is not: {error!r}"
+            ) from error
+
+
+def fit(points: Sequence[tuple[Units, float]]) -> Line:
+    """The line, with no negative cost, that comes nearest to measured times, relative to each of them.
+
+    Args:
+        points: units of work and the seconds they took.
+    """
+    names = sorted({unit for units, _ in points for unit in units})
+    times = np.array([max(seconds, 1e-9) for _, seconds in points])
+    amounts = np.array([[units.get(name, 0.0) for name in names] for units, _ in points]) / times[:, None]
+    scale = np.maximum(amounts.max(axis=0), 1e-300)  # units differ by many powers of ten
+    best, smallest = np.zeros(len(names)), np.inf
+    for size in range(1, len(names) + 1):
+        for chosen in combinations(range(len(names)), size):
+            columns = amounts[:, chosen] / scale[list(chosen)]
+            found, *_ = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)
+            error = float(np.square(columns @ found - 1).sum())
+            if (found >= 0).all() and error < smallest - 1e-12:
+                best, smallest = np.zeros(len(names)), error
+                best[list(chosen)] = found / scale[list(chosen)]
+    return dict(zip(names, best.tolist(), strict=True))

@@ -1,0 +1,133 @@
+"""Numbers with units, as people write them."""
+
+import math
+import re
+
+from regtopk.errors import ArgumentError
+
+_NUMBER = re.compile(
+    r"\s*([-+]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf))\s*(.*?)\s*", re.I
+)
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_TIMES = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0}
+_SIZES = {
+    **{f"{prefix}b": factor for prefix, factor in _DECIMAL.items()},
+    **{f"{prefix}ib": 1024.0 ** (n + 1) for n, prefix in enumerate("kmgt")},
+}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bits per second of "100 Mbps", "100mbit", "100 Mbit/s", "1.5G", "25e9" or, in bytes, "12.5 MB/s".
+
+    Raises:
+        ArgumentError: not a bandwidth above zero, or a "MB" that does not say per second, which could be
+            anything.
+    """
+    rule = "a number above 0 with a unit such as 100Mbit/s, 1.5G (bits per second) or 12.5MB/s (bytes)"
+    number, unit = _split("bandwidth", text, rule)
+    per_unit = _bits_per_s(unit)
+    if per_unit is None:
+        raise ArgumentError(f"bandwidth must be {rule}, got {text!r}")
+    return _above_zero("bandwidth", number * per_unit, text, rule)
+
+
+def _bits_per_s(unit: str) -> float | None:
+    """Bits a unit stands for; None for no unit of bandwidth.
+
+    An upper-case B after the prefix is a byte, as everywhere; "b" and "bit" are bits. "mb" and "MB" without
+    "per second" are refused: half of those who write them mean bytes.
+    """
+    found = re.fullmatch(r"([kKmMgGtT]?)(bits?|b|B|bytes?)?(ps|/s|/sec)?", unit)
+    if found is None:
+        return None
+    prefix, what, per_second = found.groups()
+    is_byte = what is not None and (what == "B" or what.startswith("byte"))
+    if (what == "b" or is_byte) and per_second is None:
+        return None
+    return _DECIMAL[prefix.lower()] * (8 if is_byte else 1)
+
+
+def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
+    """Seconds of "10ms", "50us", "0.2 s"; a number without a unit is refused, but for 0.
+
+    Raises:
+        ArgumentError: not a time, or below (or at) zero.
+    """
+    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 with a unit, such as 50us, 10ms or 0.2s"
+    number, unit = _split(name, text, rule)
+    if may_be_zero and number == 0 and unit in ("", *_TIMES):
+        return 0.0
+    if unit not in _TIMES:
+        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
+    return _above_zero(name, number * _TIMES[unit], text, rule)
+
+
+def parse_count(name: str, text: str) -> int:
+    """The whole number that "124M", "11173962", "11,173,962" or "1.5B" stands for.
+
+    Raises:
+        ArgumentError: not a whole number of at least 1.
+    """
+    rule = "a whole number of at least 1, such as 11173962, 124M or 1.5B"
+    number, unit = _split(name, text, rule)
+    if unit.lower() not in _COUNTS:
+        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
+    count = _above_zero(name, number * _COUNTS[unit.lower()], text, rule)
+    if abs(count - round(count)) > 1e-6 * count or round(count) < 1:
+        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
+    return round(count)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes of "16GB" or "16 GiB".
+
+    Raises:
+        ArgumentError: not a size above zero.
+    """
+    rule = "a size above 0 such as 16GB or 16GiB"
+    number, unit = _split(name, text, rule)
+    if unit.lower() not in _SIZES:
+        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
+    return int(_above_zero(name, number * _SIZES[unit.lower()], text, rule))
+
+
+def _split(name: str, text: str, rule: str) -> tuple[float, str]:
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
+    return float(found[1].replace(",", "").replace("_", "")), found[2]
+
+
+def _above_zero(name: str, number: float, text: str, rule: str) -> float:
+    if not 0 < number < math.inf:
+        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
+    return number
+
+
+def format_bandwidth(bits_per_s: float) -> str:
+    """A bandwidth for people: 100 Mbit/s."""
+    return f"{_scaled(bits_per_s, _DECIMAL)}bit/s"
+
+
+def format_size(num_bytes: float) -> str:
+    """A size for people: 1.2 MB."""
+    return f"{_scaled(num_bytes, _DECIMAL)}B"
+
+
+def format_time(seconds: float) -> str:
+    """A time for people: 12.3 ms."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def _scaled(number: float, prefixes: dict[str, float]) -> str:
+    prefix, factor = max(
+        ((prefix, factor) for prefix, factor in prefixes.items() if number >= 0.9995 * factor),
+        key=lambda pair: pair[1],
+        default=("", 1.0),
+    )
+    shown = f"{number / factor:.3g}" if number / factor < 999.5 else f"{number / factor:,.0f}"
+    return f"{shown} {prefix if prefix == 'k' else prefix.upper()}"

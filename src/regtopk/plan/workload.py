@@ -1,0 +1,140 @@
+"""What is exchanged: the sizes of a model's gradients, and how long its step takes without an exchange."""
+
+import importlib
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regtopk.core.worker import Layout
+from regtopk.errors import ArgumentError
+
+SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
+_NUM_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The gradients of a model.
+
+    Args:
+        shapes: of the trainable parameters.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """J, the number of parameters."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    @property
+    def layout(self) -> Layout:
+        """The parameters one after another."""
+        return Layout.of_shapes((str(n), shape, _kind(shape)) for n, shape in enumerate(self.shapes))
+
+    @classmethod
+    def of_size(cls, numel: int) -> "Workload":
+        """As many parameters in square matrices, and a vector of what is left over."""
+        num_matrices, rest = divmod(numel, SIDE * SIDE)
+        matrices = ((SIDE, SIDE),) * num_matrices
+        return cls((*matrices, (rest,)) if rest else matrices)
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> "Workload":
+        """The trainable parameters of a model."""
+        shapes = tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
+        if sum(prod(shape) for shape in shapes) == 0:
+            raise ArgumentError(
+                f"model must have parameters that require a gradient, got none in {type(model).__name__}"
+            )
+        return cls(shapes)
+
+
+def _kind(shape: tuple[int, ...]) -> str:
+    return {2: "linear", 4: "conv"}.get(len(shape), "other" if len(shape) > 1 else "bias")
+
+
+def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """Call what "pkg.module:callable" names, and take the model it returns, or the model and its inputs.
+
+    Raises:
+        ArgumentError: it cannot be imported or called (its own error is shown), or returns something else.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise ArgumentError(f"model must be pkg.module:callable, got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` would
+    try:
+        made: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            made = getattr(made, part)
+        made = made()
+    except Exception as error:
+        raise ArgumentError(
+            f"model must be importable and callable without arguments, but {spec!r} failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            "model must return a torch.nn.Module, or one and its inputs, got "
+            f"{type(model).__name__} from {spec!r}"
+        )
+    if inputs is not None and not isinstance(inputs, (tuple, list)):
+        inputs = (inputs,)
+    return model, None if inputs is None else tuple(inputs)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape that "20,3,32,32" means."""
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise ArgumentError(
+            f"input shape must be whole numbers of at least 1, such as 20,3,32,32, got {text!r}"
+        )
+    return shape
+
+
+def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> float:
+    """Seconds of a forward and backward pass here: the median of a few, after one to warm up.
+
+    Raises:
+        ArgumentError: the model fails on these inputs (its own error is shown).
+    """
+    model.to(device).train()
+    on_device = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
+    times = []
+    try:
+        for _ in range(_NUM_STEPS + 1):
+            model.zero_grad()
+            start = time.perf_counter()
+            _some_loss(model(*on_device)).backward()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    except Exception as error:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]
+        raise ArgumentError(
+            f"model must run forward and backward on its inputs, but with {shapes} it failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return statistics.median(times[1:])
+
+
+def _some_loss(output: Any) -> Tensor:
+    """A number to differentiate: the sum of the first tensor of real numbers found in an output."""
+    if isinstance(output, Tensor):
+        return output.float().sum()
+    parts = list(output.values()) if isinstance(output, dict) else list(output)
+    return _some_loss(parts[0])
