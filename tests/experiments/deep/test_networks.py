@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.experiments.deep.networks.enlarge import enlarge
 from regtopk.experiments.deep.networks.gpt import GPT
 from regtopk.experiments.deep.networks.norm import GroupNorm
 from regtopk.experiments.deep.networks.resnet import resnet18
@@ -125,9 +124,6 @@ def test_resnet_refuses_unknown_parts() -> None:
         resnet18(norm="layer")  # type: ignore[arg-type]
 
 
-def test_images_are_enlarged_where_they_are_smaller() -> None:
-    images = torch.rand(2, 3, 32, 32).to(memory_format=torch.channels_last)
-    large = enlarge(images, 160)
-    assert large.shape == (2, 3, 160, 160) and large.is_contiguous(memory_format=torch.channels_last)
-    assert torch.allclose(large.mean((2, 3)), images.mean((2, 3)), atol=1e-5)
-    assert enlarge(images, 32) is images
+def test_the_small_network_takes_grey_images_too() -> None:
+    network, grey = make("small-cnn"), torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(network(grey), network(grey.repeat(1, 3, 1, 1)))

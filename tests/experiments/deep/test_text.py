@@ -13,7 +13,7 @@ def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(content, encoding="utf-8", newline="")
     text = load_text(tmp_path / "text")
     vocabulary = sorted(set(content))
-    assert text.num_tokens == len(vocabulary) == 6
+    assert text.vocabulary_size == len(vocabulary) == 6
     assert (len(text.train), len(text.test)) == (2700, 300)
     assert "".join(vocabulary[token] for token in torch.cat([text.train, text.test]).tolist()) == content
 
@@ -21,8 +21,8 @@ def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:
 def test_library_sources_are_two_megabytes_of_ascii() -> None:
     text = load_text()
     assert len(text.train) + len(text.test) == 2_000_000
-    assert 90 < text.num_tokens <= 128 and text.train.dtype == torch.int64
-    assert int(text.train.min()) >= 0 and int(text.train.max()) < text.num_tokens
+    assert 90 < text.vocabulary_size <= 128 and text.train.dtype == torch.int64
+    assert int(text.train.min()) >= 0 and int(text.train.max()) < text.vocabulary_size
     assert all(torch.equal(a, b) for a, b in zip(text[:2], load_text()[:2], strict=True))
 
 

@@ -20,7 +20,7 @@ class Text(NamedTuple):
 
     train: Tensor
     test: Tensor
-    num_tokens: int
+    vocabulary_size: int
 
 
 def load_text(path: Path | None = None) -> Text:

@@ -20,8 +20,8 @@ class SmallCnn(nn.Module):
         self.fc = nn.Linear(48, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores (B, num_classes) of images (B, 3, H, W)."""
-        x = F.relu(self.bn1(self.conv1(images)), inplace=True)
+        """Scores (B, num_classes) of images (B, 3, H, W), or (B, 1, H, W): grey ones."""
+        x = F.relu(self.bn1(self.conv1(images.expand(-1, 3, -1, -1))), inplace=True)
         x = F.relu(self.bn2(self.conv2(x)), inplace=True)
         x = F.relu(self.bn3(self.conv3(x)), inplace=True)
         scores: Tensor = self.fc(x.mean((2, 3)))
