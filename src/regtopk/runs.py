@@ -81,16 +81,30 @@ class RunWriter:
         folder: made if missing; refused if it holds a run.
         header: what config.json will say.
         force: replace a run that is there.
+        resume: go on with a run that is there, if there is one.
+        shared: settings in which it must agree with the new header.
 
     Raises:
-        OutputError: the folder cannot be written, or holds a run and force is off.
+        OutputError: the folder cannot be written, holds a run and neither is on, or holds one of other
+            settings.
     """
 
-    def __init__(self, folder: Path, header: Mapping[str, Any], *, force: bool = False) -> None:
-        claim_folder(folder, force=force)
+    def __init__(
+        self,
+        folder: Path,
+        header: Mapping[str, Any],
+        *,
+        force: bool = False,
+        resume: bool = False,
+        shared: Mapping[str, Any] | None = None,
+    ) -> None:
+        if resume and (folder / CONFIG).exists():
+            header = _continued(folder, header, shared or {})
+        else:
+            claim_folder(folder, force=force)
         self.folder = folder
         write_json(folder / CONFIG, header)
-        self._metrics = (folder / METRICS).open("w", encoding="utf-8")
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -119,6 +133,25 @@ class RunWriter:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary: from now on the run counts as finished."""
         write_json(self.folder / SUMMARY, summary)
+
+
+def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The header of a run that goes on: as it was, with the new command after the old ones."""
+    old = read_header(folder)
+    for key, value in shared.items():
+        was = old.get("config", {}).get(key)
+        if was != value:
+            raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
+    commands = [*old["command"].splitlines(), header["command"]]
+    _drop_torn_line(folder / METRICS)
+    return {**old, **header, "command": "\n".join(dict.fromkeys(commands))}
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Remove the half-written record that a kill can leave at the end."""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 
 
 def claim_folder(folder: Path, *, force: bool) -> None:
@@ -187,7 +220,34 @@ def read_run(folder: Path) -> Run:
         OutputError: there is none, or it was not finished.
     """
     header, summary = read_header(folder), _read_json(folder, SUMMARY)[0]
-    return Run(folder, header, _read_json(folder, METRICS, by_line=True), summary)
+    return Run(folder, header, merge_seeds(read_records(folder)), summary)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a run so far."""
+    return _read_json(folder, METRICS, by_line=True)
+
+
+def merge_seeds(records: Sequence[Record]) -> list[Record]:
+    """Records of single seeds, by method and step, as one record with a list of values each.
+
+    Where a step of a run was recorded twice, before and after it was resumed, the later one counts.
+    """
+    if not records or "seed" not in records[0]:
+        return list(records)
+    merged: dict[tuple[Any, Any], dict[int, Record]] = {}
+    for record in records:
+        merged.setdefault((record["method"], record["step"]), {})[record["seed"]] = record
+    return [_as_lists([by_seed[seed] for seed in sorted(by_seed)]) for by_seed in merged.values()]
+
+
+def _as_lists(records: Sequence[Record]) -> Record:
+    """Measured numbers become lists, except the bytes, which are averaged."""
+    first = dict(records[0])
+    for name in ("accuracy", "loss", "test_loss"):
+        first[name] = [record[name] for record in records if record[name] is not None]
+    first["payload_bytes"] = sum(record["payload_bytes"] for record in records) / len(records)
+    return first
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

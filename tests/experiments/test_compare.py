@@ -176,7 +176,7 @@ def test_like_is_read() -> None:
 
 def test_a_probe_measures_what_is_sent() -> None:
     task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0])
-    payload = Probe(task).payload(make_method("topk", density=0.01, value_code=None), "raw32")
+    payload = Probe.of_task(task).payload(make_method("topk", density=0.01, value_code=None), "raw32")
     assert payload == 32 + 8 * 48
 
 

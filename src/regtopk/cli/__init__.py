@@ -15,9 +15,12 @@ from rich.table import Table
 from regtopk import ALGORITHMS, __version__
 from regtopk.cli.compare import compare
 from regtopk.cli.doctor import doctor
+from regtopk.cli.fig3 import reproduce_fig3
 from regtopk.cli.parts import Force, Json, Settings, as_typed, progress_bar, say_errors, show
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
+from regtopk.experiments.deep.config import PRESETS
+from regtopk.experiments.settings import check_word
 from regtopk.report import write_report
 from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
 
@@ -38,6 +41,8 @@ DEMO = {
     ),
     "command": "regtopk demo",
 }
+FIG3 = "fig3"
+REPRODUCED = (*EXPERIMENTS, FIG3)
 RUNS = {**EXPERIMENTS, TRAIN.name: TRAIN}
 OPTIONS = {"num_seeds": "--seeds", "device": "--device"}  # settings that have an option of their own
 TRAIN_OPTIONS = {
@@ -99,17 +104,48 @@ def _plain(default: Any) -> Any:
 @app.command()
 @say_errors
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
+    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(REPRODUCED)}.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the run; out/EXPERIMENT if not given.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="How many data seeds, from 0 on.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="How many data seeds, from 0 on; of fig3 also which: 3,4,5 or 2-6.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"Protocol of fig3: {', '.join(PRESETS)}.", show_default="paper")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Of fig3: NAME[:OPTION=VALUE]... with commas, also lr and index_code.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Of fig3: where the data set is.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Of fig3: file of weights to start from.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Of fig3: add to the runs that the folder holds.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Of fig3: only bit-reproducible kernels.")
+    ] = False,
     settings: Settings = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Run one of the paper's experiments; write records, figures and a page."""
-    if experiment not in EXPERIMENTS:
-        raise ArgumentError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {experiment!r}")
+    check_word("experiment", experiment, REPRODUCED)
+    own = {
+        "preset": preset,
+        "methods": methods,
+        "data": data,
+        "weights": weights,
+        "deterministic": "true" if deterministic else None,
+    }
+    if experiment == FIG3:
+        given = {**own, "seeds": seeds, "device": device}
+        reproduce_fig3(given, list(settings or ()), out, resume=resume, force=force, as_json=as_json)
+        return
+    if any(value is not None for value in own.values()) or resume:
+        raise ArgumentError(
+            f"--preset, --methods, --data, --weights, --resume and --deterministic belong to fig3, "
+            f"got one of them with {experiment!r}"
+        )
     chosen = list(settings or ())
     has_seeds = any(f.name == "num_seeds" for f in fields(EXPERIMENTS[experiment].config))
     if seeds is not None and has_seeds:

@@ -1,10 +1,13 @@
 """Which density makes a method send a given number of bytes: found by asking the method itself."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.experiments.tasks import Task
 from regtopk.simulate import Cluster
@@ -14,25 +17,38 @@ TOLERANCE = 0.005  # of the density's logarithm
 
 
 class Probe:
-    """A few steps' gradients of a task's first seed, to measure what a method sends."""
+    """A few steps' gradients, to measure what a method sends.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    Args:
+        grads: (N, J) of each step.
+        weights: w_n.
+        layout: which parameter owns which entries.
+    """
+
+    def __init__(self, grads: Sequence[Tensor], weights: Sequence[float] | None, layout: Layout) -> None:
+        self.grads = grads
+        self.weights = weights
+        self.layout = layout
+
+    @classmethod
+    def of_task(cls, task: Task) -> "Probe":
+        """From the first steps of a task's first seed, at its first model."""
         models = task.start()
-        self.grads = [task.grads(models, step)[0][0] for step in range(NUM_STEPS)]
+        grads = [task.grads(models, step)[0][0] for step in range(NUM_STEPS)]
+        return cls(grads, task.weights[0], task.layout)
 
     def payload(self, algorithm: Algorithm[Any], index_code: str) -> float:
         """Mean payload of a worker and step."""
         cluster = Cluster(
             algorithm,
-            num_workers=self.task.config.num_workers,
-            weights=self.task.weights[0],
-            layout=self.task.layout,
+            num_workers=len(self.grads[0]),
+            weights=self.weights,
+            layout=self.layout,
             index_code=index_code,
         )
         for grads in self.grads:
             cluster.step(grads)
-        return float(cluster.total.payload_bytes.double().mean()) / NUM_STEPS
+        return float(cluster.total.payload_bytes.double().mean()) / len(self.grads)
 
     def find_density(
         self, make: Callable[[float], Algorithm[Any]], index_code: str, budget: float, *, name: str
@@ -42,7 +58,7 @@ class Probe:
         Raises:
             ArgumentError: a single entry already takes more.
         """
-        low, high = math.log(1 / self.task.layout.numel), 0.0
+        low, high = math.log(1 / self.layout.numel), 0.0
         smallest = self.payload(make(math.exp(low)), index_code)
         if smallest > budget:
             raise ArgumentError(

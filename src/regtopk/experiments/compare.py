@@ -45,7 +45,7 @@ def _plan(config: CompareConfig, task: Task) -> list[tuple[str, float | None]]:
             for method in config.methods
             for density in (config.densities if takes_density(method) else (None,))
         ]
-    probe, budget = Probe(task), config.bytes_per_step
+    probe, budget = Probe.of_task(task), config.bytes_per_step
     if config.like:
         name, density, index_code, value_code = parse_like(config.like)
         reference = make_method(name, density=density, value_code=value_code)

@@ -1,17 +1,19 @@
 """Image data sets from where the user has them: digits, Fashion-MNIST, CIFAR-10.
 
-Nothing is fetched. Understood layouts:
+Nothing is fetched. Understood layouts (docs/data.md describes them):
 
     digits         scikit-learn's, in its wheel; no path needed
     fashion-mnist  a folder with the four IDX files, gzipped or not (Debian: dataset-fashion-mnist)
     cifar10        the folder of the official archive (data_batch_1 ... test_batch), an image folder
-                   (train/CLASS/*.png, test/CLASS/*.png), or a packed file (.npz of JPEGs, see docs/data.md)
+                   (train/CLASS/*.png, test/CLASS/*.png), or a packed file (.npz of JPEGs)
 """
 
 import gzip
 import pickle
+import zipfile
 from collections.abc import Callable
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,8 @@ from regtopk.errors import ArgumentError, MissingExtraError
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 FASHION_COUNTS = {"train": 60_000, "t10k": 10_000}
 CIFAR_COUNTS = {"train": 50_000, "test": 10_000}
+CIFAR_CLASSES = 10
+CIFAR_SHAPE = (32, 32, 3)
 
 
 class Images(NamedTuple):
@@ -44,8 +48,11 @@ def load_images(name: str, path: Path | None, device: str) -> Images:
     """
     if name not in LOADERS:
         raise ArgumentError(f"data set must be one of {', '.join(LOADERS)}, got {name!r}")
-    images = LOADERS[name](path)
-    return Images(*(tensor.to(device) for tensor in images))
+    images = Images(*(tensor.to(device) for tensor in LOADERS[name](path)))
+    if images.train.is_floating_point():
+        return images
+    # bytes until here: they travel to a device in a quarter of the time
+    return images._replace(train=images.train.float() / 255, test=images.test.float() / 255)
 
 
 def load_digits(path: Path | None) -> Images:
@@ -71,7 +78,7 @@ def load_fashion_mnist(path: Path | None) -> Images:
         images = _read_idx(folder, f"{split}-images-idx3-ubyte")
         labels = _read_idx(folder, f"{split}-labels-idx1-ubyte")
         _check_counts(folder, split, len(images), len(labels), count)
-        parts += [torch.tensor(images).flatten(1).float() / 255, torch.tensor(labels).long()]
+        parts += [torch.tensor(images).flatten(1), torch.tensor(labels).long()]
     return Images(*parts)
 
 
@@ -109,19 +116,27 @@ def load_cifar10(path: Path | None) -> Images:
 
 
 def _load_batches(folder: Path) -> Images:
-    def read(names: list[str]) -> tuple[Tensor, Tensor]:
-        batches = []
-        for name in names:
-            with (folder / name).open("rb") as file:
-                batches.append(_PlainUnpickler(file, encoding="bytes").load())
-        pixels = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32)
-        labels = np.concatenate([np.asarray(batch[b"labels"]) for batch in batches])
-        return torch.tensor(pixels).float() / 255, torch.tensor(labels).long()
+    def read(split: str, names: list[str]) -> tuple[Tensor, Tensor]:
+        batches = [_read_batch(folder / name) for name in names]
+        pixels = np.concatenate([pixels for pixels, _ in batches])
+        labels = np.concatenate([labels for _, labels in batches])
+        _check_cifar(folder, split, len(pixels), labels)
+        return torch.tensor(pixels), torch.tensor(labels).long()
 
-    train, test = read([f"data_batch_{i}" for i in range(1, 6)]), read(["test_batch"])
-    for split, (images, labels) in {"train": train, "test": test}.items():
-        _check_counts(folder, split, len(images), len(labels), CIFAR_COUNTS[split])
-    return Images(*train, *test)
+    return Images(*read("train", [f"data_batch_{i}" for i in range(1, 6)]), *read("test", ["test_batch"]))
+
+
+def _read_batch(path: Path) -> tuple[Any, Any]:
+    try:
+        with path.open("rb") as file:
+            batch = _PlainUnpickler(file, encoding="bytes").load()
+        return batch[b"data"].reshape(-1, 3, 32, 32), np.asarray(batch[b"labels"])
+    except (OSError, EOFError, pickle.UnpicklingError, LookupError, AttributeError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"data batches must be those of CIFAR-10's Python archive, got {path}: {error!r}"
+        ) from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -137,18 +152,23 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _load_packed(path: Path) -> Images:
     """All JPEG files one after another, with offsets and labels: decoded here, once."""
-    packed = np.load(path)
+    try:
+        packed = dict(np.load(path))
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ArgumentError(f"packed file must be a whole .npz file, got {path}: {error}") from error
     parts = []
-    for split, count in CIFAR_COUNTS.items():
+    for split in CIFAR_COUNTS:
         names = [f"{split}_{part}" for part in ("jpeg", "offsets", "labels")]
         missing = [name for name in names if name not in packed]
         if missing:
             raise ArgumentError(f"packed file must hold {', '.join(names)}, got {path} without {missing}")
         jpegs, offsets, labels = (packed[name] for name in names)
-        _check_counts(path, split, len(offsets) - 1, len(labels), count)
-        pixels = np.empty((count, 32, 32, 3), np.uint8)
-        for i in range(count):
-            pixels[i] = _decode(jpegs[offsets[i] : offsets[i + 1]].tobytes())
+        _check_cifar(path, split, len(offsets) - 1, labels)
+        if offsets[0] != 0 or offsets[-1] != len(jpegs) or (np.diff(offsets) <= 0).any():
+            raise ArgumentError(f"{split}_offsets must rise from 0 to the {len(jpegs):,} bytes in {path}")
+        pixels = np.empty((len(labels), *CIFAR_SHAPE), np.uint8)
+        for i, (start, end) in enumerate(pairwise(offsets)):
+            pixels[i] = _decode(jpegs[start:end].tobytes(), f"{split} image {i} of {path}")
         parts += [_to_channels_first(pixels), torch.tensor(labels).long()]
     return Images(*parts)
 
@@ -156,28 +176,45 @@ def _load_packed(path: Path) -> Images:
 def _load_image_folder(path: Path) -> Images:
     parts = []
     classes = sorted(folder.name for folder in (path / "train").iterdir() if folder.is_dir())
-    for split in ("train", "test"):
-        pixels, labels = [], []
-        for label, name in enumerate(classes):
-            for file in sorted((path / split / name).glob("*")):
-                pixels.append(_decode(file.read_bytes()))
-                labels.append(label)
-        if not pixels:
-            raise ArgumentError(f"image folder must hold {split}/CLASS/*, got {path}: {_found(path / split)}")
-        parts += [_to_channels_first(np.stack(pixels)), torch.tensor(labels)]
+    for split in CIFAR_COUNTS:
+        files = [
+            (label, file)
+            for label, name in enumerate(classes)
+            for file in sorted((path / split / name).glob("[!.]*"))
+        ]
+        labels = np.array([label for label, _ in files], np.int64)
+        _check_cifar(path, split, len(files), labels)
+        pixels = np.stack([_decode(file.read_bytes(), str(file)) for _, file in files])
+        parts += [_to_channels_first(pixels), torch.tensor(labels)]
     return Images(*parts)
 
 
 def _to_channels_first(pixels: Any) -> Tensor:
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float() / 255
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
-def _decode(image: bytes) -> Any:
+def _decode(image: bytes, where: str) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("image files need Pillow: pip install 'regtopk[plots]'") from error
-    return np.asarray(Image.open(BytesIO(image)).convert("RGB"))
+        raise MissingExtraError("image files need Pillow: pip install 'regtopk[experiments]'") from error
+    try:
+        pixels = np.asarray(Image.open(BytesIO(image)).convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
+        raise ArgumentError(f"image files must be whole, got {where}: {error}") from error
+    if pixels.shape != CIFAR_SHAPE:
+        raise ArgumentError(f"images must be 32 x 32 pixels, got {pixels.shape[:2]} in {where}")
+    return pixels
+
+
+def _check_cifar(path: Path, split: str, num_images: int, labels: Any) -> None:
+    """As many images as CIFAR-10 has, and as many of each class."""
+    _check_counts(path, split, num_images, len(labels), CIFAR_COUNTS[split])
+    per_class = np.bincount(labels).tolist()
+    if per_class != [CIFAR_COUNTS[split] // CIFAR_CLASSES] * CIFAR_CLASSES:
+        raise ArgumentError(
+            f"{split} part must hold as many images of each of {CIFAR_CLASSES} classes, got {per_class} in {path}"
+        )
 
 
 def _check_counts(path: Path, split: str, num_images: int, num_labels: int, expected: int) -> None:

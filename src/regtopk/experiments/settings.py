@@ -1,7 +1,7 @@
 """Configurations of experiments: from `key=value` words to a checked, frozen dataclass."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -13,10 +13,17 @@ from regtopk.errors import ArgumentError
 ConfigT = TypeVar("ConfigT")
 
 
-def parse_settings(config_class: type[ConfigT], settings: Sequence[str]) -> ConfigT:
+def parse_settings(
+    config_class: type[ConfigT], settings: Sequence[str], base: Mapping[str, Any] | None = None
+) -> ConfigT:
     """Build a configuration from its defaults and some `key=value` words.
 
     A value is read as the type of the default: an integer, a number, a word, or numbers with commas.
+
+    Args:
+        config_class: the dataclass.
+        settings: the words.
+        base: settings of a preset, which the words may change.
 
     Raises:
         ArgumentError: a word without "=", an unknown key (the nearest one is named), a key given twice,
@@ -36,17 +43,29 @@ def parse_settings(config_class: type[ConfigT], settings: Sequence[str]) -> Conf
         if key in chosen:
             raise ArgumentError(f"each setting must be given once, got {key} twice")
         chosen[key] = _parse(key, text, defaults[key])
-    return config_class(**chosen)
+    return config_class(**{**(base or {}), **chosen})
 
 
 def _parse(key: str, text: str, default: Any) -> Any:
     try:
         if isinstance(default, tuple):
             return tuple(float(part) for part in text.split(","))
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[text.lower()]
         return type(default)(text)
-    except ValueError:
+    except (ValueError, KeyError):
         kind = "numbers with commas" if isinstance(default, tuple) else f"of type {type(default).__name__}"
         raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
+
+
+def check_word(name: str, word: str, words: Iterable[str]) -> None:
+    """Refuse a word that is not among some; the nearest one is named."""
+    known = list(words)
+    if word not in known:
+        nearest = get_close_matches(word, known, n=1, cutoff=0.0)[0]
+        raise ArgumentError(
+            f"{name} must be one of {', '.join(known)}, got {word!r} (did you mean {nearest!r}?)"
+        )
 
 
 def check_count(name: str, count: int) -> None:

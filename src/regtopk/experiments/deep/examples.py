@@ -1,0 +1,74 @@
+"""Training and test examples, resident on the device."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from regtopk.errors import ArgumentError
+from regtopk.experiments.deep.text import load_text, windows
+from regtopk.experiments.images import Images, load_images
+from regtopk.experiments.tasks import standardised
+
+DATA_SETS = ("cifar10", "digits", "text")
+
+
+class Examples(NamedTuple):
+    """Images (n, height, width, channels) in float32 with labels (n,), or tokens (n, length) with the next.
+
+    `labels` is what splits sort by, on the CPU: the class of an image, the place of a text window.
+    """
+
+    train: Tensor
+    train_targets: Tensor
+    test: Tensor
+    test_targets: Tensor
+    labels: Tensor
+    num_classes: int
+
+    def read(self, inputs: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """As a network takes them: images in its precision, channels last in memory, `size` wide (0: any)."""
+        if not inputs.is_floating_point():
+            return inputs
+        images = inputs.to(dtype).permute(0, 3, 1, 2)
+        if size in (0, images.shape[-1]):
+            return images
+        return F.interpolate(images, size=(size, size), mode="bilinear", antialias=False)
+
+
+def load_examples(data_set: str, data: str, device: str) -> Examples:
+    """Load a data set.
+
+    Args:
+        data_set: one of `DATA_SETS`.
+        data: where it is; empty where it needs no place.
+        device: where the examples go.
+    """
+    if data_set not in DATA_SETS:
+        raise ArgumentError(f"data_set must be one of {', '.join(DATA_SETS)}, got {data_set!r}")
+    path = Path(data) if data else None
+    return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device)
+
+
+def _of_images(data_set: str, path: Path | None, device: str) -> Examples:
+    images = standardised(load_images(data_set, path, device))
+    if data_set == "digits":
+        images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))
+    return Examples(*_channels_last(images), images.train_labels.cpu(), int(images.train_labels.max()) + 1)
+
+
+def _channels_last(images: Images) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    train, test = (x.permute(0, 2, 3, 1).contiguous() for x in (images.train, images.test))
+    return train, images.train_labels, test, images.test_labels
+
+
+def _of_text(path: Path | None, device: str) -> Examples:
+    text = load_text(path)
+    train, test = (windows(tokens).to(device) for tokens in (text.train, text.test))
+    places = torch.arange(len(train))
+    return Examples(
+        train[:, :-1].contiguous(), train[:, 1:].contiguous(),
+        test[:, :-1].contiguous(), test[:, 1:].contiguous(), places, text.vocabulary_size,
+    )  # fmt: skip

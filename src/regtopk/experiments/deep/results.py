@@ -1,0 +1,161 @@
+"""From the records of deep trainings, one a (method, seed, step), to tables and figures."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from regtopk.experiments.compare import is_topk
+from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.deep.method import Method
+from regtopk.experiments.experiment import Summary
+from regtopk.experiments.statistics import paired_difference, spread
+from regtopk.runs import Panel, Record
+
+LAST_EVALUATIONS = 5  # what a run's accuracy is the mean of
+PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
+NOT_PRACTICAL = ("global-topk", "dense")  # asks for what no cluster can know; sends everything
+
+
+def is_finished(records: Sequence[Record], config: DeepConfig, label: str, seed: int) -> bool:
+    """Whether a (method, seed) ran to its end."""
+    last = label, seed, config.num_rounds
+    return any((r["method"], r["seed"], r["step"]) == last for r in records)
+
+
+def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
+    """Every finished method: accuracy by seed, mean, spread, bytes, time, and the difference from Top-k."""
+    finals = _finals(config, records)
+    base = next((label for label in finals if is_topk(Method.parse(label, lr=1.0).spec)), None)
+    results = [_result(config, records, label, finals, base) for label in finals]
+    return {
+        "preset": config.preset,
+        "metric": "accuracy",
+        "base": base,
+        "results": results,
+        "claim": _claim(finals, base) if config.like else None,
+        "minutes": sum(result["minutes"] for result in results),
+        "hardware": sorted({r["hardware"] for r in records}),
+        "table": _table(results),
+    }
+
+
+def _finals(config: DeepConfig, records: Sequence[Record]) -> dict[str, dict[int, float]]:
+    """Accuracy of each finished run, by method and seed."""
+    runs: dict[str, dict[int, dict[int, float]]] = {}
+    for r in records:
+        runs.setdefault(r["method"], {}).setdefault(r["seed"], {})[r["step"]] = r["accuracy"]
+    finals: dict[str, dict[int, float]] = {}
+    for label, by_seed in runs.items():
+        for seed, curve in sorted(by_seed.items()):
+            if config.num_rounds in curve:
+                last = [curve[step] for step in sorted(curve)[-LAST_EVALUATIONS:]]
+                finals.setdefault(label, {})[seed] = fmean(last)
+    return finals
+
+
+def _result(
+    config: DeepConfig,
+    records: Sequence[Record],
+    label: str,
+    finals: dict[str, dict[int, float]],
+    base: str | None,
+) -> dict[str, Any]:
+    own = finals[label]
+    ends = [r for r in records if r["method"] == label and r["step"] == config.num_rounds]
+    mean, std = spread(list(own.values()))
+    return {
+        "method": label,
+        "density": ends[0]["density"],
+        "lr": ends[0]["lr"],
+        "seeds": list(own),
+        "final": list(own.values()),
+        "mean": mean,
+        "std": std,
+        "payload_bytes_per_step": fmean(r["payload_bytes"] / r["step"] for r in ends),
+        "difference_from_topk": None if base in (None, label) else difference(own, finals[base]),
+        "diverged": [r["seed"] for r in ends if r["diverged"]],
+        "minutes": sum(r["time_s"] for r in ends) / 60,
+        "seconds_a_run": fmean(r["time_s"] for r in ends),
+        "compress_share": sum(r["compress_s"] for r in ends) / sum(r["time_s"] for r in ends),
+    }
+
+
+def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] | None:
+    """Of the seeds both have; None if there is none."""
+    shared = [seed for seed in own if seed in base]
+    if not shared:
+        return None
+    found = paired_difference([own[seed] for seed in shared], [base[seed] for seed in shared])
+    return {**found, "seeds": shared}
+
+
+def _claim(finals: dict[str, dict[int, float]], base: str | None) -> dict[str, Any] | None:
+    """The best practical method on the picking seeds, and what it gains over Top-k on fresh ones."""
+    if base is None:
+        return None
+    candidates = {
+        label: fmean(own[seed] for seed in PICKING_SEEDS)
+        for label, own in finals.items()
+        if label != base
+        and all(seed in own for seed in PICKING_SEEDS)
+        and Method.parse(label, lr=1.0).spec.split(":")[0] not in NOT_PRACTICAL
+    }
+    if not candidates:
+        return None
+    best = max(candidates, key=lambda label: candidates[label])
+    fresh = {seed: value for seed, value in finals[best].items() if seed not in PICKING_SEEDS}
+    return {
+        "method": best,
+        "picked_on": list(PICKING_SEEDS),
+        "accuracy_there": candidates[best],
+        "against": base,
+        "gain": difference(fresh, finals[base]),
+    }
+
+
+def _table(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for result in sorted(results, key=lambda r: (bool(r["diverged"]), -r["mean"])):  # diverged ones last
+        found = result["difference_from_topk"]
+        has_interval = found is not None and found["low"] is not None
+        rows.append(
+            {
+                "measure": result["method"],
+                "density": result["density"],
+                "bytes a step": round(result["payload_bytes_per_step"]),
+                "lr": result["lr"],
+                "accuracy": result["mean"],
+                "± std": result["std"],
+                "seeds": len(result["seeds"]),
+                "from Top-k": None if found is None else found["mean"],
+                "95 % interval": f"{found['low']:+.2f} … {found['high']:+.2f}" if has_interval else None,
+                "diverged": len(result["diverged"]) or None,
+                "s a run": result["seconds_a_run"],
+                "compress, %": 100 * result["compress_share"],
+            }
+        )
+    return rows
+
+
+def panels(config: DeepConfig) -> Sequence[Panel]:
+    """Accuracy and loss by round (beside the published curves), accuracy by bytes, and where each ended."""
+    y_label = "test accuracy, %"
+    by_round = Panel("Accuracy, by rounds", "step", "accuracy", "round", y_label)
+    if config.preset == "paper":
+        by_round = Panel(
+            "Accuracy, by rounds; published as circles",
+            "step",
+            "accuracy",
+            "round",
+            y_label,
+            dots="published",
+        )
+    return (
+        by_round,
+        Panel("Training loss", "step", "loss", "round", "training loss"),
+        Panel(
+            "Accuracy, by bytes", "payload_bytes", "accuracy", "bytes a worker has contributed", y_label,
+            log_x=True,
+        ),
+        Panel("Accuracy of the last evaluation", "step", "accuracy", y_label, "", marks="bars"),
+    )  # fmt: skip

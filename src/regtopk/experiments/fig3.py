@@ -1,0 +1,211 @@
+"""Figure 3 and its relatives: deep networks trained by simulated workers.
+
+GPU time is scarce, so an experiment runs in slices: any methods and seeds, each adding its runs to the same
+folder. A (method, seed) that is finished there is never run again.
+"""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.deep.engine import Engine, Quality
+from regtopk.experiments.deep.examples import load_examples
+from regtopk.experiments.deep.method import Method
+from regtopk.experiments.deep.plan import Densities, first_params, make_engine
+from regtopk.experiments.deep.results import is_finished, panels, summarise
+from regtopk.experiments.deep.training import Training
+from regtopk.experiments.experiment import Summary
+from regtopk.experiments.threads import threads_for
+from regtopk.runs import Record, RunWriter, make_header, read_records
+
+TITLE = "Deep networks"
+PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
+BATCH_NORMED = ("resnet18", "resnet18-imagenet", "efficientnet-lite0")
+CHECKPOINT = "checkpoint.pt"
+Say = Callable[[float, str], None]  # the fraction done, and a few words
+
+
+def record(
+    config: DeepConfig,
+    folder: Path,
+    *,
+    command: str,
+    resume: bool = False,
+    force: bool = False,
+    say: Say = lambda fraction, words: None,
+) -> Summary:
+    """Run what of a slice is not yet in the folder; summarise all that is there."""
+    header = make_header(
+        "fig3",
+        title=f"{TITLE}: {config.preset}",
+        about=_about(config),
+        command=command,
+        config=asdict(config),
+        panels=panels(config),
+    )
+    with RunWriter(folder, header, force=force, resume=resume, shared=config.protocol) as writer:
+        for record in _run(config, folder, _open_groups(config, read_records(folder)), say):
+            writer.add(record)
+        summary = summarise(config, read_records(folder))
+        writer.finish(summary)
+    return summary
+
+
+def _open_groups(config: DeepConfig, records: list[Record]) -> list[tuple[Method, list[int]]]:
+    """What is still to be run: methods, each with the seeds that are trained at once."""
+    groups = []
+    for method in config.parsed_methods:
+        seeds = [s for s in config.parsed_seeds if not is_finished(records, config, method.label, s)]
+        for first in range(0, len(seeds), config.side_by_side):
+            groups.append((method, seeds[first : first + config.side_by_side]))
+    return groups
+
+
+def _run(
+    config: DeepConfig, folder: Path, groups: list[tuple[Method, list[int]]], say: Say
+) -> Iterator[Record]:
+    if not groups:
+        return
+    with _kernels(config):
+        examples = load_examples(config.data_set, config.data, config.device)
+        densities = Densities(config, examples)
+        engines: dict[int, Engine] = {}
+        for place, (method, seeds) in enumerate(groups):
+            if len(seeds) not in engines:
+                engines[len(seeds)] = make_engine(config, examples, len(seeds))
+            start = torch.stack([first_params(config, examples, seed) for seed in seeds])
+            engine, density = engines[len(seeds)], densities.of(method)
+            training = Training(engine, config, method, density=density, start=start, seeds=seeds)
+            with threads_for(engine.layout.numel):
+                for record in _train(config, folder, training, method, seeds):
+                    fraction = (place + record["step"] / config.num_rounds) / len(groups)
+                    say(fraction, f"{method.label}, seed {record['seed']}: {record['accuracy']:.1f} %")
+                    yield record
+
+
+def _train(
+    config: DeepConfig, folder: Path, training: Training, method: Method, seeds: list[int]
+) -> Iterator[Record]:
+    """Train one method's seeds to the end, from where a checkpoint of them stands."""
+    checkpoint = folder / CHECKPOINT
+    is_exact = config.device == "cpu" or config.deterministic
+    spent_s = _resume(training, checkpoint, method, seeds) if is_exact else 0.0
+    start = time.perf_counter()
+    stops = {*range(config.evaluate_every, config.num_rounds, config.evaluate_every), config.num_rounds}
+    for stop in sorted(stop for stop in stops if stop > training.num_rounds):
+        training.run_until(stop)
+        qualities = training.evaluate()
+        time_s = spent_s + time.perf_counter() - start
+        yield from _records(config, training, method, seeds, qualities, time_s)
+        if is_exact:
+            state = {"method": method.label, "seeds": seeds, "time_s": time_s, **training.state_dict()}
+            torch.save(state, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").replace(checkpoint)
+    checkpoint.unlink(missing_ok=True)
+
+
+def _records(
+    config: DeepConfig,
+    training: Training,
+    method: Method,
+    seeds: list[int],
+    qualities: list[Quality],
+    time_s: float,
+) -> Iterator[Record]:
+    """One for each seed; the time of seeds that are trained at once is shared evenly."""
+    published = _published(config, method).get(training.num_rounds)
+    losses, payloads = training.take_losses(), training.payload_bytes
+    for place, seed in enumerate(seeds):
+        quality = qualities[place]
+        record = {
+            "method": method.label,
+            "seed": seed,
+            "step": training.num_rounds,
+            "accuracy": quality.accuracy,
+            "test_loss": _or_none(quality.loss),
+            "loss": _or_none(losses[place]),
+            "density": _density(training),
+            "lr": method.lr,
+            "payload_bytes": payloads[place],
+            "diverged": training.is_diverged[place],
+            "time_s": time_s / len(seeds),
+            "compress_s": training.compress.total_s / len(seeds),
+            "side_by_side": len(seeds),
+            "hardware": hardware(config.device),
+        }
+        yield record if published is None else {**record, "published": published}
+
+
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _resume(training: Training, checkpoint: Path, method: Method, seeds: list[int]) -> float:
+    """Go on from a checkpoint, if it is of these runs; returns the time they had taken."""
+    if not checkpoint.exists():
+        return 0.0
+    state = torch.load(checkpoint, map_location=training.params.device, weights_only=True)
+    if (state["method"], state["seeds"]) != (method.label, seeds):
+        return 0.0
+    training.load_state_dict(state)
+    return float(state["time_s"])
+
+
+def _published(config: DeepConfig, method: Method) -> dict[int, float]:
+    """The paper's accuracy by iteration, for the protocol and the methods it was published of."""
+    if config.preset != "paper" or method.label not in PUBLISHED:
+        return {}
+    path = files("regtopk.experiments") / "published" / "figure3.json"
+    figure = json.loads(path.read_text(encoding="utf-8"))
+    return dict(zip(figure["iteration"], figure[PUBLISHED[method.label]], strict=True))
+
+
+def _density(training: Training) -> float | None:
+    algorithm = training.algorithm
+    k, density = getattr(algorithm, "k", None), getattr(algorithm, "density", None)
+    return density if k is None else k / training.engine.layout.numel
+
+
+def hardware(device: str) -> str:
+    """What a run ran on."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _kernels(config: DeepConfig) -> Iterator[None]:
+    """Reproducible kernels if asked for, fast ones otherwise."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.benchmark = not config.deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0])
+        torch.backends.cudnn.benchmark = was[1]
+
+
+def _about(config: DeepConfig) -> str:
+    statistics = (
+        "each test batch's own statistics"
+        if config.batch_statistics
+        else "the statistics of 2,000 training images under the evaluated weights"
+    )
+    norm = f" Batch norm is evaluated with {statistics}." if config.network in BATCH_NORMED else ""
+    steps = "" if config.local_steps == 1 else f", {config.local_steps} local steps a round ({config.sends})"
+    return (
+        f"{config.network} on {config.data_set}, {config.num_workers} workers, batches of "
+        f"{config.batch_size}{steps}, split {config.split}, {config.optimizer} with lr {config.lr:g}, "
+        f"{config.precision}. All methods of a seed start from the same model and see the same batches. "
+        f"Accuracy is the mean of the last five evaluations on the test set.{norm}"
+    )
