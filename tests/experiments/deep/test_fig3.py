@@ -1,0 +1,146 @@
+"""Slices of deep trainings: what runs, what is kept, and that resuming changes no bit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from regtopk.errors import ArgumentError, OutputError
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.fig3 import record
+from regtopk.runs import read_records
+
+QUICK = DeepConfig(
+    **{**PRESETS["smoke"], "preset": "smoke", "num_rounds": 6, "evaluate_every": 2, "methods": "topk,regtopk"}
+)
+MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
+
+
+class Stopped(Exception):
+    pass
+
+
+def run(config: DeepConfig, folder: Path, **options: bool) -> list[tuple[object, ...]]:
+    record(config, folder, command="regtopk reproduce fig3", **options)
+    return [tuple(r[name] for name in MEASURED) for r in read_records(folder)]
+
+
+def run_until(config: DeepConfig, folder: Path, num_records: int) -> None:
+    seen = []
+
+    def say(fraction: float, words: str) -> None:
+        seen.append(words)
+        if len(seen) == num_records:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        record(config, folder, command="regtopk reproduce fig3", say=say)
+
+
+@pytest.mark.parametrize("num_records", [1, 3, 7])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"local_steps": 3, "sends": "difference", "optimizer": "adam"},
+        {"methods": "adaptive:bytes_per_step=400,consensus"},
+    ],
+)
+def test_an_interrupted_run_goes_on_to_the_same_bits(
+    tmp_path: Path, num_records: int, settings: dict[str, object]
+) -> None:
+    config = replace(QUICK, **settings)  # type: ignore[arg-type]
+    whole = run(config, tmp_path / "whole")
+    run_until(config, tmp_path / "parts", num_records)
+    assert sorted(set(run(config, tmp_path / "parts", resume=True))) == sorted(whole)
+
+
+def test_slices_add_to_one_folder_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:
+    run(replace(QUICK, methods="topk", seeds="1"), tmp_path)
+    records = run(replace(QUICK, methods="regtopk,topk", seeds="0,3"), tmp_path, resume=True)
+    ends = [r[:2] for r in records if r[2] == QUICK.num_rounds]
+    assert sorted(ends) == [("regtopk", 0), ("regtopk", 3), ("topk", 0), ("topk", 3)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {r["method"]: r["seeds"] for r in summary["results"]} == {"topk": [0, 3], "regtopk": [0, 3]}
+    assert summary["results"][1]["difference_from_topk"]["seeds"] == [0, 3]
+
+
+def test_seeds_side_by_side_are_the_seeds_alone(tmp_path: Path) -> None:
+    together = run(replace(QUICK, seeds="3"), tmp_path / "together")
+    alone = run(replace(QUICK, seeds="3", side_by_side=1), tmp_path / "alone")
+    assert sorted(together) == sorted(alone)
+
+
+def test_another_protocol_does_not_mix_with_a_folder(tmp_path: Path) -> None:
+    run(replace(QUICK, methods="topk"), tmp_path)
+    with pytest.raises(OutputError, match=r"lr must be 0\.2 as in the run that .* holds, got 0\.1"):
+        run(replace(QUICK, lr=0.1), tmp_path, resume=True)
+    with pytest.raises(OutputError, match="must not hold a run"):
+        run(QUICK, tmp_path)
+
+
+def test_a_torn_last_line_is_run_again(tmp_path: Path) -> None:
+    config = replace(QUICK, methods="topk", seeds="1")
+    whole = run(config, tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-20])
+    assert sorted(run(config, tmp_path, resume=True)[-len(whole) :]) == sorted(whole)
+
+
+def test_a_seed_that_diverges_is_said_and_leaves_the_others(tmp_path: Path) -> None:
+    run(replace(QUICK, lr=1e30, methods="topk"), tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["results"][0]["diverged"] == [0, 1]
+
+
+def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_fresh_seeds(
+    tmp_path: Path,
+) -> None:
+    methods = "topk:density=0.01:index_code=raw32:value_code=float32,topk,consensus,global-topk,dense"
+    config = replace(QUICK, methods=methods, like="topk:0.01:raw32:float32", value_code="4bit", seeds="4")
+    summary = record(config, tmp_path, command="regtopk reproduce fig3")
+    sizes = {r["method"]: r["payload_bytes_per_step"] for r in summary["results"]}
+    budget = sizes["topk:density=0.01:index_code=raw32:value_code=float32"]
+    assert budget == 8 * 195 + 32
+    for method in ("topk", "global-topk"):
+        assert 0.9 * budget < sizes[method] <= budget
+    assert 0.7 * budget < sizes["consensus"] < 1.3 * budget  # the size of a union is only known when it is met
+    claim = summary["claim"]
+    assert claim["method"] in ("topk", "consensus") and claim["gain"]["seeds"] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"preset": "papers"}, r"preset must be one of .*did you mean 'paper'"),
+        ({"network": "resnet"}, r"network must be one of .*did you mean 'resnet18'"),
+        ({"sends": "gradient"}, r"sends must be one of"),
+        ({"precision": "float16"}, r"precision must be one of float32, bfloat16"),
+        ({"methods": "topk,topk"}, r"methods must be different"),
+        ({"methods": ""}, r"at least one"),
+        ({"methods": "topk:lr=fast"}, r"lr must be a number, got 'topk:lr=fast'"),
+        ({"methods": "topk:index_code=zip"}, r"index_code must be"),
+        ({"seeds": "two"}, r"seeds must be a number of them, or different ones like 3,4,5 or 2-6, got 'two'"),
+        ({"seeds": "1,1"}, r"seeds must be"),
+        ({"seeds": "0"}, r"seeds must be"),
+        ({"local_steps": 0}, r"local_steps must be an integer of at least 1, got 0"),
+        ({"num_branches": -1}, r"num_branches must be at least 0, got -1"),
+        ({"like": "topk:0.001"}, r"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE"),
+        ({"split": "sort"}, r"split must be"),
+    ],
+)
+def test_bad_settings_are_refused(setting: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        replace(QUICK, **setting)  # type: ignore[arg-type]
+
+
+def test_seeds_are_read_in_three_ways() -> None:
+    for text, seeds in {"3": [0, 1, 2], "4,2": [4, 2], "2-6": [2, 3, 4, 5, 6]}.items():
+        assert replace(QUICK, seeds=text).parsed_seeds == seeds
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_whole(preset: str) -> None:
+    config = DeepConfig(preset=preset, **PRESETS[preset])
+    assert config.protocol["preset"] == preset
