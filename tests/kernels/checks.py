@@ -19,7 +19,7 @@ def check_take_largest_(
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel and the reference on the same input; they may differ in ties alone."""
     accumulated, given = residual.clone().add_(grad), grad.clone()
-    score = reference._score(accumulated, damped, damping)
+    score = reference.score_of(accumulated, damped, damping)
     of_reference = reference.take_largest_(residual.clone(), grad, k, damped=damped, damping=damping)
     indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
     assert indices.shape == values.shape == of_reference[0].shape
@@ -57,7 +57,7 @@ def check_take_per_chunk_(
 ) -> None:
     """A kernel's chunked selection must be the reference's, but for ties."""
     accumulated = residual.clone().add_(grad)
-    score = reference._score(accumulated, damped, damping)
+    score = reference.score_of(accumulated, damped, damping)
     of_reference = residual.clone()
     expected, _ = reference.take_largest_per_chunk_(
         of_reference, grad, chunk, k, damped=damped, damping=damping

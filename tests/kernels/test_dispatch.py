@@ -31,14 +31,21 @@ def test_large_vectors_on_the_cpu_use_the_compiled_loops() -> None:
 @pytest.mark.parametrize(
     ("residual", "grad"),
     [
-        (torch.zeros(100), torch.zeros(100)),
+        (torch.zeros(100, 2).T, torch.zeros(2, 100)),
         (torch.zeros(LARGE, 2).T, torch.zeros(2, LARGE)),
         (torch.zeros(LARGE), torch.zeros(1).expand(LARGE)),
         (torch.zeros(LARGE), torch.zeros(2 * LARGE)[::2]),
         (torch.zeros(LARGE), torch.zeros(LARGE, dtype=torch.float8_e5m2)),
         (torch.zeros(LARGE, dtype=torch.float16), torch.zeros(LARGE)),
     ],
-    ids=["small", "rows not in one piece", "expanded", "strided", "other gradient", "other residual"],
+    ids=[
+        "small, not in one piece",
+        "rows not in one piece",
+        "expanded",
+        "strided",
+        "other gradient",
+        "other residual",
+    ],
 )
 def test_what_the_fast_kernels_cannot_do_goes_to_the_reference(
     residual: torch.Tensor, grad: torch.Tensor

@@ -19,7 +19,7 @@ from regtopk.errors import ArgumentError
 Regularizer = Callable[[Tensor, float], Tensor]
 
 REGULARIZERS: dict[str, Regularizer] = {
-    "tanh": lambda x, mu: torch.tanh(x / mu),
+    "tanh": lambda x, mu: (x / mu).tanh_(),
     "sigmoid": lambda x, mu: 2 * torch.sigmoid(x / mu) - 1,
 }
 _LARGEST_X = 1e6  # in units of mu; tanh and sigmoid are 1 long before
@@ -98,12 +98,14 @@ class PosteriorScore:
         else:
             below = worker.weight * accumulated(last.indices)
             above = below + (last.aggregate - last.own)
-        distance = (above.double() / below.double()).abs().clamp(max=_LARGEST_X * self.mu)  # |1 + D|
-        distance = distance.where(below != 0, 0.0)  # a^t = 0: its score is 0 whatever D is
-        factor = self._u(distance) / self._factor_elsewhere()
-        factor = factor.where(last.own != 0, 1.0)  # sent as exactly zero: as if not sent
+        distance = (above.double() / below.double()).abs_().clamp_(max=_LARGEST_X * self.mu)  # |1 + D|
+        distance.masked_fill_(below == 0, 0.0)  # a^t = 0: its score is 0 whatever D is
+        factor = self._u(distance)
+        if self.q != math.inf:
+            factor = factor / self._factor_elsewhere()
+        factor = factor.masked_fill(last.own == 0, 1.0)  # sent as exactly zero: as if not sent
         dtype = last.own.dtype
-        return factor.clamp(max=torch.finfo(dtype).max).to(dtype)  # finite, so that 0 · factor is 0
+        return factor.clamp_(max=torch.finfo(dtype).max).to(dtype)  # finite, so that 0 · factor is 0
 
     def _u(self, x: Tensor) -> Tensor:
         u = REGULARIZERS[self.regularizer] if isinstance(self.regularizer, str) else self.regularizer

@@ -1,21 +1,16 @@
 """The operations that touch all J entries; everything else in the package is k-sized.
 
 `reference` is plain torch and the oracle that every faster kernel is tested against. Faster ones are
-`cpu` (compiled by numba) and `triton` (CUDA); `dispatch` chooses, by device, dtype and layout, and
-imports them on first use. REGTOPK_KERNELS=reference in the environment forces the reference.
+`cpu` (compiled by numba) and `triton` (CUDA), and `small_rows` (numpy) for short rows; `dispatch` chooses,
+by device, dtype and layout, and imports the compiled ones on first use. REGTOPK_KERNELS=reference in the
+environment forces the reference.
 """
 
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.dispatch import Choice, describe, kernel_for
-from regtopk.kernels.reference import (
-    Taken,
-    estimate_threshold,
-    sum_dense_in_rank_order,
-    sum_sparse_in_rank_order,
-    take_at_,
-)
+from regtopk.kernels.dispatch import Choice, describe, kernel_for, kernel_for_sums
+from regtopk.kernels.reference import Taken, estimate_threshold, sum_sparse_in_rank_order, take_at_
 from regtopk.kernels.self_check import SelfCheck, self_check
 
 __all__ = [
@@ -78,3 +73,9 @@ def find_non_finite_row(grad: Tensor) -> int | None:
     """The first row that holds a NaN or inf: see `reference.find_non_finite_row`."""
     row: int | None = kernel_for(None, grad).find_non_finite_row(grad)
     return row
+
+
+def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_n w_n x_n, from zero, in rank order: see `reference.sum_dense_in_rank_order`."""
+    total: Tensor = kernel_for_sums(rows).sum_dense_in_rank_order(rows, weights)
+    return total

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regtopk.errors import ArgumentError
-from regtopk.kernels import reference
+from regtopk.kernels import reference, small_rows
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 20}  # below, plain torch is as fast (benchmarks/kernels.py)
@@ -50,8 +50,10 @@ def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
     assert either is not None
     device = either.device.type
     wanted = _wanted()
-    if either.shape[-1] < SMALL_NUMEL.get(device, 0) or wanted == "reference":
+    if wanted == "reference":
         return reference
+    if either.shape[-1] < SMALL_NUMEL.get(device, 0):
+        return _kernel_for_short(either)
     if device == "cuda" and wanted != "triton":
         return reference
     if residual is not None and not _is_rows(residual, _RESIDUAL_DTYPES):
@@ -63,6 +65,18 @@ def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
         _notice(choice.reason)
         return reference
     return import_module(f"regtopk.kernels.{choice.kernel}")
+
+
+def kernel_for_sums(rows: Tensor) -> ModuleType:
+    """The module that adds rows."""
+    is_short = rows.device.type == "cpu" and rows.shape[-1] < SMALL_NUMEL["cpu"]
+    return small_rows if is_short and _wanted() != "reference" else reference
+
+
+def _kernel_for_short(residual: Tensor) -> ModuleType:
+    """Numpy on the CPU, if the rows are one piece of memory."""
+    is_plain = residual.is_contiguous() and residual.dtype in _RESIDUAL_DTYPES
+    return small_rows if is_plain and residual.device.type == "cpu" else reference
 
 
 def _wanted() -> str:

@@ -56,12 +56,8 @@ def take_largest_(
     if non_finite is not None:
         return _take_largest_of_finite_(residual, grad, k, damped, damping, non_finite)
     residual.add_(grad)
-    score = _score(residual, damped, damping)
-    indices = score.topk(k, dim=-1, sorted=False).indices
-    indices = indices.sort(dim=-1).values
-    values = residual.gather(-1, indices)
-    residual.scatter_(-1, indices, 0.0)
-    return indices, values
+    indices = largest(score_of(residual, damped, damping), k)
+    return indices, take_at_(residual, None, indices)
 
 
 def _take_largest_of_finite_(
@@ -81,7 +77,12 @@ def _take_largest_of_finite_(
     return first.where(is_bad, indices), values.masked_fill(is_bad, 0.0)
 
 
-def _score(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Tensor:
+def largest(score: Tensor, k: int) -> Tensor:
+    """The indices of the k largest of each row, (..., J) gives (..., k), ascending."""
+    return score.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def score_of(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Tensor:
     """|a_j| · damping_j, where damping_j is 1 unless j is in ``damped``."""
     score = accumulated.abs()
     if damped is not None and damping is not None and damped.shape[-1] > 0:
@@ -112,7 +113,7 @@ def take_largest_per_chunk_(
         The indices into the row, (..., m) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
-    score = _score(residual, damped, damping)
+    score = score_of(residual, damped, damping)
     numel = residual.shape[-1]
     whole = numel - numel % chunk
     taken = [_largest_per_chunk(score[..., :whole], chunk, k_per_chunk)] if whole else []
@@ -126,7 +127,7 @@ def take_largest_per_chunk_(
 def _largest_per_chunk(score: Tensor, chunk: int, k: int) -> Tensor:
     """Indices of the k largest of each chunk, ascending: (..., n · chunk) gives (..., n · k)."""
     chunks = score.unflatten(-1, (-1, chunk))
-    indices: Tensor = chunks.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    indices = largest(chunks, k)
     starts = torch.arange(0, score.shape[-1], chunk, device=score.device)
     indices += starts.unsqueeze(-1)
     return indices.flatten(-2)
@@ -239,7 +240,7 @@ def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
 
 def find_non_finite_row(grad: Tensor) -> int | None:
     """The first row of (..., J), counted over all leading dimensions, that holds a NaN or inf."""
-    if math.isfinite(grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).item()):
+    if math.isfinite(grad.sum(dtype=torch.float32 if grad.itemsize < 4 else None).item()):
         return None  # a NaN or inf would be carried through; a sum that overflows by itself is looked at
     is_finite = torch.isfinite(grad).reshape(-1, grad.shape[-1]).all(-1)
     return None if bool(is_finite.all()) else int((~is_finite).int().argmax())

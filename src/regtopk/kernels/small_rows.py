@@ -1,0 +1,63 @@
+"""Kernels for short rows on the CPU, where calling torch's operations costs more than what they do: numpy.
+
+The k-th largest score is found without the indices (numpy's partition uses vector instructions), and which
+entries reach it is read off in order, so there is nothing to sort. Rows where equal scores straddle the
+threshold, or that hold a NaN, are left to the reference: the results are its own bits.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regtopk.kernels import reference
+from regtopk.kernels.reference import find_non_finite_row, take_above_, take_largest_per_chunk_
+
+__all__ = [
+    "find_non_finite_row",
+    "sum_dense_in_rank_order",
+    "take_above_",
+    "take_largest_",
+    "take_largest_per_chunk_",
+]
+
+_SCARCE = 64  # of that many entries one is taken: torch has a fast way for that few itself
+
+
+def take_largest_(
+    residual: Tensor,
+    grad: Tensor,
+    k: int,
+    *,
+    damped: Tensor | None = None,
+    damping: Tensor | None = None,
+    non_finite: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.take_largest_`."""
+    numel = residual.shape[-1]
+    if non_finite is not None or _SCARCE * k <= numel:
+        return reference.take_largest_(
+            residual, grad, k, damped=damped, damping=damping, non_finite=non_finite
+        )
+    residual.add_(grad)
+    score = reference.score_of(residual, damped, damping)
+    scores = score.numpy().reshape(-1, numel)
+    threshold = np.partition(scores, numel - k)[:, numel - k, None]
+    reaching = (scores >= threshold).ravel().nonzero()[0]
+    if reaching.size != len(scores) * k:
+        indices = reference.largest(score, k)
+        return indices, reference.take_at_(residual, None, indices)
+    accumulated = residual.view(-1).numpy()
+    values = accumulated[reaching]
+    accumulated[reaching] = 0.0
+    indices_by_row = reaching.reshape(-1, k) - np.arange(0, scores.size, numel)[:, None]
+    shape = *residual.shape[:-1], k
+    return torch.from_numpy(indices_by_row).view(shape), torch.from_numpy(values).view(shape)
+
+
+def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
+    """See `reference.sum_dense_in_rank_order`."""
+    weighted = (rows * weights.unsqueeze(-1)).numpy()
+    total = np.zeros_like(weighted[..., 0, :])
+    for rank in range(weighted.shape[-2]):
+        total += weighted[..., rank, :]
+    return torch.from_numpy(total)

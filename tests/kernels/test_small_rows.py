@@ -1,0 +1,104 @@
+"""Numpy's way with short rows gives the reference's bits, ties and NaN included."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.kernels import dispatch, reference, small_rows
+from tests.kernels.checks import ADVERSARIAL, bits, choose_damped
+
+DTYPES = [torch.float32, torch.float64]
+GRAD_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def check(
+    residual: Tensor, grad: Tensor, k: int, damped: Tensor | None = None, damping: Tensor | None = None
+) -> None:
+    of_reference = residual.clone()
+    expected = reference.take_largest_(of_reference, grad, k, damped=damped, damping=damping)
+    taken = small_rows.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    assert torch.equal(taken[0], expected[0]) and taken[0].dtype == torch.int64
+    assert torch.equal(bits(taken[1]), bits(expected[1]))
+    assert torch.equal(bits(residual), bits(of_reference))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [(), (1,), (20,), (3, 4)])
+@pytest.mark.parametrize("numel", [1, 2, 63, 100, 1001])
+def test_rows_and_batches(batch: tuple[int, ...], numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(numel)
+    for k in {1, max(1, numel // 64), max(1, numel // 2), numel}:
+        damped, damping = choose_damped(numel, k, batch)
+        residual, grad = torch.randn(*batch, numel, dtype=dtype), torch.randn(*batch, numel, dtype=dtype)
+        check(residual, grad, k, damped, damping.to(dtype))
+        check(residual, grad, k)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.6])
+def test_inputs_chosen_to_hurt(name: str, density: float) -> None:
+    numel = 500
+    torch.manual_seed(0)
+    grad = torch.stack(
+        [ADVERSARIAL[name](numel, "cpu"), torch.randn(numel)]
+    )  # one row with ties, one without
+    check(torch.zeros(2, numel), grad, round(density * numel))
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+def test_gradients_of_every_dtype_in_any_layout(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    grad = torch.randn(3, 20, 4, 100).to(dtype)[:, :, 1]
+    check(torch.randn(3, 20, 100), grad, 40)
+    check(torch.randn(3, 20, 100), grad[:1].expand(3, 20, 100), 40)
+
+
+def test_a_nan_score_comes_first_as_in_torch() -> None:
+    residual = torch.randn(2, 50)
+    residual[1, 7] = torch.inf
+    damped, damping = torch.tensor([[3], [7]]), torch.zeros(2, 1)  # inf · 0
+    check(residual, torch.randn(2, 50), 5, damped, damping)
+    assert residual[1, 7] == 0
+
+
+def test_rows_that_are_not_finite_are_left_alone() -> None:
+    residual, grad, non_finite = torch.randn(2, 50), torch.randn(2, 50), torch.zeros(2, dtype=torch.bool)
+    before = residual.clone()
+    grad[1, 3] = torch.nan
+    small_rows.take_largest_(residual, grad, 20, non_finite=non_finite)
+    assert non_finite.tolist() == [False, True]
+    assert torch.equal(residual[1], before[1]) and not torch.equal(residual[0], before[0])
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("shape", [(20, 1), (20, 100), (2, 5, 9), (0, 5, 9)])
+def test_sums_have_the_references_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    rows = (torch.randn(shape) * 100).to(dtype)
+    rows[..., 0] = -0.0  # sums start from zero: 0 + -0 is 0
+    weights = torch.rand(shape[-2], dtype=torch.promote_types(dtype, torch.float32))
+    total = small_rows.sum_dense_in_rank_order(rows, weights)
+    assert torch.equal(bits(total), bits(reference.sum_dense_in_rank_order(rows, weights)))
+
+
+def test_short_rows_on_the_cpu_go_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    short, long = torch.zeros(3, 100), torch.zeros(2, 1 << 16)
+    assert dispatch.kernel_for(short, short.half()) is small_rows
+    assert dispatch.kernel_for_sums(short) is small_rows
+    assert dispatch.kernel_for_sums(long) is reference
+    for other in (torch.zeros(100, 3).T, short.bfloat16(), short.to("meta")):
+        assert dispatch.kernel_for(other, short) is reference
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
+    assert dispatch.kernel_for(short, short) is reference
+    assert dispatch.kernel_for_sums(short) is reference
+
+
+def test_rows_that_are_not_in_one_piece_give_the_same_result() -> None:
+    torch.manual_seed(3)
+    residual, grad = torch.randn(100, 4), torch.randn(4, 100)
+    plain = residual.T.clone()
+    expected = reference.take_largest_(plain, grad, 30)
+    taken = kernels.take_largest_(residual.T, grad, 30)
+    assert torch.equal(taken[0], expected[0]) and torch.equal(residual.T, plain)
