@@ -153,8 +153,9 @@ class _PlainUnpickler(pickle.Unpickler):
 def _load_packed(path: Path) -> Images:
     """All JPEG files one after another, with offsets and labels: decoded here, once."""
     try:
-        packed = dict(np.load(path))
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file:
+            packed = dict(np.load(file))
+    except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ArgumentError(f"packed file must be a whole .npz file, got {path}: {error}") from error
     parts = []
     for split in CIFAR_COUNTS:
@@ -210,10 +211,12 @@ def _decode(image: bytes, where: str) -> Any:
 def _check_cifar(path: Path, split: str, num_images: int, labels: Any) -> None:
     """As many images as CIFAR-10 has, and as many of each class."""
     _check_counts(path, split, num_images, len(labels), CIFAR_COUNTS[split])
-    per_class = np.bincount(labels).tolist()
-    if per_class != [CIFAR_COUNTS[split] // CIFAR_CLASSES] * CIFAR_CLASSES:
+    expected = dict.fromkeys(range(CIFAR_CLASSES), CIFAR_COUNTS[split] // CIFAR_CLASSES)
+    classes, counts = np.unique(labels, return_counts=True)
+    found = dict(zip(classes.tolist(), counts.tolist(), strict=True))
+    if found != expected:
         raise ArgumentError(
-            f"{split} part must hold as many images of each of {CIFAR_CLASSES} classes, got {per_class} in {path}"
+            f"{split} part must hold as many images of each class from 0 to 9, got {found} in {path}"
         )
 
 
