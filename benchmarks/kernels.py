@@ -1,16 +1,20 @@
 """How far is a selection step from the speed of memory?
 
-The floor is `residual.add_(grad)`: read both, write one. Beside it, on the same vectors: our Top-k and
-RegTop-k steps (gradient checked for NaN and inf, accumulated, k largest found, moved out), and the same in
-plain torch (unchecked). On a CPU all take turns, round after round, because times of a shared machine drift;
-what is printed is the median over the rounds. On a GPU each is timed as plain launches and as a captured
-graph, over several input sets where one would fit in the cache, and beside a device-to-device copy.
+The floor is `residual.add_(grad)`: read both, write one. Beside it: our Top-k and RegTop-k steps (gradient
+checked for NaN and inf, accumulated, k largest found, moved out; RegTop-k damps the k entries sent before),
+and the same in plain torch (unchecked). All take turns, round after round, because times of a shared machine
+drift; what is printed is the median over the rounds. On a GPU each is timed as plain launches and as a
+captured graph, over several input sets where one would fit in the cache, and beside a device-to-device copy.
+
+Every kind of step has its own residual, which starts where `--warm-up` steps of error feedback led. A step
+adds the same gradient each time (`--gradients 1`), which is the hard case: after some steps all entries below
+the threshold pile up under it. With `--gradients G`, G of them take turns.
 
 Temporaries are what a step allocates at its peak beyond its inputs and results, also on the worst input, all
 entries equal.
 
-    python benchmarks/kernels.py [--device cuda] [--numel J ...] [--density D ...] [--rounds R]
-                                 [--stages] [--tiles] [--json] [--out FILE]
+    python benchmarks/kernels.py [--device cuda] [--numel J ...] [--density D ...] [--rows N] [--rounds R]
+                                 [--warm-up W] [--gradients G] [--json] [--out FILE]
 """
 
 import argparse
@@ -21,11 +25,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from regtopk import kernels
 from regtopk.kernels import reference
@@ -36,89 +43,125 @@ COPY = "copy"
 CACHE_BYTES = 1 << 28  # of a GPU, generously: input sets together are larger
 
 Step = Callable[[], Any]
+Times = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: `num_rows` workers with J entries each."""
+
+    numel: int
+    density: float
+    device: torch.device
+    num_rows: int = 1
+    num_warm_up: int = 0
+    num_grads: int = 1
+
+    @property
+    def k(self) -> int:
+        return max(1, round(self.density * self.numel))
+
+    def normal(self) -> Tensor:
+        return torch.randn(
+            (self.num_rows, self.numel) if self.num_rows > 1 else self.numel, device=self.device
+        )
 
 
 class Vectors:
     """One input set, and the steps on it."""
 
-    def __init__(self, numel: int, density: float, device: torch.device) -> None:
-        self.k = max(1, round(density * numel))
-        self.residual = torch.randn(numel, device=device)
-        self.grad = torch.randn(numel, device=device)
+    def __init__(self, case: Case) -> None:
+        self.k = case.k
         self.kernel = import_module(
-            f"regtopk.kernels.{kernels.describe(device).kernel}"
+            f"regtopk.kernels.{kernels.describe(case.device).kernel}"
         )  # also if J is small
-        self.damped, _ = self.kernel.take_largest_(self.residual, self.grad, self.k)
-        self.damping = torch.rand(self.k, device=device)
-        self.flag = torch.zeros((), dtype=torch.bool, device=device)
+        self.grads = [case.normal() for _ in range(case.num_grads)]
+        self.residual = case.normal()
+        self.damped = self.topk(self.residual, 0)[0]
+        for turn in range(case.num_warm_up):
+            self.damped = self.topk(self.residual, turn)[0]
+        self.damping = torch.rand(self.damped.shape, device=case.device)
 
-    def steps(self) -> dict[str, Step]:
-        return {
-            FLOOR: lambda: self.residual.add_(self.grad),
+    def steps(self) -> dict[str, list[Step]]:
+        """Of each kind, one step for every gradient."""
+        kinds = {
+            FLOOR: lambda residual, turn: residual.add_(self.grads[turn]),
             TOPK: self.topk,
             REGTOPK: self.regtopk,
             PLAIN_TOPK: self.plain_topk,
-            PLAIN_REGTOPK: lambda: reference.take_largest_(
-                self.residual, self.grad, self.k, damped=self.damped, damping=self.damping
-            ),
+            PLAIN_REGTOPK: self.plain_regtopk,
         }
+        own = {name: self.residual.clone() for name in kinds}
+        turns = range(len(self.grads))
+        return {name: [partial(step, own[name], turn) for turn in turns] for name, step in kinds.items()}
 
-    def topk(self) -> Any:
-        return self.kernel.take_largest_(self.residual, self.grad, self.k, non_finite=self.flag)
+    def topk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+        flag = residual.new_empty(residual.shape[:-1], dtype=torch.bool)
+        grad = self.grads[turn % len(self.grads)]
+        taken: tuple[Tensor, Tensor] = self.kernel.take_largest_(residual, grad, self.k, non_finite=flag)
+        return taken
 
-    def regtopk(self) -> Any:
-        return self.kernel.take_largest_(
-            self.residual, self.grad, self.k, damped=self.damped, damping=self.damping, non_finite=self.flag
+    def regtopk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+        flag = residual.new_empty(residual.shape[:-1], dtype=torch.bool)
+        taken: tuple[Tensor, Tensor] = self.kernel.take_largest_(
+            residual, self.grads[turn], self.k, damped=self.damped, damping=self.damping, non_finite=flag
         )
+        return taken
 
-    def plain_topk(self) -> Any:
-        self.residual.add_(self.grad)
-        indices = self.residual.abs().topk(self.k, sorted=False).indices
-        values = self.residual.gather(-1, indices)
-        self.residual.scatter_(-1, indices, 0.0)
+    def plain_topk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+        residual.add_(self.grads[turn])
+        indices = residual.abs().topk(self.k, sorted=False).indices
+        values = residual.gather(-1, indices)
+        residual.scatter_(-1, indices, 0.0)
         return indices, values
 
+    def plain_regtopk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
+        return reference.take_largest_(
+            residual, self.grads[turn], self.k, damped=self.damped, damping=self.damping
+        )
 
-def time_on_cpu(numel: int, density: float, rounds: int) -> dict[str, list[float]]:
-    vectors = Vectors(numel, density, torch.device("cpu"))
-    steps = vectors.steps()
-    times: dict[str, list[float]] = {name: [] for name in steps}
+
+def time_on_cpu(case: Case, rounds: int) -> Times:
+    steps = Vectors(case).steps()
+    times: Times = {name: [] for name in steps}
     for turn in range(-1, rounds):  # the first is to warm up
-        for name, step in steps.items():
+        for name, of_kind in steps.items():
             start = time.perf_counter()
-            step()
+            of_kind[turn % len(of_kind)]()
             if turn >= 0:
                 times[name].append(time.perf_counter() - start)
     return times
 
 
-def time_on_gpu(
-    numel: int, density: float, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def time_on_gpu(case: Case, rounds: int) -> tuple[Times, Times]:
     """Of plain launches, and of replayed graphs."""
-    num_sets = max(1, -(-CACHE_BYTES // (8 * numel)))
-    sets = [Vectors(numel, density, torch.device("cuda")) for _ in range(num_sets)]
-    steps: dict[str, list[Step]] = {name: [v.steps()[name] for v in sets] for name in sets[0].steps()}
-    copies = torch.empty(numel, device="cuda")
-    steps[COPY] = [lambda v=v: copies.copy_(v.grad) for v in sets]  # type: ignore[misc]
-    plain: dict[str, list[float]] = {name: [] for name in steps}
-    graphed: dict[str, list[float]] = {name: [] for name in steps}
-    graphs = {name: captured(of_sets) for name, of_sets in steps.items()}
+    num_sets = max(1, -(-CACHE_BYTES // (8 * case.num_rows * case.numel)))
+    sets = [Vectors(case) for _ in range(num_sets)]
+    of_sets = [vectors.steps() for vectors in sets]
+    steps = {name: [step for of_set in of_sets for step in of_set[name]] for name in of_sets[0]}
+    copies = torch.empty_like(sets[0].residual)
+    steps[COPY] = [partial(copies.copy_, grad) for vectors in sets for grad in vectors.grads]
+    plain: Times = {name: [] for name in steps}
+    graphed: Times = {name: [] for name in steps}
+    graphs = {name: captured(of_kind) for name, of_kind in steps.items()}
     for _ in range(rounds):
-        for name, of_sets in steps.items():
-            plain[name].append(elapsed_s(lambda of_sets=of_sets: [step() for step in of_sets]) / num_sets)  # type: ignore[misc]
-            graphed[name].append(elapsed_s(graphs[name].replay) / num_sets)
+        for name, of_kind in steps.items():
+            plain[name].append(elapsed_s(partial(run_all, of_kind)) / len(of_kind))
+            graphed[name].append(elapsed_s(graphs[name].replay) / len(of_kind))
     return plain, graphed
 
 
-def captured(of_sets: list[Step]) -> torch.cuda.CUDAGraph:
-    for step in of_sets:
+def run_all(steps: list[Step]) -> None:
+    for step in steps:
         step()
+
+
+def captured(steps: list[Step]) -> torch.cuda.CUDAGraph:
+    run_all(steps)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for step in of_sets:
-            step()
+        run_all(steps)
     graph.replay()
     torch.cuda.synchronize()
     return graph
@@ -135,24 +178,24 @@ def elapsed_s(function: Step, repeats: int = 5) -> float:
     return float(start.elapsed_time(stop)) / 1e3 / repeats
 
 
-def temporary_bytes(numel: int, density: float, device: torch.device, is_equal: bool) -> int:
+def temporary_bytes(case: Case, is_equal: bool) -> int:
     """Peak of a RegTop-k step beyond its inputs and results."""
-    vectors = Vectors(numel, density, device)
+    vectors = Vectors(replace(case, num_warm_up=0, num_grads=1))
     if is_equal:
         vectors.residual.zero_()
-        vectors.grad.fill_(0.5)
-    vectors.regtopk()
-    if device.type == "cuda":
+        vectors.grads[0].fill_(0.5)
+    vectors.regtopk(vectors.residual, 0)
+    if case.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        results = vectors.regtopk()
+        results = vectors.regtopk(vectors.residual, 0)
         peak = torch.cuda.max_memory_allocated()
     else:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = resident_bytes("VmRSS")
-        results = vectors.regtopk()
+        results = vectors.regtopk(vectors.residual, 0)
         peak = resident_bytes("VmHWM")
     return int(peak - before - sum(x.nbytes for x in results))
 
@@ -162,23 +205,29 @@ def resident_bytes(field: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure(numel: int, density: float, device: torch.device, rounds: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"numel": numel, "density": density, "k": max(1, round(density * numel))}
-    if device.type == "cuda":
-        plain, graphed = time_on_gpu(numel, density, rounds)
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "numel": case.numel,
+        "density": case.density,
+        "k": case.k,
+        "num_rows": case.num_rows,
+        "num_warm_up": case.num_warm_up,
+        "num_grads": case.num_grads,
+    }
+    if case.device.type == "cuda":
+        plain, graphed = time_on_gpu(case, rounds)
         result["plain_launches"], result["graph"] = summary(plain), summary(graphed)
     else:
-        result["plain_launches"] = summary(time_on_cpu(numel, density, rounds))
-    is_linux = platform.system() == "Linux"
-    if device.type == "cuda" or is_linux:
+        result["plain_launches"] = summary(time_on_cpu(case, rounds))
+    if case.device.type == "cuda" or platform.system() == "Linux":
         result["temporary_bytes"] = {
-            "normal": temporary_bytes(numel, density, device, is_equal=False),
-            "all equal": temporary_bytes(numel, density, device, is_equal=True),
+            "normal": temporary_bytes(case, is_equal=False),
+            "all equal": temporary_bytes(case, is_equal=True),
         }
     return result
 
 
-def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+def summary(times: Times) -> dict[str, Any]:
     """Medians; and medians over the rounds of each round's ratio."""
 
     def over(above: str, below: str) -> float:
@@ -198,12 +247,15 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     print(f"{report['device']}, {report['num_threads']} threads, torch {report['torch']}; {report['kernel']}")
     for result in report["results"]:
-        print(f"\nJ = {result['numel']:,}, density {result['density']:g}, k = {result['k']:,}")
+        print(
+            f"\n{result['num_rows']} x J = {result['numel']:,}, density {result['density']:g}, "
+            f"k = {result['k']:,}, after {result['num_warm_up']} steps, gradients {result['num_grads']}"
+        )
         for kind in ("plain_launches", "graph"):
             if kind in result:
                 show_times(kind.replace("_", " "), result[kind])
         for name, num_bytes in result.get("temporary_bytes", {}).items():
-            limit = result["numel"] / 16
+            limit = result["num_rows"] * result["numel"] / 16
             print(f"  temporaries, {name}: {num_bytes / 1e6:.2f} MB, {num_bytes / limit:.2f} of J / 16 bytes")
 
 
@@ -222,41 +274,11 @@ def show_times(kind: str, found: dict[str, Any]) -> None:
         print("    share of a copy's bandwidth: " + ", ".join(f"{n} {x:.2f}" for n, x in shares.items()))
 
 
-def show_stages(numel: int, density: float) -> None:
-    """Which kernel of a step takes how long, from torch's profiler."""
-    vectors = Vectors(numel, density, torch.device("cuda"))
-    vectors.regtopk()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(20):
-            vectors.regtopk()
-        torch.cuda.synchronize()
-    print(f"\nRegTop-k's launches at J = {numel:,}, density {density:g}; us each")
-    for event in sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total):
-        print(f"  {event.self_device_time_total / event.count:>9.1f} x {event.count // 20}  {event.key[:90]}")
-
-
-def show_tiles(numel: int, density: float) -> None:
-    """Top-k's time for several sizes of the accumulating programs."""
-    from regtopk.kernels import triton
-
-    print(f"\nTop-k at J = {numel:,}, density {density:g}; us, by entries and warps of a program")
-    vectors = Vectors(numel, density, torch.device("cuda"))
-    chosen = triton._TILE, triton._TILE_WARPS
-    for tile in (1 << 11, 1 << 12, 1 << 13, 1 << 14):
-        for warps in (4, 8, 16):
-            triton._TILE, triton._TILE_WARPS = tile, warps
-            graph = captured([vectors.topk])
-            times = [elapsed_s(graph.replay) for _ in range(5)]
-            print(f"  {tile:>6} {warps:>3} {1e6 * statistics.median(times):>9.1f}")
-            del graph
-    triton._TILE, triton._TILE_WARPS = chosen
-
-
 def describe_machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    cpus = Path("/proc/cpuinfo")
+    names = [line for line in cpus.read_text().splitlines() if "model name" in line] if cpus.exists() else []
     return names[0].split(":")[1].strip() if names else platform.machine()
 
 
@@ -273,13 +295,17 @@ def main() -> None:
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, help="torch's number of threads, on a CPU")
-    parser.add_argument("--stages", action="store_true", help="on a GPU: the time of each kernel launched")
-    parser.add_argument("--tiles", action="store_true", help="on a GPU: try several sizes of a program")
+    parser.add_argument("--rows", type=int, default=1, help="workers in a batch")
+    parser.add_argument("--warm-up", type=int, help="steps before; 20 on a CPU, 500 on a GPU")
+    parser.add_argument("--gradients", type=int, default=1, help="that take turns")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, help="write JSON to this file too")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    warm_up = arguments.warm_up
+    if warm_up is None:
+        warm_up = 500 if arguments.device.type == "cuda" else 20
     choice = kernels.describe(arguments.device)
     report = {
         "command": command_without_out(sys.argv[1:]),
@@ -288,7 +314,10 @@ def main() -> None:
         "torch": torch.__version__,
         "kernel": f"{choice.kernel}: {choice.reason}",
         "results": [
-            measure(numel, density, arguments.device, arguments.rounds)
+            measure(
+                Case(numel, density, arguments.device, arguments.rows, warm_up, arguments.gradients),
+                arguments.rounds,
+            )
             for numel in arguments.numel
             for density in arguments.density
         ],
@@ -299,11 +328,6 @@ def main() -> None:
         json.dump(report, sys.stdout, indent=1)
     else:
         show(report)
-    for numel in arguments.numel:
-        if arguments.stages:
-            show_stages(numel, arguments.density[0])
-        if arguments.tiles:
-            show_tiles(numel, arguments.density[0])
 
 
 if __name__ == "__main__":

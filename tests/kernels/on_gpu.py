@@ -1,9 +1,10 @@
 """The Triton kernels on a real GPU, against the reference there.
 
-`python -m tests.kernels.on_gpu` runs all of it, without pytest (PYTHONPATH=src where regtopk is not
-installed); `pytest -m gpu` does too.
+`python -m tests.kernels.on_gpu [NAME ...]` runs all of it, or what is named, without pytest (PYTHONPATH=src
+where regtopk is not installed); `pytest -m gpu` does too.
 """
 
+import sys
 import time
 
 import torch
@@ -186,7 +187,10 @@ CHECKS = (
 
 def main() -> None:
     torch.manual_seed(0)
+    wanted = sys.argv[1:] or [check.__name__ for check in CHECKS]
     for check in CHECKS:
+        if check.__name__ not in wanted:
+            continue
         start = time.perf_counter()
         check()
         torch.cuda.synchronize()

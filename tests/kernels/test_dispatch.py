@@ -68,15 +68,13 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
     assert dispatch.kernel_for(torch.zeros(LARGE), None) is reference
     assert kernels.describe("cpu") == dispatch.Choice("reference", "REGTOPK_KERNELS=reference")
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
-    with pytest.raises(ArgumentError, match="must be 'auto', 'reference' or 'triton', got 'fast'"):
+    with pytest.raises(ArgumentError, match="must be 'auto' or 'reference', got 'fast'"):
         kernels.describe("cpu")
 
 
-def test_cuda_kernels_run_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    assert kernels.describe("cuda") == dispatch.Choice("reference", dispatch.UNTRIED)
-    monkeypatch.setenv(dispatch.VARIABLE, "triton")
-    assert kernels.describe("cuda").reason != dispatch.UNTRIED
+def test_large_vectors_on_a_gpu_use_triton() -> None:
+    choice = kernels.describe("cuda")
+    assert choice.kernel == "triton" and "cuda tensors, triton" in choice.reason
 
 
 def test_reasons_for_the_reference() -> None:

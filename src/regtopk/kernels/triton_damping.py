@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_refused, key_of
+from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, is_refused, key_of, lead_of
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -18,16 +18,18 @@ def damp_before(
     residual_stride,
     grad_stride,
     num_words,
+    KEY_BITS: tl.constexpr,
     IS_CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Save a where it is damped, and leave a residual there that `accumulate` cannot overlook.
 
     With score = |a| · damping, the residual becomes ±score with the gradient's sign, so that what
-    `accumulate` finds, |±score + g|, is at least the score. `damp_after` then puts the score there.
+    `accumulate` finds, |±score + g|, is at least the score. Count where only that sum reaches the guess.
     """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
+        work += row * num_words
         d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = d < num_damped
         d = row * num_damped + d
@@ -37,8 +39,15 @@ def damp_before(
         g = tl.load(grad + row * grad_stride + j, mask=mask, other=0.0)
         a = (r + g).to(r.dtype)
         score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+        announced = tl.where(g < 0, -score, score)
         tl.store(saved + d, a, mask=mask)
-        tl.store(here, tl.where(g < 0, -score, score), mask=mask)
+        tl.store(here, announced, mask=mask)
+        found = (announced + g).to(r.dtype)
+        least = tl.load(work + GUESS)
+        is_lost = mask & (key_of(found, KEY_BITS) >= least) & (key_of(score, KEY_BITS) < least)
+        num_lost = tl.sum(is_lost.to(tl.int32))
+        if num_lost > 0:
+            tl.atomic_add(work + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -48,29 +57,51 @@ def damp_after(
     damping,
     saved,
     work,
+    tile_counts,
+    tile_stops,
+    offsets,
+    keys,
     num_damped,
+    k,
+    capacity,
+    num_tiles,
     residual_stride,
     num_words,
+    IS_ALIGNED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     IS_CHECKED: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Put the scores where `damp_before` announced them; count who does not reach the guess now."""
+    """Where the candidates do: put a back, and the score's key among theirs. Else put the score there.
+
+    A damped entry is looked for among the candidates of its tile, which are in order, by bisection.
+    """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
         d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = d < num_damped
         d = row * num_damped + d
-        here = residual + row * residual_stride + tl.load(damped + d, mask=mask, other=0)
-        announced = tl.load(here, mask=mask, other=0.0)
-        score = tl.abs(tl.load(saved + d, mask=mask, other=0.0))
-        score = score * tl.load(damping + d, mask=mask, other=0.0)
-        tl.store(here, score, mask=mask)
-        least = tl.load(work + row * num_words + GUESS)
-        is_lost = mask & (key_of(announced, KEY_BITS) >= least) & (key_of(score, KEY_BITS) < least)
-        num_lost = tl.sum(is_lost.to(tl.int32))
-        if num_lost > 0:
-            tl.atomic_add(work + row * num_words + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
+        j = tl.load(damped + d, mask=mask, other=0)
+        a = tl.load(saved + d, mask=mask, other=0.0)
+        score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+        here = residual + row * residual_stride + j
+        if is_enough(work + row * num_words, k, capacity):
+            tl.store(here, a, mask=mask)
+            at_tile = row * num_tiles + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
+            num = tl.load(tile_counts + at_tile, mask=mask, other=0)
+            first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
+            low = tl.zeros((BLOCK,), tl.int64)  # the last position whose offset is <= j, if any
+            width = tl.full((), TILE // 2, tl.int64)
+            while width > 0:
+                probe = low + width
+                at = tl.load(offsets + first + probe, mask=probe < num, other=0)
+                low = tl.where((probe < num) & (at <= j), probe, low)
+                width = width // 2
+            is_candidate = (num > 0) & (tl.load(offsets + first + low, mask=num > 0, other=-1) == j)
+            tl.store(keys + first + low, key_of(score, KEY_BITS), mask=is_candidate)
+        else:
+            tl.store(here, score, mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -104,6 +135,7 @@ def undamp(
     values,
     num_damped,
     k,
+    capacity,
     half_k,
     num_steps,
     residual_stride,
@@ -113,10 +145,12 @@ def undamp(
 ):
     """Put a back for the score: among the values if the entry was taken, else in the residual.
 
-    Looks for it in the ascending indices by bisection, from 2^(num_steps - 1) = half_k < k on.
+    Looks for it in the ascending indices by bisection, from 2^(num_steps - 1) = half_k < k on. Where
+    the candidates did, a is back already.
     """
     row = tl.program_id(1).to(tl.int64)
-    if not is_refused(work, row, num_words, IS_CHECKED):
+    is_left = is_refused(work, row, num_words, IS_CHECKED)
+    if not (is_enough(work + row * num_words, k, capacity) | is_left):
         d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = d < num_damped
         d = row * num_damped + d

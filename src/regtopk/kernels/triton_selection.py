@@ -6,36 +6,43 @@ import triton.language as tl
 from regtopk.kernels.triton_words import (
     BINS,
     COUNTS,
+    GUESS,
     NUM_CANDIDATES,
     NUM_LOST,
     PREFIX,
     SIZES,
     WANTED,
+    is_enough,
     is_refused,
     key_of,
+    lead_of,
 )
 
-
-@triton.jit
-def _is_enough(work, k, capacity):
-    """Whether the candidates were kept, all of them, and k or more reach the guess."""
-    num = tl.load(work + NUM_CANDIDATES)
-    return (num <= capacity) & (num - tl.load(work + NUM_LOST) >= k)
+FEW = tl.constexpr(32)  # keys of a block that are counted faster one by one
+PART = tl.constexpr(1024)
 
 
 @triton.jit
-def _count_digit(keys, is_counted, shift):
-    digit = tl.where(is_counted, (keys >> shift) & (BINS - 1), 0).to(tl.int32)
-    num_others = tl.sum((is_counted == 0).to(tl.int32))
-    return tl.histogram(digit, BINS) - tl.where(tl.arange(0, BINS) == 0, num_others, 0)
+def _look_again(
+    residual, offsets, keys, guess, first, start, stop, KEY_BITS: tl.constexpr, PART: tl.constexpr
+):
+    """Write the candidates among the entries from `start` to `stop`, the first of them to `first`."""
+    for part in range(start, stop, PART):
+        i = part + tl.arange(0, PART)
+        mask = (i >= 0) & (i < stop)
+        key = key_of(tl.load(residual + i, mask=mask, other=0.0), KEY_BITS)
+        is_candidate = mask & (key >= guess)
+        position = tl.cumsum(is_candidate.to(tl.int32), 0)
+        tl.store(offsets + first - 1 + position, i.to(offsets.dtype.element_ty), mask=is_candidate)
+        tl.store(keys + first - 1 + position, key, mask=is_candidate)
+        first += tl.max(position)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def sort_and_count(
+def gather(
     residual,
     work,
     tile_counts,
-    tile_starts,
     tile_stops,
     slots,
     offsets,
@@ -46,50 +53,63 @@ def sort_and_count(
     num_tiles,
     residual_stride,
     num_words,
+    IS_ALIGNED: tl.constexpr,
     IS_CHECKED: tl.constexpr,
     KEY_BITS: tl.constexpr,
+    ROOM: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr,
 ):
-    """Put the candidates in the order of the row, with their keys; count the first digit.
+    """The candidates of NUM_TILES tiles, offsets and keys, in the order of the row.
 
-    Where the candidates do not do, the first digit of all entries is counted instead.
+    A tile that had more than there was ROOM for is looked at again.
     """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
         work += row * num_words
-        residual += row * residual_stride
-        slots += row * capacity
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        stride = tl.num_programs(0) * BLOCK
-        counts = tl.zeros((BINS,), tl.int32)
-        shift = KEY_BITS - 7
-        is_enough = _is_enough(work, k, capacity)
-        num = tl.where(is_enough, tl.load(work + NUM_CANDIDATES), numel)
-        if is_enough:
-            for start in range(first, num, stride):
-                slot = start + tl.arange(0, BLOCK)
-                mask = slot < num
-                offset = tl.load(slots + slot, mask=mask, other=0).to(tl.int64)
-                key = key_of(tl.load(residual + offset, mask=mask, other=0.0), KEY_BITS)
-                at_tile = row * num_tiles + offset // TILE
-                rank = slot - tl.load(tile_starts + at_tile, mask=mask, other=0)
-                rank -= tl.load(tile_counts + at_tile, mask=mask, other=0)
-                rank += tl.load(tile_stops + at_tile, mask=mask, other=0) + row * capacity
-                tl.store(offsets + rank, offset.to(offsets.dtype.element_ty), mask=mask)
-                tl.store(keys + rank, key, mask=mask)
-                counts += _count_digit(key, mask, shift)
-        else:
-            for start in range(first, num, stride):
-                offset = start + tl.arange(0, BLOCK)
-                mask = offset < num
-                key = key_of(tl.load(residual + offset, mask=mask, other=0.0), KEY_BITS)
-                counts += _count_digit(key, mask, shift)
-        if first < num:
-            here = work + COUNTS + tl.arange(0, BINS)
-            tl.atomic_add(here, counts.to(tl.int64), sem="relaxed")
+        tile_counts += row * num_tiles
+        tile_stops += row * num_tiles
+        slots += row * num_tiles * ROOM
+        total = tl.load(tile_stops + num_tiles - 1)
         if tl.program_id(0) == 0:
-            tl.store(work + WANTED, tl.full((), 0, tl.int64) + k)
+            tl.store(work + NUM_CANDIDATES, total)
+        if (total <= capacity) & (total - tl.load(work + NUM_LOST) >= k):
+            lead = lead_of(row, residual_stride, IS_ALIGNED)
+            residual += row * residual_stride
+            offsets += row * capacity
+            keys += row * capacity
+            first_tile = tl.program_id(0) * NUM_TILES
+            tile = first_tile + tl.arange(0, NUM_TILES)
+            num = tl.load(tile_counts + tile, mask=tile < num_tiles, other=0)
+            first = tl.load(tile_stops + tile, mask=tile < num_tiles, other=0) - num
+            slot = tl.arange(0, ROOM)[None, :]
+            mask = (slot < num[:, None]) & (num <= ROOM)[:, None]
+            place = tl.load(slots + tile[:, None].to(tl.int64) * ROOM + slot, mask=mask, other=0)
+            offset = tile[:, None].to(tl.int64) * TILE - lead + place
+            key = key_of(tl.load(residual + offset, mask=mask, other=0.0), KEY_BITS)
+            tl.store(offsets + first[:, None] + slot, offset.to(offsets.dtype.element_ty), mask=mask)
+            tl.store(keys + first[:, None] + slot, key, mask=mask)
+            if tl.max(num) > ROOM:
+                guess = tl.load(work + GUESS)
+                for n in range(NUM_TILES):
+                    again = first_tile + n
+                    count = tl.load(tile_counts + again, mask=again < num_tiles, other=0)
+                    if count > ROOM:
+                        at = tl.load(tile_stops + again) - count
+                        start = again.to(tl.int64) * TILE - lead
+                        stop = tl.minimum(start + TILE, numel)
+                        _look_again(residual, offsets, keys, guess, at, start, stop, KEY_BITS, PART)
+
+
+@triton.jit
+def _load_key(residual, keys, is_fast, i, stop, KEY_BITS: tl.constexpr):
+    """Of the candidates or of all entries; -1 from `stop` on."""
+    if is_fast:
+        key = tl.load(keys + i, mask=i < stop, other=-1)
+    else:
+        a = tl.load(residual + i, mask=i < stop, other=0.0)
+        key = tl.where(i < stop, key_of(a, KEY_BITS), -1)
+    return key
 
 
 @triton.jit
@@ -105,7 +125,7 @@ def _next_prefix(work, digit_index):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def count_next(
+def count_digit(
     residual,
     work,
     keys,
@@ -119,45 +139,51 @@ def count_next(
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Settle the digit before this one, and count this one among the keys that start so."""
+    """Settle the digit before this one, and count this one among the keys that start so.
+
+    Of the candidates, or of all entries where the candidates do not do.
+    """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
         work += row * num_words
-        prefix, wanted = _next_prefix(work, DIGIT - 1)
+        prefix = tl.full((), 0, tl.int64)
+        wanted = tl.full((), 0, tl.int64) + k
+        if DIGIT > 0:
+            prefix, wanted = _next_prefix(work, DIGIT - 1)
         if tl.program_id(0) == 0:
             tl.store(work + PREFIX + DIGIT, prefix)
             tl.store(work + WANTED + DIGIT, wanted)
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        stride = tl.num_programs(0) * BLOCK
-        counts = tl.zeros((BINS,), tl.int32)
         shift: tl.constexpr = KEY_BITS - 7 - 8 * DIGIT
-        is_enough = _is_enough(work, k, capacity)
-        num = tl.where(is_enough, tl.load(work + NUM_CANDIDATES), numel)
-        if is_enough:
-            for start in range(first, num, stride):
-                i = start + tl.arange(0, BLOCK)
-                key = tl.load(keys + row * capacity + i, mask=i < num, other=0)
-                counts += _count_digit(key, (i < num) & ((key >> (shift + 8)) == prefix), shift)
-        else:
-            for start in range(first, num, stride):
-                i = start + tl.arange(0, BLOCK)
-                a = tl.load(residual + row * residual_stride + i, mask=i < num, other=0.0)
-                key = key_of(a, KEY_BITS)
-                counts += _count_digit(key, (i < num) & ((key >> (shift + 8)) == prefix), shift)
-        if first < num:
-            here = work + COUNTS + DIGIT * BINS + tl.arange(0, BINS)
-            tl.atomic_add(here, counts.to(tl.int64), sem="relaxed")
+        counts = tl.zeros((BINS,), tl.int32)
+        all_counts = work + COUNTS + DIGIT * BINS
+        is_fast = is_enough(work, k, capacity)
+        num = tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel)
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num, tl.num_programs(0) * BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            key = _load_key(
+                residual + row * residual_stride, keys + row * capacity, is_fast, i, num, KEY_BITS
+            )
+            is_counted = i < num
+            if DIGIT > 0:
+                is_counted = is_counted & ((key >> (shift + 8)) == prefix)
+            num_counted = tl.sum(is_counted.to(tl.int32))
+            digit = tl.where(is_counted, (key >> shift) & (BINS - 1), 0).to(tl.int32)
+            if num_counted > FEW:
+                counts += tl.histogram(digit, BINS)
+                counts -= tl.where(tl.arange(0, BINS) == 0, BLOCK - num_counted, 0)
+            elif num_counted > 0:
+                one = tl.full((BLOCK,), 1, tl.int64)
+                tl.atomic_add(all_counts + digit, one, mask=is_counted, sem="relaxed")
+        if tl.max(counts) > 0:
+            tl.atomic_add(all_counts + tl.arange(0, BINS), counts.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def _load_key(residual, keys, is_enough, i, stop, KEY_BITS: tl.constexpr):
-    """Of the candidates or of all entries; -1 from `stop` on."""
-    if is_enough:
-        key = tl.load(keys + i, mask=i < stop, other=-1)
-    else:
-        a = tl.load(residual + i, mask=i < stop, other=0.0)
-        key = tl.where(i < stop, key_of(a, KEY_BITS), -1)
-    return key
+def _stretch(num, BLOCK: tl.constexpr):
+    """First and last of the keys that this program looks at, whole blocks."""
+    size = tl.cdiv(tl.cdiv(num, tl.num_programs(0)), BLOCK) * BLOCK
+    first = tl.program_id(0) * size
+    return first, tl.minimum(first + size, num)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -184,23 +210,30 @@ def count_taken(
         if tl.program_id(0) == 0:
             tl.store(work + PREFIX, threshold)
             tl.store(work + WANTED, wanted)
-        is_enough = _is_enough(work, k, capacity)
-        num = tl.where(is_enough, tl.load(work + NUM_CANDIDATES), numel)
-        size = tl.cdiv(tl.cdiv(num, tl.num_programs(0)), BLOCK) * BLOCK
-        first = tl.program_id(0) * size
-        stop = tl.minimum(first + size, num)
+        is_fast = is_enough(work, k, capacity)
+        first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
         above = tl.zeros((BLOCK,), tl.int32)
         equal = tl.zeros((BLOCK,), tl.int32)
         for start in range(first, stop, BLOCK):
             i = start + tl.arange(0, BLOCK)
             key = _load_key(
-                residual + row * residual_stride, keys + row * capacity, is_enough, i, stop, KEY_BITS
+                residual + row * residual_stride, keys + row * capacity, is_fast, i, stop, KEY_BITS
             )
             above += (key > threshold).to(tl.int32)
             equal += (key == threshold).to(tl.int32)
         here = row * tl.num_programs(0) + tl.program_id(0)
         tl.store(num_above + here, tl.sum(above).to(tl.int64))
         tl.store(num_equal + here, tl.sum(equal).to(tl.int64))
+
+
+@triton.jit
+def _sum_before(counts, here, NUM_STRETCHES: tl.constexpr):
+    total = tl.full((), 0, tl.int64)
+    size: tl.constexpr = min(NUM_STRETCHES, PART)
+    for start in range(0, here, size):
+        stretch = start + tl.arange(0, size)
+        total += tl.sum(tl.load(counts + stretch, mask=stretch < here, other=0))
+    return total
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -239,35 +272,29 @@ def write_taken(
             tl.store(values + i, tl.zeros((BLOCK,), values.dtype.element_ty), mask=i < k)
     else:
         work += row * num_words
-        is_enough = _is_enough(work, k, capacity)
-        num = tl.where(is_enough, tl.load(work + NUM_CANDIDATES), numel)
-        size = tl.cdiv(tl.cdiv(num, tl.num_programs(0)), BLOCK) * BLOCK
-        first = here * size
-        stop = tl.minimum(first + size, num)
+        is_fast = is_enough(work, k, capacity)
+        first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
         if first < stop:
             residual += row * residual_stride
             offsets += row * capacity
             threshold = tl.load(work + PREFIX)
             wanted = tl.load(work + WANTED)
-            stretch = tl.arange(0, NUM_STRETCHES)
-            is_before = stretch < here
-            all_before = row * tl.num_programs(0) + stretch
-            equal_before = tl.sum(tl.load(num_equal + all_before, mask=is_before, other=0))
-            before = tl.sum(tl.load(num_above + all_before, mask=is_before, other=0))
+            equal_before = _sum_before(num_equal + row * NUM_STRETCHES, here, NUM_STRETCHES)
+            before = _sum_before(num_above + row * NUM_STRETCHES, here, NUM_STRETCHES)
             before += tl.minimum(equal_before, wanted)
             for start in range(first, stop, BLOCK):
                 i = start + tl.arange(0, BLOCK)
-                key = _load_key(residual, keys + row * capacity, is_enough, i, stop, KEY_BITS)
-                is_equal = (key == threshold).to(tl.int64)
-                rank = equal_before + tl.cumsum(is_equal, 0)
-                is_taken = (key > threshold) | ((is_equal != 0) & (rank <= wanted))
-                position = before + tl.cumsum(is_taken.to(tl.int64), 0) - 1
+                key = _load_key(residual, keys + row * capacity, is_fast, i, stop, KEY_BITS)
+                rank = tl.cumsum((key == threshold).to(tl.int32), 0)
+                num_wanted = tl.minimum(tl.maximum(wanted - equal_before, 0), BLOCK).to(tl.int32)
+                is_taken = (key > threshold) | ((key == threshold) & (rank <= num_wanted))
+                position = tl.cumsum(is_taken.to(tl.int32), 0)
                 offset = i
-                if is_enough:
+                if is_fast:
                     offset = tl.load(offsets + i, mask=is_taken, other=0).to(tl.int64)
                 a = tl.load(residual + offset, mask=is_taken, other=0.0)
-                tl.store(indices + position, offset, mask=is_taken)
-                tl.store(values + position, a, mask=is_taken)
+                tl.store(indices + before - 1 + position, offset, mask=is_taken)
+                tl.store(values + before - 1 + position, a, mask=is_taken)
                 tl.store(residual + offset, tl.zeros_like(a), mask=is_taken)
-                before += tl.sum(is_taken.to(tl.int64))
-                equal_before += tl.sum(is_equal)
+                before += tl.max(position)
+                equal_before += tl.max(rank)

@@ -5,9 +5,10 @@ on one row, number `program_id(1)`. A row's words in `work` (int64, zero at firs
 tells the next what it found: nothing is read back by the host.
 
     0          candidates: entries whose key reached the guess
-    1          damped candidates whose score does not reach it after all
+    1          damped candidates whose score does not reach it
     2          the guess
     3          1 if the gradient holds a NaN or inf: the row is left alone
+    4          programs that have taken their part of the sample
     8 + i      the leading i digits of the threshold (8 bits a digit)
     24 + i     how many more are to be taken among the keys that start so
     40 + 256 i how many keys have each value of digit i, after the digits before it
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
-GUESS, NON_FINITE = tl.constexpr(2), tl.constexpr(3)
+GUESS, NON_FINITE, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
 BINS = tl.constexpr(256)
 # sizes that change from call to call: no program is compiled again because one is a multiple of 16
@@ -65,9 +66,31 @@ def leading_bits_of_rank(keys, rank, num_bits, KEY_BITS: tl.constexpr):
 
 
 @triton.jit
+def start_of(row, stride, IS_ALIGNED: tl.constexpr):
+    """Where a row's tiles start, counted from the first row; a multiple of 4 lets loads be 16 bytes wide."""
+    start = row * stride
+    if IS_ALIGNED:
+        start = start // 4 * 4
+    return start
+
+
+@triton.jit
+def lead_of(row, stride, IS_ALIGNED: tl.constexpr):
+    """How many entries of the row before belong to the first tile."""
+    return row * stride - start_of(row, stride, IS_ALIGNED)
+
+
+@triton.jit
 def is_refused(work, row, num_words, IS_CHECKED: tl.constexpr):
     """Whether to leave the row alone."""
     if IS_CHECKED:
         return tl.load(work + row * num_words + NON_FINITE) != 0
     else:
         return False
+
+
+@triton.jit
+def is_enough(work, k, capacity):
+    """Whether a row's candidates were kept, all of them, and the scores of k or more reach the guess."""
+    num = tl.load(work + NUM_CANDIDATES)
+    return (num <= capacity) & (num - tl.load(work + NUM_LOST) >= k)

@@ -1,0 +1,51 @@
+"""Launches Triton programs, remembering which compiled one belongs to which arguments.
+
+Triton asks that anew at every launch, which takes longer than a small program runs.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from regtopk.kernels.triton_words import SIZES
+
+_compiled: dict[Any, Any] = {}
+_sizes = frozenset(SIZES)
+
+
+def launch(
+    program: Any,
+    grid: tuple[int, int],
+    arguments: dict[str, Any],
+    num_warps: int = 4,
+    max_registers: int | None = None,
+) -> None:
+    """Run a program, (parts, rows) times.
+
+    Args:
+        program: decorated with `triton.jit`.
+        grid: how many run, by their two numbers.
+        arguments: by name, all of the program's and any others.
+        num_warps: threads of each one, in groups of 32.
+        max_registers: of a thread, so that more of them run at a time.
+    """
+    key: list[Any] = [id(program), num_warps, max_registers]
+    values = []  # as the compiled program takes them: addresses instead of tensors
+    for name in program.arg_names:
+        value = arguments[name]
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
+            values.append(address)
+            key += (value.dtype, address % 16)
+        else:
+            values.append(value)
+            key.append(value < 2**31 if name in _sizes else value)
+    device = arguments["residual"].get_device()
+    compiled = _compiled.get((device, *key))
+    if compiled is None:
+        named = {name: arguments[name] for name in program.arg_names}
+        options = {"num_warps": num_warps, "maxnreg": max_registers}
+        compiled = program[grid](**named, **options)  # None in Triton's interpreter
+        _compiled[(device, *key)] = compiled
+    else:
+        compiled[(*grid, 1)](*values)

@@ -1,0 +1,190 @@
+"""What the launches of one call on CUDA share: the rows, the plan, and room for what they find."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.kernels.triton_words import words_per_row
+
+_MAX_SAMPLES = 1 << 15
+_PER_KEY = 8  # samples of which the largest stands for all
+_LARGEST_SHARE = 64  # of J: room for candidates takes at most J / 16 bytes, of float32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """(rows, J) tensors, and words through which the launches speak."""
+
+    residual: Tensor
+    grad: Tensor | None
+    work: Tensor
+    is_checked: bool = False
+
+    @property
+    def num(self) -> int:
+        """How many."""
+        return self.residual.shape[0]
+
+    @property
+    def numel(self) -> int:
+        """J."""
+        return self.residual.shape[1]
+
+    @property
+    def key_bits(self) -> int:
+        """All but the sign's."""
+        return 8 * self.residual.itemsize - 1
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """The integer that holds a key."""
+        return torch.int32 if self.key_bits == 31 else torch.int64
+
+    @property
+    def grad_or_any(self) -> Tensor:
+        """The gradient, or in its place a tensor that is not read."""
+        return self.residual if self.grad is None else self.grad
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether tiles may start a few entries before a row, where loads can be 16 bytes wide."""
+        return stride(self.residual) % 4 == stride(self.grad_or_any) % 4
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of most programs."""
+        return {
+            "residual": self.residual,
+            "residual_stride": stride(self.residual),
+            "work": self.work,
+            "num_words": self.work.shape[1],
+            "numel": self.numel,
+            "IS_ALIGNED": self.is_aligned,
+            "IS_CHECKED": self.is_checked,
+            "KEY_BITS": self.key_bits,
+        }
+
+    def num_tiles(self, tile: int) -> int:
+        """How many cover a row, wherever in 16 bytes it starts."""
+        lead = 3 if self.is_aligned and stride(self.residual) % 4 else 0
+        return math.ceil((self.numel + lead) / tile)
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Room of (rows, size)."""
+        return torch.empty(self.num, size, dtype=dtype, device=self.residual.device)
+
+
+def rows_of(residual: Tensor, grad: Tensor | None, is_checked: bool = False) -> Rows:
+    """A call's rows, with words that are zero."""
+    rows = as_rows(residual)
+    words = words_per_row(8 * residual.itemsize - 1)
+    work = torch.zeros(rows.shape[0], words, dtype=torch.int64, device=residual.device)
+    return Rows(rows, None if grad is None else as_rows(grad), work, is_checked)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """(..., m) as (rows, m), sharing memory."""
+    *batch, size = tensor.shape
+    return tensor.detach().view(math.prod(batch), size)
+
+
+def stride(rows: Tensor) -> int:
+    """From row to row. Of a single one, 0: a multiple of 16, which lets loads be 16 bytes wide."""
+    return rows.stride(0) if rows.shape[0] > 1 else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which key of a sample to collect from, and room to collect in; all zero: collect nothing.
+
+    Attributes:
+        num_keys: keys to look at, each the largest of ``per_key`` samples.
+        per_key: see above.
+        rank: which of them is the guess, from 1 for the largest.
+        capacity: room for a row's candidates.
+        room: for a tile's, at first; a power of two.
+    """
+
+    num_keys: int = 0
+    per_key: int = 0
+    rank: int = 0
+    capacity: int = 0
+    room: int = 0
+
+
+def plan_for(numel: int, k: int, tile: int) -> Plan:
+    """A guess that k entries reach, but for 4 sigma of bad luck, and no more than there is room for."""
+    num_samples = min(_MAX_SAMPLES, 1 << (numel // 16).bit_length() >> 1)
+    if num_samples < _PER_KEY:
+        return Plan()
+    expected = k * num_samples / numel
+    wanted = expected + 4 * math.sqrt(expected) + 8  # samples that reach the guess
+    most = wanted + 5 * math.sqrt(wanted) + 8
+    capacity = max(1 << 12, min(numel // _LARGEST_SHARE, math.ceil(most / num_samples * numel)))
+    num_keys = num_samples // _PER_KEY
+    rank = math.ceil(num_keys * (1 - max(0.0, 1 - wanted / num_samples) ** _PER_KEY))
+    if wanted + 4 * math.sqrt(wanted) > capacity / numel * num_samples or rank > num_keys // 2:
+        return Plan()
+    of_tile = wanted / num_samples * tile
+    room = 1 << math.ceil(math.log2(of_tile + 4 * math.sqrt(of_tile) + 4))
+    return Plan(num_keys, _PER_KEY, rank, capacity, min(room, tile // 32))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How many candidates each tile has, how many there are up to its end, and where its first are in it."""
+
+    size: int
+    room: int
+    counts: Tensor
+    stops: Tensor
+    slots: Tensor
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the programs that read them."""
+        return {
+            "tile_counts": self.counts,
+            "tile_stops": self.stops,
+            "num_tiles": self.counts.shape[1],
+            "TILE": self.size,
+        }
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Room for the offsets and keys of a row's candidates, in its order."""
+
+    capacity: int
+    offsets: Tensor
+    keys: Tensor
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the programs that read them."""
+        return {"capacity": self.capacity, "offsets": self.offsets, "keys": self.keys}
+
+
+@dataclass(frozen=True)
+class Damped:
+    """The damped entries of each row, (rows, m), and room for what is there."""
+
+    indices: Tensor
+    factors: Tensor
+    saved: Tensor
+    block: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Programs for all of them."""
+        return math.ceil(self.indices.shape[1] / self.block), self.indices.shape[0]
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the programs that read them."""
+        return {
+            "damped": self.indices,
+            "damping": self.factors,
+            "saved": self.saved,
+            "num_damped": self.indices.shape[1],
+            "BLOCK": self.block,
+        }
