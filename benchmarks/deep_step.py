@@ -3,9 +3,10 @@
 N workers' forward and backward passes of a network, on random images: one after another without a graph,
 captured in one CUDA graph one after another, and as 2, 4 and 8 parallel branches of it; in float32 (TF32
 convolutions) and bfloat16. Beside it: the exchange by each method in the simulator, and one evaluation of
-10,000 images. Milliseconds, medians over rounds; the variants take turns.
+10,000 images. Milliseconds of all models together, medians over rounds.
 
-    python benchmarks/deep_step.py [--device cuda] [--networks NAME ...] [--workers N] [--batch B]
+    python benchmarks/deep_step.py [--device cuda] [--networks NAME ...] [--models R] [--workers N]
+                                   [--batch B] [--compiled]
                                    [--branches M ...] [--precisions P ...] [--methods M ...] [--rounds R]
                                    [--json] [--out FILE]
 """
@@ -62,20 +63,22 @@ def _wait(device: str) -> None:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     examples = random_examples(args.device)
-    rows = torch.randint(5_000, (args.workers, args.batch), device=args.device)
+    rows = torch.randint(5_000, (args.models, args.workers, args.batch), device=args.device)
     results = []
     for name in args.networks:
         network = NETWORKS[name](10)
-        params = flatten(network).to(args.device).unsqueeze(0)
+        params = flatten(network).to(args.device).repeat(args.models, 1)
         for precision in args.precisions:
             for branches in args.branches:
                 engine = Engine(
                     network,
                     examples,
+                    num_models=args.models,
                     num_workers=args.workers,
                     batch_size=args.batch,
                     dtype=getattr(torch, precision),
-                    num_branches=branches,
+                    num_branches=branches * args.models,
+                    is_compiled=args.compiled,
                 )
                 step_ms = milliseconds(partial(engine.grads, params, rows), args.rounds, args.device)
                 row = {"network": name, "precision": precision, "branches": branches, "passes_ms": step_ms}
@@ -84,17 +87,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     row["evaluation_ms"] = milliseconds(evaluate, args.rounds, args.device, inner=1)
                 results.append(row)
                 print(row, file=sys.stderr, flush=True)
-        grads = engine.grads(params, rows)[0][0].clone()
+        grads = engine.grads(params, rows)[0]
         for label in args.methods:
             method = Method.parse(label, lr=1.0)
             cluster = Cluster(
                 method.algorithm(0.001, "float32"), num_workers=args.workers, layout=engine.layout,
-                index_code=method.index_code,
+                index_code=method.index_code, is_checked=False,
             )  # fmt: skip
             row = {
                 "network": name,
                 "method": label,
-                "exchange_ms": milliseconds(partial(cluster.step, grads), args.rounds, args.device),
+                "exchange_ms": milliseconds(
+                    partial(cluster.step, grads.squeeze(0)), args.rounds, args.device
+                ),
             }
             results.append(row)
             print(row, file=sys.stderr, flush=True)
@@ -107,7 +112,9 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--networks", nargs="+", default=["resnet18", "resnet18-gn"])
+    parser.add_argument("--models", type=int, default=1)
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--branches", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])

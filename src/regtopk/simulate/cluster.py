@@ -39,6 +39,8 @@ class Cluster:
         layout: which parameter owns which entries; one anonymous layer if None.
         index_code: how sent indices are counted: "elias-fano", "rice" or "raw32".
         link: a link model that `report` takes the time of a step from.
+        is_checked: whether gradients that are not finite are refused. Asking a GPU makes the host wait for it
+            in every step; without it the caller must see to them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Cluster:
         layout: Layout | None = None,
         index_code: str = "elias-fano",
         link: Link | None = None,
+        is_checked: bool = True,
     ) -> None:
         if type(num_workers) is not int or num_workers < 1:
             raise ArgumentError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
@@ -60,6 +63,7 @@ class Cluster:
         self.layout = layout
         self.index_code = check_index_code(index_code)
         self.link = link
+        self.is_checked = is_checked
         self.num_rounds = 0
         self._report: Report | None = None
         self.state: State | None = None
@@ -87,7 +91,7 @@ class Cluster:
         traffic = Traffic.zeros(*grads.shape[:-1], device=grads.device)
         driver = SimulatedDriver(traffic, self._weights, self.index_code)
         aggregate = self._converse(grads, state, worker, driver)
-        traffic.dense_bytes += dense_bytes(grads.shape[-1], self.num_workers)
+        traffic.dense_bytes.fill_(dense_bytes(grads.shape[-1], self.num_workers))
         self._record(traffic)
         self._worker, self.state = worker, state
         self.num_steps += 1
@@ -143,8 +147,7 @@ class Cluster:
         self.num_steps, self.num_rounds = state_dict["num_steps"], state_dict["num_rounds"]
         self._report = None if state_dict["report"] is None else Report(*state_dict["report"])
         self.last_step, self.total = (
-            Traffic(**{name: count.clone() for name, count in state_dict[key].items()})
-            for key in ("last_step", "total")
+            Traffic.from_state_dict(state_dict[key]) for key in ("last_step", "total")
         )
 
     def _check(self, grads: Tensor) -> None:
@@ -166,7 +169,7 @@ class Cluster:
                 f"grads must have shape (N, J): {self.algorithm.name!r} does not run replicas, "
                 f"got {tuple(grads.shape)}"
             )
-        if (row := kernels.find_non_finite_row(grads)) is not None:
+        if self.is_checked and (row := kernels.find_non_finite_row(grads)) is not None:
             raise GradientError(f"grads of worker {row % self.num_workers} must be finite, got NaN or inf")
 
     def _worker_at_this_step(self, grads: Tensor) -> Worker:
@@ -212,5 +215,5 @@ class Cluster:
     def _record(self, traffic: Traffic) -> None:
         self.last_step = traffic
         if self.num_steps == 0:
-            self.total = Traffic.zeros(*traffic.num_entries.shape, device=traffic.num_entries.device)
+            self.total = Traffic(torch.zeros_like(traffic.counts))
         self.total.add_(traffic)

@@ -27,8 +27,10 @@ class FlatWeights:
 
     def __init__(self, network: nn.Module, num: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = _layout_of(network)
-        self.full = torch.empty(num, self.layout.numel, device=device)
-        self.low = self.full if dtype == torch.float32 else torch.empty_like(self.full, dtype=dtype)
+        self.full = aligned_rows(num, self.layout.numel, torch.float32, device)
+        self.low = (
+            self.full if dtype == torch.float32 else aligned_rows(num, self.layout.numel, dtype, device)
+        )
         self._is_norm = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in network.named_modules()
@@ -55,6 +57,15 @@ class FlatWeights:
             layer.name: _in_own_shape(flat[layer.start : layer.start + layer.numel], layer.shape)
             for layer in self.layout.layers
         }
+
+
+def aligned_rows(num: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(num, numel), every row of which starts where fast loads can: at a multiple of 256 bytes.
+
+    Convolutions on weights that do not are 20 times slower on a GPU.
+    """
+    step = 256 // dtype.itemsize
+    return torch.zeros(num, -(-numel // step) * step, dtype=dtype, device=device)[:, :numel]
 
 
 def flatten(network: nn.Module) -> Tensor:

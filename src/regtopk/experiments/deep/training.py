@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regtopk.errors import GradientError
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.method import Method
@@ -19,7 +18,8 @@ from regtopk.simulate import Cluster
 class Training:
     """R models (R, J), their optimizer, and the clusters that aggregate what their workers send.
 
-    A seed whose gradients are not finite any more has diverged: from then on it stays as it is.
+    A seed whose parameters are not finite any more has diverged. That is looked for between evaluations, not
+    in every round, so that the host runs ahead of a GPU.
 
     Args:
         engine: gives gradients and judges models; shared with other trainings.
@@ -62,6 +62,7 @@ class Training:
                 layout=engine.layout,
                 index_code=method.index_code,
                 link=LINK,
+                is_checked=False,
             )
             for own in (weights[:1] if is_batch else weights)
         ]
@@ -77,6 +78,7 @@ class Training:
         while self.num_rounds < num_rounds:
             self._round()
             self.num_rounds += 1
+        self.is_diverged = (~torch.isfinite(self.params).all(-1)).tolist()
 
     def evaluate(self) -> list[Quality]:
         """How good each model is now."""
@@ -101,7 +103,6 @@ class Training:
         return {
             "params": self.params,
             "num_rounds": self.num_rounds,
-            "is_diverged": self.is_diverged,
             "optimizer": self._optimizer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
         }
@@ -109,7 +110,7 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` saved."""
         self.params.copy_(state["params"])
-        self.num_rounds, self.is_diverged = state["num_rounds"], state["is_diverged"]
+        self.num_rounds = state["num_rounds"]
         self._optimizer.load_state_dict(state["optimizer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
@@ -117,11 +118,7 @@ class Training:
     def _round(self) -> None:
         messages, losses = self._local_steps()
         with self.compress:
-            try:
-                self.params.grad = self._exchange(messages)
-            except GradientError:
-                self._note_diverged(messages)
-                self.params.grad = self._exchange(messages)
+            self.params.grad = self._exchange(messages)
         self._loss += losses.double().mean(-1)
         self._num_losses += 1
         if self.algorithm.listens:
@@ -131,16 +128,9 @@ class Training:
         self._optimizer.step()
 
     def _exchange(self, messages: Tensor) -> Tensor:
-        for seed, is_lost in enumerate(self.is_diverged):
-            if is_lost:
-                messages[seed] = 0
         if len(self.clusters) == 1:
             return self.clusters[0].step(messages if len(messages) > 1 else messages[0]).view_as(self.params)
         return torch.stack([c.step(own) for c, own in zip(self.clusters, messages, strict=True)])
-
-    def _note_diverged(self, messages: Tensor) -> None:
-        now = ~torch.isfinite(messages).all(-1).all(-1)
-        self.is_diverged = [old or new for old, new in zip(self.is_diverged, now.tolist(), strict=True)]
 
     def _local_steps(self) -> tuple[Tensor, Tensor]:
         """What the workers send, (R, N, J), and their losses at the last local step, (R, N)."""
