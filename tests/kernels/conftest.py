@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from regtopk.kernels import cpu
+from regtopk.kernels import cpu, cpu_rows
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(params=["cpu", "triton"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(cpu, "_SMALL_STRETCH", 1 << 12)  # small vectors too go to several threads
+    monkeypatch.setattr(cpu_rows, "_SMALL_STRETCH", 1 << 12)  # small vectors too go to several threads
     return import_module(f"regtopk.kernels.{request.param}")
 
 

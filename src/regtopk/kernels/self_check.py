@@ -3,13 +3,16 @@
 import math
 import time
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.dispatch import SMALL_NUMEL, kernel_for
+from regtopk.kernels.dispatch import describe
 
+_SMALLEST_NUMEL = 1 << 16  # small, so that many cases fit in the time
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -30,16 +33,16 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
     """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(0)
-    low = SMALL_NUMEL.get(device.type, 1 << 10)
+    kernel = import_module(f"regtopk.kernels.{describe(device).kernel}")
     num_cases, stop = 0, math.inf
     while time.perf_counter() < stop:
-        numel = int(torch.randint(low, low + 50_000, (), generator=generator))
+        numel = int(torch.randint(_SMALLEST_NUMEL, _SMALLEST_NUMEL + 50_000, (), generator=generator))
         k = int(torch.randint(1, numel // 20, (), generator=generator))
         dtype = _GRAD_DTYPES[num_cases % len(_GRAD_DTYPES)]
         grad = torch.randn(2, numel, generator=generator).to(dtype)
         if num_cases % 3 == 2:
             grad = grad.round()  # many equal entries
-        if not _agrees(grad.to(device), k, generator):
+        if not _agrees(kernel, grad.to(device), k, generator):
             return SelfCheck(num_cases, f"J = {numel}, k = {k}, gradient of {dtype}")
         num_cases += 1
         if num_cases == 1:
@@ -47,7 +50,7 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
     return SelfCheck(num_cases, None)
 
 
-def _agrees(grad: Tensor, k: int, generator: torch.Generator) -> bool:
+def _agrees(kernel: ModuleType, grad: Tensor, k: int, generator: torch.Generator) -> bool:
     """One step from residual zero: the same scores taken, the values right, and the rest left."""
     numel = grad.shape[-1]
     damped = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values
@@ -56,7 +59,7 @@ def _agrees(grad: Tensor, k: int, generator: torch.Generator) -> bool:
     score = accumulated.abs()
     score.scatter_(-1, damped, score.gather(-1, damped) * damping)
     taken = []
-    for take_largest_ in (kernel_for(accumulated, grad).take_largest_, reference.take_largest_):
+    for take_largest_ in (kernel.take_largest_, reference.take_largest_):
         residual = torch.zeros_like(accumulated)
         indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
         is_right = torch.equal(values, accumulated.gather(-1, indices)) and torch.equal(

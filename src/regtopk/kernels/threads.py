@@ -2,8 +2,8 @@
 
 Plain threads, because nothing else leaves torch alone: numba's threading layers reset torch's number of
 threads, or refuse to be called from two threads at once. After an operation torch's own threads wait for the
-next one in a busy loop, for milliseconds, so helpers may get half a core, or none for a while: work is
-dealt out in small pieces, to whoever comes for the next, and nobody waits for a helper that did not come.
+next one in a busy loop, for milliseconds, so ours may get half a core, or none for a while: work is
+dealt out in small pieces, to whoever comes for the next, and nobody waits for a thread that did not come.
 """
 
 import os
@@ -26,15 +26,15 @@ def side_by_side(function: Callable[..., Result], tasks: Sequence[Iterable[Any]]
         for n in todo:
             results[n] = function(*tasks[n])
 
-    num_helpers = min(len(tasks), torch.get_num_threads()) - 1
-    pool = _pool(os.getpid(), torch.get_num_threads()) if num_helpers > 0 else None
-    helpers = [pool.submit(work) for _ in range(num_helpers)] if pool else []
+    num_others = min(len(tasks), torch.get_num_threads()) - 1
+    pool = _pool(os.getpid(), torch.get_num_threads()) if num_others > 0 else None
+    others = [pool.submit(work) for _ in range(num_others)] if pool else []
     try:
         work()
     finally:
-        late = [helper for helper in helpers if not helper.cancel()]
-    for helper in late:
-        helper.result()
+        late = [other for other in others if not other.cancel()]
+    for other in late:
+        other.result()
     return results
 
 

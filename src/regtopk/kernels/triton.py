@@ -82,7 +82,7 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
         tiles = _accumulate_(rows, room=0)
         own = {"indices": indices, "values": values, "capacity": capacity}
         grid = tiles.stops.shape[1], rows.num
-        launch(triton_accumulate.write_above, grid, rows.options() | tiles.options() | own, _TILE_WARPS)
+        launch(triton_accumulate.write_above, grid, rows.options | tiles.options() | own, _TILE_WARPS)
         num_found = tiles.stops[:, -1].view(residual.shape[:-1])
         count = num_found.clamp_max(capacity)
     return Taken(_as_batch(residual, indices), _as_batch(residual, values), count, num_found - count)
@@ -119,7 +119,7 @@ def take_largest_per_chunk_(
             "HAS_GRAD": rows.grad is not None, "SIZE": size,
         }  # fmt: skip
         grid = math.ceil(rows.numel / chunk), rows.num
-        launch(triton_accumulate.take_per_chunk, grid, rows.options() | own, min(16, max(1, size // 512)))
+        launch(triton_accumulate.take_per_chunk, grid, rows.options | own, min(16, max(1, size // 512)))
         if damp is not None:
             _undamp_(rows, damp, 0, indices, values)
     return _as_batch(residual, indices), _as_batch(residual, values)
@@ -137,7 +137,7 @@ def _guess_and_check(rows: Rows, plan: Plan) -> None:
     launch(
         triton_guess.guess_and_check,
         (num_samplers + num_blocks, rows.num),
-        rows.options() | own,
+        rows.options | own,
         _CHECKED_WARPS,
     )
 
@@ -151,7 +151,7 @@ def _accumulate_(rows: Rows, room: int) -> Tiles:
         "slots": slots, "HAS_GRAD": rows.grad is not None, "ROOM": room, "TILE": _TILE,
     }  # fmt: skip
     grid = num_tiles, rows.num
-    launch(triton_accumulate.accumulate, grid, rows.options() | own, _TILE_WARPS, _TILE_REGISTERS)
+    launch(triton_accumulate.accumulate, grid, rows.options | own, _TILE_WARPS, _TILE_REGISTERS)
     return Tiles(_TILE, room, counts, counts.cumsum(-1), slots)
 
 
@@ -163,13 +163,13 @@ def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
         num_together = max(1, _BLOCK // tiles.room)
         own = {"slots": tiles.slots, "ROOM": tiles.room, "k": k, "NUM_TILES": num_together}
         grid = math.ceil(tiles.counts.shape[1] / num_together), rows.num
-        launch(triton_selection.gather, grid, rows.options() | tiles.options() | candidates.options() | own)
+        launch(triton_selection.gather, grid, rows.options | tiles.options() | candidates.options() | own)
     return candidates
 
 
 def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
     """By its digits; what was found is among the words."""
-    own = rows.options() | candidates.options() | {"k": k, "BLOCK": _BLOCK}
+    own = rows.options | candidates.options() | {"k": k, "BLOCK": _BLOCK}
     grid = _num_stretches(rows, candidates), rows.num
     for digit in range((rows.key_bits + 1) // 8):
         launch(triton_selection.count_digit, grid, own | {"DIGIT": digit})
@@ -187,7 +187,7 @@ def _move_out_(
         "num_equal": rows.empty(num_stretches, torch.int64),
         "non_finite": rows.work if non_finite is None else non_finite.view(-1).view(torch.uint8),
     }  # fmt: skip
-    own |= rows.options() | candidates.options()
+    own |= rows.options | candidates.options()
     launch(triton_selection.count_taken, (num_stretches, rows.num), own)
     launch(triton_selection.write_taken, (num_stretches, rows.num), own)
     return indices, values
@@ -202,16 +202,16 @@ def _damped(rows: Rows, damped: Tensor | None, damping: Tensor | None) -> Damped
 
 def _damp_before_(rows: Rows, damp: Damped) -> None:
     own = {"grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any)}
-    launch(triton_damping.damp_before, damp.grid, rows.options() | damp.options() | own)
+    launch(triton_damping.damp_before, damp.grid, rows.options | damp.options() | own)
 
 
 def _damp_after_(rows: Rows, damp: Damped, k: int, tiles: Tiles, candidates: Candidates) -> None:
-    own = rows.options() | damp.options() | tiles.options() | candidates.options() | {"k": k}
+    own = rows.options | damp.options() | tiles.options() | candidates.options() | {"k": k}
     launch(triton_damping.damp_after, damp.grid, own)
 
 
 def _damp_here_(rows: Rows, damp: Damped) -> None:
-    launch(triton_damping.damp_here, damp.grid, rows.options() | damp.options())
+    launch(triton_damping.damp_here, damp.grid, rows.options | damp.options())
 
 
 def _undamp_(rows: Rows, damp: Damped, capacity: int, indices: Tensor, values: Tensor) -> None:
@@ -221,7 +221,7 @@ def _undamp_(rows: Rows, damp: Damped, capacity: int, indices: Tensor, values: T
         "indices": indices, "values": values, "k": k, "capacity": capacity, "num_steps": num_steps,
         "half_k": 1 << num_steps >> 1,
     }  # fmt: skip
-    launch(triton_damping.undamp, damp.grid, rows.options() | damp.options() | own)
+    launch(triton_damping.undamp, damp.grid, rows.options | damp.options() | own)
 
 
 def _num_stretches(rows: Rows, candidates: Candidates) -> int:

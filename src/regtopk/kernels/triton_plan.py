@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Rows:
         """Whether tiles may start a few entries before a row, where loads can be 16 bytes wide."""
         return stride(self.residual) % 4 == stride(self.grad_or_any) % 4
 
+    @cached_property
     def options(self) -> dict[str, Any]:
         """Arguments of most programs."""
         return {
@@ -114,6 +116,7 @@ class Plan:
     room: int = 0
 
 
+@cache
 def plan_for(numel: int, k: int, tile: int) -> Plan:
     """A guess that k entries reach, but for 4 sigma of bad luck, and no more than there is room for."""
     num_samples = min(_MAX_SAMPLES, 1 << (numel // 16).bit_length() >> 1)
@@ -128,7 +131,7 @@ def plan_for(numel: int, k: int, tile: int) -> Plan:
     if wanted + 4 * math.sqrt(wanted) > capacity / numel * num_samples or rank > num_keys // 2:
         return Plan()
     of_tile = wanted / num_samples * tile
-    room = 1 << math.ceil(math.log2(of_tile + 4 * math.sqrt(of_tile) + 4))
+    room = 1 << math.ceil(math.log2(of_tile + 3 * math.sqrt(of_tile) + 1))
     return Plan(num_keys, _PER_KEY, rank, capacity, min(room, tile // 32))
 
 
