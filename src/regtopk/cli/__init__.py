@@ -17,6 +17,7 @@ from regtopk.cli.compare import compare
 from regtopk.cli.doctor import doctor
 from regtopk.cli.fig3 import reproduce_fig3
 from regtopk.cli.parts import Force, Json, Settings, as_typed, progress_bar, say_errors, show
+from regtopk.cli.plan import plan
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
 from regtopk.experiments.deep.config import PRESETS
@@ -245,3 +246,4 @@ def _holds_demo(folder: Path) -> bool:
 
 app.command()(compare)
 app.command()(doctor)
+app.command()(plan)

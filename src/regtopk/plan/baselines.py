@@ -17,16 +17,11 @@ def num_buckets(numel: int) -> int:
     return 1 + max(0, ceil(rest / BUCKET_BYTES))
 
 
-def dense_moves(numel: int, num_workers: int) -> list[Move]:
-    """An all_reduce of float32 a bucket."""
+def all_reduce_moves(numel: int, num_workers: int, *, is_half: bool) -> list[Move]:
+    """An all_reduce a bucket, of float32 or float16."""
     count = num_buckets(numel)
-    return [all_reduce(4 * numel / count, num_workers)] * count
-
-
-def fp16_moves(numel: int, num_workers: int) -> list[Move]:
-    """An all_reduce of float16 a bucket."""
-    count = num_buckets(numel)
-    return [all_reduce(2 * numel / count, num_workers, "all_reduce half")] * count
+    kind, itemsize = ("all_reduce half", 2) if is_half else ("all_reduce", 4)
+    return [all_reduce(itemsize * numel / count, num_workers, kind)] * count
 
 
 def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ from regtopk._version import __version__
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ClusterError
 from regtopk.plan import cases, rounds, torch_hooks
-from regtopk.plan.cases import Point
+from regtopk.plan.baselines import BUCKET_BYTES
+from regtopk.plan.cases import Average, Point
 from regtopk.plan.costs import Calibration, Line, fit
 
 Progress = Callable[[float], None]
-_SMALL_BYTES, _LARGE_BYTES = 64, 2**23
+_SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
 _NUM_CALLS = 24
 
 
@@ -129,14 +130,16 @@ def _rank(rank: int, machine: Machine, num_processes: int, store: str, said: Any
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_processes)
     alone = [dist.new_group([other]) for other in range(num_processes)][rank]
     points: list[Point] = []
-    tasks = list(_tasks(torch.device(machine.device), alone))
+    # Workers that share a machine wait for one another: seldom, but long. Only a mean counts that in full.
+    average: Average = median if machine.local_workers == 1 else fmean
+    tasks = list(_tasks(torch.device(machine.device), alone, average))
     for number, task in enumerate(tasks):
-        is_collective = task is collective_points
-        works = rank == 0 or is_collective or machine.local_workers > 1
+        needs_all = number == len(tasks) - 1  # the collectives
+        works = rank == 0 or needs_all or machine.local_workers > 1
         torch.manual_seed(rank)
         dist.barrier()
         found = list(task()) if works else []
-        points += _mean_over_ranks(found, num_processes if works and machine.local_workers > 1 else 1)
+        points += _slowest(found, num_processes if machine.local_workers > 1 else 1)
         if rank == 0:
             said.put((number + 1) / len(tasks))
     if rank == 0:
@@ -145,45 +148,51 @@ def _rank(rank: int, machine: Machine, num_processes: int, store: str, said: Any
     dist.destroy_process_group()
 
 
-def _tasks(device: torch.device, alone: Any) -> Iterator[Callable[[], Iterable[Point]]]:
+def _tasks(device: torch.device, alone: Any, average: Average) -> Iterator[Callable[[], Iterable[Point]]]:
     for name in cases.planned_algorithms():
-        yield partial(cases.algorithm_points, name, device)
+        yield partial(cases.algorithm_points, name, device, average)
     for code in (*cases.CODES, "sign", "none"):
-        yield partial(cases.message_points, "gather", code, device)
+        yield partial(cases.message_points, "gather", code, device, average)
     for code in (*cases.CODES, "sign"):
-        yield partial(cases.message_points, "split", code, device)
+        yield partial(cases.message_points, "split", code, device, average)
     for code in cases.CODES:
-        yield partial(cases.message_points, "dense", code, device)
-        yield partial(cases.code_points, code, device)
-    yield partial(cases.exchange_points, device)
-    yield partial(torch_hooks.hook_points, alone, device)
-    yield collective_points
+        yield partial(cases.message_points, "dense", code, device, average)
+        yield partial(cases.code_points, code, device, average)
+    yield partial(cases.exchange_points, device, average)
+    yield partial(cases.peer_points, device, average)
+    yield partial(torch_hooks.hook_points, alone, device, average)
+    yield partial(collective_points, average)
 
 
-def _mean_over_ranks(found: list[Point], num_ranks: int) -> list[Point]:
-    """The points with the mean of all working ranks' times (those of an algorithm may differ in number)."""
+def _slowest(found: list[Point], num_ranks: int) -> list[Point]:
+    """The points with the longest of all working ranks' times: a collective waits for the slowest.
+
+    Of what takes long, ranks may have timed more or fewer points: those of all are kept.
+    """
     if num_ranks == 1:
         return found
     everyone: list[Any] = [None] * num_ranks
     dist.all_gather_object(everyone, found)
+    num_common = min(map(len, everyone))
     return [
-        (line, units, sum(theirs[n][2] for theirs in everyone) / num_ranks)
-        for n, (line, units, _) in enumerate(found)
-        if all(len(theirs) > n for theirs in everyone)
+        (line, units, max(theirs[n][2] for theirs in everyone))
+        for n, (line, units, _) in enumerate(found[:num_common])
     ]
 
 
-def collective_points() -> Iterator[Point]:
+def collective_points(average: Average) -> Iterator[Point]:
     """Messages and bytes of gloo's collectives between the processes: what they cost without a network."""
     N = dist.get_world_size()
-    for size in (_SMALL_BYTES, _LARGE_BYTES):
+    for size in (_SMALL_BYTES, BUCKET_BYTES):
         vector, half = torch.zeros(size // 4), torch.zeros(size // 2, dtype=torch.float16)
-        many = torch.zeros(N * (size // 4))
-        yield _collective(rounds.all_reduce(size, N), partial(dist.all_reduce, vector))
-        yield _collective(rounds.all_reduce(size, N, "all_reduce half"), partial(dist.all_reduce, half))
-        yield _collective(rounds.broadcast(size, N), partial(dist.broadcast, vector, 0))
-        yield _collective(rounds.all_to_all(size, N), partial(_all_to_all, many))
-        yield _collective(rounds.all_gather(size, N), partial(_all_gather, many, vector))
+        yield _collective(rounds.all_reduce(size, N), partial(dist.all_reduce, vector), average)
+        half_move = rounds.all_reduce(size, N, "all_reduce half")
+        yield _collective(half_move, partial(dist.all_reduce, half), average)
+    for size in (_SMALL_BYTES, _MESSAGE_BYTES):
+        vector, many = torch.zeros(size // 4), torch.zeros(N * (size // 4))
+        yield _collective(rounds.broadcast(size, N), partial(dist.broadcast, vector, 0), average)
+        yield _collective(rounds.all_to_all(size, N), partial(_all_to_all, many), average)
+        yield _collective(rounds.all_gather(size, N), partial(_all_gather, many, vector), average)
 
 
 def _all_to_all(parts: Tensor) -> None:
@@ -195,12 +204,13 @@ def _all_gather(gathered: Tensor, own: Tensor) -> None:
     single(gathered, own)
 
 
-def _collective(move: rounds.Move, run: Callable[[], Any]) -> Point:
+def _collective(move: rounds.Move, run: Callable[[], Any], average: Average) -> Point:
     def step() -> float:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
 
-    times = [step() for _ in range(_NUM_CALLS)]
+    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 4
+    times = [step() for _ in range(num_calls)]
     units = {"messages": float(move.num_messages), "bytes": move.sent_bytes}
-    return f"move {move.kind}", units, median(times[_NUM_CALLS // 4 :])
+    return f"move {move.kind}", units, average(times[num_calls // 4 :])

@@ -5,10 +5,10 @@ A case does real work of the library (its algorithms, its driver, its codes) amo
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import product
-from statistics import NormalDist, median
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -25,12 +25,21 @@ from regtopk.plan.costs import Units
 from regtopk.plan.echo import echo_driver
 
 CODES = ("float32", "4bit", "2bit")
-SMALL_NUMEL, LARGE_NUMEL = 2**18, 2**22
-SLOW_S = 0.05  # what takes this long on a small vector is not timed on a large one
+SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL = 2**20, 2**22, 2**24
+SLOW_S = 0.3  # what would take longer on a larger vector is not timed on it
 _MATRIX = 512  # all sizes are powers of two: echoes answer only where the ranks' regions are equal
-_NUM_REPEATS, _ENOUGH_S = 5, 0.4
+_NUM_REPEATS, _ENOUGH_S = 7, 0.3
 
+Average = Callable[[Sequence[float]], float]  # over repeated runs
 Point = tuple[str, Units, float]  # a line's name, units of work, and the seconds they took
+
+
+def numel_units(numel: float) -> Units:
+    """A vector's entries, and those beyond what the processor keeps and the system hands out again at once.
+
+    Large vectors take longer an entry: they do not fit caches, and memory for them is new every time.
+    """
+    return {"numel": numel, "numel beyond": max(0, numel - MIDDLE_NUMEL)}
 
 
 def planned_algorithms() -> list[str]:
@@ -57,17 +66,25 @@ def make_algorithm(name: str, density: float, code: str = "float32") -> Algorith
     return ALGORITHMS[name](**options)
 
 
-def algorithm_points(name: str, device: torch.device) -> Iterator[Point]:
+def algorithm_points(name: str, device: torch.device, average: Average) -> Iterator[Point]:
     """What an algorithm itself computes, without its messages."""
-    seconds = 0.0
-    for numel, density in ((SMALL_NUMEL, 1 / 128), (LARGE_NUMEL, 1 / 1024), (LARGE_NUMEL, 1 / 16)):
-        if seconds > SLOW_S:
+    seconds, before = 0.0, 1
+    for numel, density in (
+        (SMALL_NUMEL, 1 / 1024),
+        (SMALL_NUMEL, 1 / 16),
+        (MIDDLE_NUMEL, 1 / 1024),
+        (LARGE_NUMEL, 1 / 1024),
+    ):
+        if seconds * numel / before > SLOW_S:
             return
-        seconds, count = _time_algorithm(make_algorithm(name, density), numel, device)
-        yield f"select {name}", {"calls": 1, "numel": numel, "entries": count}, seconds
+        seconds, count = _time_algorithm(make_algorithm(name, density), numel, device, average)
+        yield f"select {name}", {"calls": 1, "entries": count, **numel_units(numel)}, seconds
+        before = numel
 
 
-def _time_algorithm(algorithm: Algorithm[Any], numel: int, device: torch.device) -> tuple[float, int]:
+def _time_algorithm(
+    algorithm: Algorithm[Any], numel: int, device: torch.device, average: Average
+) -> tuple[float, int]:
     matrices = [(str(n), (_MATRIX, _MATRIX), "linear") for n in range(numel // _MATRIX**2)]
     weight = torch.tensor(0.5, device=device)
     worker = Worker(weight, torch.tensor(0, device=device), 2, 1, Layout.of_shapes(matrices))
@@ -81,29 +98,31 @@ def _time_algorithm(algorithm: Algorithm[Any], numel: int, device: torch.device)
             converse(algorithm.exchange(grad, state, worker), driver.answer)
         return driver.watch.seconds()["select_s"]
 
-    seconds = typical(step)
+    seconds = typical(step, average)
     return seconds, driver.record.num_entries
 
 
-def message_points(kind: str, code: str, device: torch.device) -> Iterator[Point]:
+def message_points(kind: str, code: str, device: torch.device, average: Average) -> Iterator[Point]:
     """Encoding one's own messages of a kind and decoding everybody's.
 
     Args:
         kind: "gather", "split" or "dense".
         code: of the values; "none" for sets of indices, which are gathered.
         device: where.
+        average: over repeated runs.
     """
-    sizes = ((SMALL_NUMEL, 2**10), (LARGE_NUMEL, 2**12), (LARGE_NUMEL, 2**17))
+    sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for num_workers, (numel, count) in product((2, 8), sizes):
         driver = echo_driver(num_workers, "split" if kind == "split" else "all_gather")
         request = _request(kind, code, numel, count, device)
         times: list[dict[str, float]] = []
         for _ in range(_NUM_REPEATS + 1):
             driver.begin(device)
-            driver.answer(request)
+            answer = driver.answer(request)
+            driver.room = answer if kind == "gather" and code != "none" else None  # as an exchange does
             times.append(driver.watch.seconds())
         for phase, (line, units) in _message_units(kind, code, numel, count, num_workers).items():
-            yield line, units, median(spent[phase] for spent in times[1:])
+            yield line, units, average([spent[phase] for spent in times[1:]])
 
 
 def _request(kind: str, code: str, numel: int, count: int, device: torch.device) -> Request:
@@ -135,30 +154,49 @@ def _message_units(
     }
 
 
-def code_points(code: str, device: torch.device) -> Iterator[Point]:
+def code_points(code: str, device: torch.device, average: Average) -> Iterator[Point]:
     """Rounding values to a code, and returning what it lost to the residual."""
     for count in (2**12, 2**17):
-        values, residual = torch.randn(count, device=device), torch.zeros(LARGE_NUMEL, device=device)
-        indices = torch.arange(count, device=device) * (LARGE_NUMEL // count)
+        values, residual = torch.randn(count, device=device), torch.zeros(MIDDLE_NUMEL, device=device)
+        indices = torch.arange(count, device=device) * (MIDDLE_NUMEL // count)
 
         def round_off(values: Tensor = values, residual: Tensor = residual, at: Tensor = indices) -> None:
             residual.scatter_add_(-1, at, values - quantise(values, code))
 
-        seconds = 0.0 if is_lossless(code) else typical(_timed(round_off, device))
+        seconds = 0.0 if is_lossless(code) else typical(_timed(round_off, device), average)
         yield f"quantise {code}", {"calls": 1, "entries": count}, seconds
 
 
-def exchange_points(device: torch.device) -> Iterator[Point]:
+def exchange_points(device: torch.device, average: Average) -> Iterator[Point]:
     """What an exchange does with the whole vector: copy it in, look for NaN, copy the aggregate out."""
-    flat = torch.zeros(LARGE_NUMEL, device=device)
-    grads = [torch.randn(_MATRIX, _MATRIX, device=device) for _ in range(LARGE_NUMEL // _MATRIX**2)]
+    flat = torch.zeros(MIDDLE_NUMEL, device=device)
+    grads = [torch.randn(_MATRIX, _MATRIX, device=device) for _ in range(MIDDLE_NUMEL // _MATRIX**2)]
 
     def prepare_and_write_back() -> None:
         layout.copy_to_flat_(flat, grads)
         torch.isfinite(torch.stack(torch.aminmax(flat))).all()
         layout.copy_from_flat_(grads, flat)
 
-    yield "exchange", {"numel": LARGE_NUMEL}, typical(_timed(prepare_and_write_back, device))
+    yield "exchange", {"numel": MIDDLE_NUMEL}, typical(_timed(prepare_and_write_back, device), average)
+
+
+def peer_points(device: torch.device, average: Average) -> Iterator[Point]:
+    """Top-k as other libraries do it: torch.topk, and an index_add_ of what all of two workers sent."""
+    for numel, k in ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**12), (MIDDLE_NUMEL, 2**18)):
+        residual, grad = torch.zeros(numel, device=device), torch.randn(numel, device=device)
+
+        def step(residual: Tensor = residual, grad: Tensor = grad, k: int = k) -> None:
+            chosen = residual.add_(grad).abs().topk(k, sorted=False).indices
+            values = residual[chosen]
+            residual[chosen] = 0
+            indices = chosen.to(torch.int32).repeat(2)
+            torch.zeros_like(grad).index_add_(0, indices.long(), values.repeat(2).div_(2))
+
+        yield (
+            "peer-topk",
+            {"calls": 1, "numel": numel, "entries": 2 * k},
+            typical(_timed(step, device), average),
+        )
 
 
 def _timed(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
@@ -172,10 +210,10 @@ def _timed(function: Callable[[], Any], device: torch.device) -> Callable[[], fl
     return run
 
 
-def typical(step: Callable[[], float]) -> float:
-    """The median of a few runs, after one to warm up; fewer of what takes long."""
+def typical(step: Callable[[], float], average: Average) -> float:
+    """The average of a few runs, after one to warm up; fewer of what takes long."""
     step()
     times: list[float] = []
     while len(times) < _NUM_REPEATS and (len(times) < 2 or math.fsum(times) < _ENOUGH_S):
         times.append(step())
-    return median(times)
+    return average(times)

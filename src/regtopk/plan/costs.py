@@ -67,7 +67,7 @@ def fit(points: Sequence[tuple[Units, float]]) -> Line:
     scale = np.maximum(amounts.max(axis=0), 1e-300)  # units differ by many powers of ten
     best, smallest = np.zeros(len(names)), np.inf
     for size in range(1, len(names) + 1):
-        for chosen in combinations(range(len(names)), size):
+        for chosen in reversed(list(combinations(range(len(names)), size))):  # of equals, "numel" explains
             columns = amounts[:, chosen] / scale[list(chosen)]
             found, *_ = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)
             error = float(np.square(columns @ found - 1).sum())

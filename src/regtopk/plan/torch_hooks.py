@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 import torch
@@ -12,29 +11,36 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.plan.baselines import POWERSGD_RANK
-from regtopk.plan.cases import Point
+from regtopk.plan.cases import Average, Point, numel_units
 
-_SIDE, _DEPTH = 1024, 4
-_NUM_STEPS = 6
+_MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
+_NUM_STEPS = 5
 _ONE_BUCKET_MB = 1000
 
+Wrap = Callable[[nn.Module], nn.Module]
 
-def hook_points(group: dist.ProcessGroup, device: torch.device) -> Iterator[Point]:
+
+def hook_points(group: dist.ProcessGroup, device: torch.device, average: Average) -> Iterator[Point]:
     """Of DDP over no DDP, of the fp16 hook over DDP, and of PowerSGD over DDP: seconds an entry."""
-    plain = _time(lambda net: net, device)
-    ddp = _time(lambda net: _wrapped(net, group), device)
-    fp16 = _time(lambda net: _with_fp16(net, group), device)
-    powersgd = _time(lambda net: _with_powersgd(net, group), device)
-    numel = _DEPTH * _SIDE * _SIDE
-    for line, seconds in (("ddp", ddp - plain), ("fp16", fp16 - ddp), ("powersgd", powersgd - ddp)):
-        yield line, {"numel": numel}, max(0.0, seconds)
+    for width, depth in _MODELS:
+        wraps: list[Wrap] = [
+            lambda net: net,
+            lambda net: _wrapped(net, group),
+            lambda net: _with_fp16(net, group),
+            lambda net: _with_powersgd(net, group),
+        ]
+        plain, ddp, fp16, powersgd = (_time(width, depth, wrap, device, average) for wrap in wraps)
+        numel = float(depth * width * width)
+        yield "ddp", {"numel": numel}, max(0.0, ddp - plain)
+        yield "fp16", {"numel": numel}, max(0.0, fp16 - ddp)
+        yield "powersgd", {"messages": depth, **numel_units(numel)}, max(0.0, powersgd - ddp)
 
 
-def _time(wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> float:
+def _time(width: int, depth: int, wrap: Wrap, device: torch.device, average: Average) -> float:
     """Seconds of a forward and backward pass of a chain of matrices whose own work is small."""
-    layers = [nn.Linear(_SIDE, _SIDE, bias=False) for _ in range(_DEPTH)]
+    layers = [nn.Linear(width, width, bias=False) for _ in range(depth)]
     model = wrap(nn.Sequential(*layers).to(device))
-    x = torch.randn(1, _SIDE, device=device)
+    x = torch.randn(1, width, device=device)
     times = []
     for _ in range(_NUM_STEPS + 4):  # DDP makes its buckets in the first two, PowerSGD begins in the third
         model.zero_grad()
@@ -43,7 +49,7 @@ def _time(wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> float
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return median(times[4:])
+    return average(times[4:])
 
 
 def _wrapped(net: nn.Module, group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:
