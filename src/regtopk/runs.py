@@ -11,11 +11,11 @@ A folder may instead hold several runs in subfolders, named as ``parts`` in its 
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from regtopk._version import __version__
 from regtopk.errors import OutputError
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 FIGURE_PNG, FIGURE_SVG, PAGE = "figure.png", "figure.svg", "index.html"
@@ -143,12 +144,12 @@ def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any
         if was != value:
             raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
     commands = [*old["command"].splitlines(), header["command"]]
-    _drop_torn_line(folder / METRICS)
+    _drop_torn_line_(folder / METRICS)
     return {**old, **header, "command": "\n".join(dict.fromkeys(commands))}
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Remove the half-written record that a kill can leave at the end."""
+def _drop_torn_line_(path: Path) -> None:
+    """Remove the half-written record that a kill can leave at the end: what it was of runs again."""
     if path.exists():
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
@@ -210,7 +211,7 @@ def versions() -> dict[str, str]:
 
 def read_header(folder: Path) -> dict[str, Any]:
     """The config.json of a run, or of a folder of several."""
-    return _read_json(folder, CONFIG)[0]
+    return _read(folder, CONFIG, _parse_object)
 
 
 def read_run(folder: Path) -> Run:
@@ -219,13 +220,13 @@ def read_run(folder: Path) -> Run:
     Raises:
         OutputError: there is none, or it was not finished.
     """
-    header, summary = read_header(folder), _read_json(folder, SUMMARY)[0]
-    return Run(folder, header, merge_seeds(read_records(folder)), summary)
+    header, summary = read_header(folder), _read(folder, SUMMARY, _parse_object)
+    return Run(folder, header, merge_seeds(_read(folder, METRICS, _parse_lines)), summary)
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of a run so far."""
-    return _read_json(folder, METRICS, by_line=True)
+    """The records of a run so far; none if it has not begun."""
+    return _read(folder, METRICS, _parse_lines) if (folder / METRICS).exists() else []
 
 
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
@@ -255,13 +256,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _read_json(folder: Path, name: str, *, by_line: bool = False) -> list[dict[str, Any]]:
+def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
     path = folder / name
     try:
-        text = path.read_text(encoding="utf-8")
-        return [json.loads(part) for part in (text.splitlines() if by_line else [text])]
+        return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)
     except ValueError as error:
         reason = f"not JSON, {error}"
     raise OutputError(f"folder must hold a finished run, but {path} cannot be read: {reason}")
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def _parse_lines(text: str) -> list[Record]:
+    """A line that a kill left torn is not read."""
+    return [_parse_object(line) for line in text[: text.rfind("\n") + 1].splitlines()]

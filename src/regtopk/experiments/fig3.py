@@ -4,14 +4,12 @@ GPU time is scarce, so an experiment runs in slices: any methods and seeds, each
 folder. A (method, seed) that is finished there is never run again.
 """
 
-import json
 import math
 import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -21,9 +19,10 @@ from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import load_examples
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.plan import Densities, first_params, make_engine
-from regtopk.experiments.deep.results import is_finished, panels, summarise
+from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
+from regtopk.experiments.settings import check_device
 from regtopk.experiments.threads import threads_for
 from regtopk.runs import Record, RunWriter, make_header, read_records
 
@@ -52,8 +51,11 @@ def record(
         config=asdict(config),
         panels=panels(config),
     )
+    groups = _open_groups(config, read_records(folder) if resume else [])
+    if groups:
+        check_device(config.device)
     with RunWriter(folder, header, force=force, resume=resume, shared=config.protocol) as writer:
-        for record in _run(config, folder, _open_groups(config, read_records(folder)), say):
+        for record in _run(config, folder, groups, say):
             writer.add(record)
         summary = summarise(config, read_records(folder))
         writer.finish(summary)
@@ -164,8 +166,7 @@ def _published(config: DeepConfig, method: Method) -> dict[int, float]:
     """The paper's accuracy by iteration, for the protocol and the methods it was published of."""
     if config.preset != "paper" or method.label not in PUBLISHED:
         return {}
-    path = files("regtopk.experiments") / "published" / "figure3.json"
-    figure = json.loads(path.read_text(encoding="utf-8"))
+    figure = published_figure()
     return dict(zip(figure["iteration"], figure[PUBLISHED[method.label]], strict=True))
 
 

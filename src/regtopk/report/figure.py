@@ -129,7 +129,7 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
         dotted = [record for record in curve if panel.dots in record]
         dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
         at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
-        axes.plot(*at, "o", ms=5, mfc="none", mec=INK[0], mew=0.7, zorder=3)
+        axes.plot(*at, "o", ms=5, mfc="none", mec=style.light, mew=0.9, zorder=3)
 
 
 def _draw_bars(

@@ -21,6 +21,7 @@ h1{font-size:1.9rem;line-height:1.2;margin:0 0 .4rem;letter-spacing:-.01em}
 h2{font-size:1.3rem;margin:3rem 0 .3rem;padding-top:1.6rem;border-top:1px solid var(--grid)}
 h3{font-size:.95rem;font-weight:600;margin:0 0 .4rem}
 p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}
+.finding{max-width:60rem;color:var(--ink);font-weight:600}
 pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;padding:.6rem .9rem;
  overflow-x:auto;font:.85rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1.2rem}
@@ -72,6 +73,9 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
     for run in runs:
         if not is_single:
             body.append(f"<h2>{escape(run.header['title'])}</h2><p>{escape(run.header['about'])}</p>")
+        if "finding" in run.summary:
+            at = 1 if is_single else len(body)
+            body.insert(at, f"<p class=finding>{escape(run.summary['finding'])}</p>")
         body += [_legend(run), _panels(run), _table(run.summary["table"]), _settings(run)]
     versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
     return (

@@ -10,7 +10,7 @@ from regtopk.experiments.compare_config import parse_like
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS
 from regtopk.experiments.fleet import OPTIMIZERS
-from regtopk.experiments.settings import check_count, check_device, check_positive, check_word
+from regtopk.experiments.settings import check_count, check_positive, check_word
 from regtopk.experiments.splits import check_split
 
 SENDS = ("mean-gradient", "last-gradient", "difference")
@@ -112,7 +112,6 @@ class DeepConfig:
         check_positive("lr", self.lr)
         check_density(self.density)
         check_value_code(self.value_code)
-        check_device(self.device)
         if self.like:
             parse_like(self.like)
 

@@ -1,6 +1,9 @@
 """From the records of deep trainings, one a (method, seed, step), to tables and figures."""
 
+import json
+import math
 from collections.abc import Sequence
+from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
@@ -27,12 +30,14 @@ def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
     finals = _finals(config, records)
     base = next((label for label in finals if is_topk(Method.parse(label, lr=1.0).spec)), None)
     results = [_result(config, records, label, finals, base) for label in finals]
+    claim = _claim(finals, base) if config.like else None
     return {
         "preset": config.preset,
         "metric": "accuracy",
         "base": base,
         "results": results,
-        "claim": _claim(finals, base) if config.like else None,
+        "claim": claim,
+        "finding": finding(config, results, claim),
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
         "table": _table(results),
@@ -111,6 +116,49 @@ def _claim(finals: dict[str, dict[int, float]], base: str | None) -> dict[str, A
         "against": base,
         "gain": difference(fresh, finals[base]),
     }
+
+
+def finding(config: DeepConfig, results: Sequence[dict[str, Any]], claim: dict[str, Any] | None) -> str:
+    """What came out, in a sentence; what was published and did not come out is said first."""
+    if claim is not None and claim["gain"] is not None:
+        return (
+            f"At equal bytes {claim['method']}, the best practical method on seeds 0 and 1, has "
+            f"{_points(claim['gain'])} more than {claim['against']} on fresh seeds."
+        )
+    ours = [r for r in results if r["method"].startswith("regtopk") and r["difference_from_topk"]]
+    said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in ours)
+    if config.preset != "paper" or not ours:
+        return f"RegTop-k against Top-k: {said or 'not run'}."
+    gap = published_gap()
+    highest = max(_highest(r["difference_from_topk"]) for r in ours)
+    verdict = "does not show here" if highest < gap else "is not excluded here"
+    return f"The published advantage of {gap:.1f} points over Top-k {verdict}: {said}."
+
+
+def published_gap() -> float:
+    """RegTop-k's accuracy less Top-k's in the paper's Figure 3, the mean of its last five points."""
+    figure = published_figure()
+    pairs = zip(figure["regtopk"][-LAST_EVALUATIONS:], figure["topk"][-LAST_EVALUATIONS:], strict=True)
+    return fmean(own - base for own, base in pairs)
+
+
+def published_figure() -> dict[str, Any]:
+    """The data points of the paper's Figure 3."""
+    path = files("regtopk.experiments") / "published" / "figure3.json"
+    figure: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figure
+
+
+def _highest(found: dict[str, Any]) -> float:
+    """The end of the interval; of a single seed there is none."""
+    return math.inf if found["high"] is None else float(found["high"])
+
+
+def _points(found: dict[str, Any]) -> str:
+    seeds = f"{len(found['seeds'])} seed{'s' if len(found['seeds']) > 1 else ''}"
+    if found["low"] is None:
+        return f"{found['mean']:+.1f} points ({seeds})"
+    return f"{found['mean']:+.1f} points (95 % {found['low']:+.1f} … {found['high']:+.1f}, {seeds})"
 
 
 def _table(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
