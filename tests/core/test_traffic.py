@@ -16,8 +16,8 @@ def test_a_ring_all_reduce_moves_nearly_two_vectors() -> None:
 
 def test_counts_add_up_separately() -> None:
     total, step = Traffic.zeros(2), Traffic.zeros(2)
-    step.payload_bytes += torch.tensor([1, 2])
-    step.num_entries += 5
+    step.payload_bytes.add_(torch.tensor([1, 2]))
+    step.num_entries.add_(5)
     total.add_(step).add_(step)
     assert total.state_dict().keys() == {
         "payload_bytes",

@@ -1,6 +1,6 @@
 """Four ranks and the simulator, fed the same gradients, must agree bit for bit, and count the same bytes."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.traffic import Traffic
+from regtopk.core.traffic import NAMES
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
 from tests.distributed.conversations import CodedSums, ManyRounds, RunningSum, Threshold
@@ -20,7 +20,7 @@ NUM_STEPS = 50
 SHAPES = {"one": (30, 40), "two": (40,), "three": (10, 26)}
 J = 1500  # twelve blocks of a code, the last not full
 WEIGHTS = {"equal": None, "unequal": [0.4, 0.3, 0.2, 0.1], "one of zero": [0.5, 0.0, 0.2, 0.3]}
-BYTES = [f.name for f in fields(Traffic)]
+
 
 Result = tuple[Tensor, Tensor, dict[str, Tensor]]  # aggregates, residual, and counts of every step
 
@@ -43,13 +43,13 @@ def simulated(algorithm: Algorithm[Any], grads: Tensor, weights: Any, index_code
     aggregates, counts = [], []
     for step in grads:
         aggregates.append(cluster.step(step).clone())
-        counts.append(torch.stack([cluster.last_step.state_dict()[name] for name in BYTES]))
+        counts.append(torch.stack([cluster.last_step.state_dict()[name] for name in NAMES]))
     assert cluster.state is not None
     state = cluster.state.state_dict()
     residual = state.get("residual", torch.zeros(4, 1))
     by_worker = torch.stack(counts).unbind(-1)
     return [
-        (torch.stack(aggregates), residual[n], dict(zip(BYTES, by_worker[n].unbind(-1), strict=True)))
+        (torch.stack(aggregates), residual[n], dict(zip(NAMES, by_worker[n].unbind(-1), strict=True)))
         for n in range(4)
     ]
 
@@ -67,10 +67,10 @@ def on_rank(algorithm: Algorithm[Any], grads: Tensor, weights: Any, options: dic
             p.grad = part.view_as(p).clone()
         exchange.step()
         aggregates.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
-        counts.append(torch.tensor([int(asdict(exchange.last_step)[name]) for name in BYTES]))
+        counts.append(torch.tensor([int(asdict(exchange.last_step)[name]) for name in NAMES]))
     (group,) = exchange.groups.groups
     residual = group.state.state_dict().get("residual", torch.zeros(1))
-    return torch.stack(aggregates), residual, dict(zip(BYTES, torch.stack(counts).unbind(-1), strict=True))
+    return torch.stack(aggregates), residual, dict(zip(NAMES, torch.stack(counts).unbind(-1), strict=True))
 
 
 def compare(

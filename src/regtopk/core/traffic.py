@@ -6,42 +6,75 @@
 - `dense_bytes`: what an uncompressed float32 all_reduce would send from each worker.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
 
-@dataclass
+
 class Traffic:
-    """Byte and entry counts per worker: int64 tensors of shape (N,), or () on a rank."""
+    """Byte and entry counts of N workers: each of the names is an int64 tensor of shape (..., N).
 
-    payload_bytes: Tensor
-    sent_bytes: Tensor
-    received_bytes: Tensor
-    dense_bytes: Tensor
-    num_entries: Tensor
+    Args:
+        counts: (..., N, 5), all of them in one tensor, so that a step is added in one operation.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
 
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Traffic":
         """Nothing sent yet."""
-        num_counts = len(cls.__dataclass_fields__)
-        return cls(*torch.zeros(num_counts, *shape, dtype=torch.int64, device=device).unbind())
+        return cls(torch.zeros(*shape, len(NAMES), dtype=torch.int64, device=device))
 
-    def add_(self, other: "Traffic") -> "Traffic":
-        """Add another count to this one."""
-        for name in self.__dataclass_fields__:
-            getattr(self, name).add_(getattr(other, name))
-        return self
+    @classmethod
+    def from_state_dict(cls, state_dict: dict[str, Tensor]) -> "Traffic":
+        """The counts that `state_dict` names, copied."""
+        return cls(torch.stack([state_dict[name] for name in NAMES], dim=-1))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts by name."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return dict(zip(NAMES, self.counts.unbind(-1), strict=True))
+
+    def add_(self, other: "Traffic") -> "Traffic":
+        """Add another count to this one."""
+        self.counts.add_(other.counts)
+        return self
+
+    @property
+    def payload_bytes(self) -> Tensor:
+        """What each worker contributes."""
+        return self.counts[..., 0]
+
+    @property
+    def sent_bytes(self) -> Tensor:
+        """What each worker's interface sends."""
+        return self.counts[..., 1]
+
+    @property
+    def received_bytes(self) -> Tensor:
+        """What each worker's interface receives."""
+        return self.counts[..., 2]
+
+    @property
+    def num_entries(self) -> Tensor:
+        """How many entries each worker sends."""
+        return self.counts[..., 3]
+
+    @property
+    def dense_bytes(self) -> Tensor:
+        """What a dense exchange would send."""
+        return self.counts[..., 4]
 
 
 def all_reduce_bytes(vector_bytes: int, num_workers: int) -> int:
     """What a ring all_reduce of a vector sends from (and brings to) each of N workers."""
     return round(2 * (num_workers - 1) * vector_bytes / num_workers)
+
+
+def as_counts(payload: Tensor, sent: Tensor, received: Tensor, entries: Tensor) -> Tensor:
+    """What a request adds to a `Traffic`: (..., N) each, (..., N, 5) together."""
+    return torch.stack([payload, sent, received, entries, torch.zeros_like(payload)], dim=-1)
 
 
 def all_gather_bytes(payload_bytes: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -46,7 +47,7 @@ class Layout:
                 )
             start += layer.numel
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """J, the length of the flat vector."""
         return sum(layer.numel for layer in self.layers)

@@ -166,9 +166,9 @@ def _records(
 @torch.inference_mode()
 def _step_(models: Tensor, problems: Problems, clusters: Sequence[Cluster], lr: float) -> None:
     """One iteration of every method on every seed: w := w - lr g."""
-    grads = problems.grads(models)
-    for place, cluster in enumerate(clusters):
-        models[:, place] -= lr * cluster.step(grads[:, place])
+    grads = problems.grads(models).unbind(1)
+    aggregates = [cluster.step(own) for cluster, own in zip(clusters, grads, strict=True)]
+    models -= lr * torch.stack(aggregates, dim=1)
 
 
 def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:

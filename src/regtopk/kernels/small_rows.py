@@ -41,8 +41,9 @@ def take_largest_(
     residual.add_(grad)
     score = reference.score_of(residual, damped, damping)
     scores = score.numpy().reshape(-1, numel)
-    threshold = np.partition(scores, numel - k)[:, numel - k, None]
-    reaching = (scores >= threshold).ravel().nonzero()[0]
+    ordered = scores.copy()
+    ordered.partition(numel - k)
+    reaching = (scores >= ordered[:, numel - k, None]).ravel().nonzero()[0]
     if reaching.size != len(scores) * k:
         indices = reference.largest(score, k)
         return indices, reference.take_at_(residual, None, indices)

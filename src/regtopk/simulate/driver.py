@@ -15,10 +15,7 @@ from regtopk.core.codes import full_message_bytes, message_bytes, quantise
 from regtopk.core.regions import dense_regions, dense_sum_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient, index_set
-from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
-
-Counts = tuple[Tensor, Tensor, Tensor, Tensor]  # payload, sent, received bytes, and entries, by worker
-
+from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes, as_counts
 
 ROUNDS: dict[type, int] = {SparseSum: 1, DenseSum: 2, Gather: 1, Broadcast: 1, Peek: 0}
 
@@ -35,7 +32,7 @@ class SimulatedDriver:
     def __init__(self, traffic: Traffic, weights: tuple[float, ...], index_code: str) -> None:
         self.traffic = traffic
         self.weights = weights
-        self.is_active = _is_active(weights, traffic.num_entries.device)
+        self.is_active = _is_active(weights, traffic.counts.device)
         self.index_code = index_code
         self.num_rounds = 0
 
@@ -54,12 +51,12 @@ class SimulatedDriver:
 
     def _sparse_sum(self, request: SparseSum) -> Tensor:
         sparse = request.sparse
-        self._count(*self._sparse_counts(sparse))
+        self.traffic.counts += self._sparse_counts(sparse)
         indices, values = sparse.without_padding()
         total = kernels.sum_sparse_in_rank_order(indices, request.weight * values, sparse.numel)
         return _received(total)
 
-    def _sparse_counts(self, sparse: SparseGradient) -> Counts:
+    def _sparse_counts(self, sparse: SparseGradient) -> Tensor:
         dtype, capacity = sparse.values.dtype, sparse.indices.shape[-1]
         if sparse.count is None and self.index_code != "rice":  # the common case, and the fast one
             message = capacity, sparse.numel, dtype, sparse.code, self.index_code
@@ -72,12 +69,14 @@ class SimulatedDriver:
             index_code=self.index_code,
             indices=sparse.indices,
         )
-        return payload, *all_gather_bytes(payload), sparse.counts * self.is_active
+        return as_counts(payload, *all_gather_bytes(payload), sparse.counts * self.is_active)
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
         tensor, dtype = request.tensor, request.weight.dtype
         codes = request.code, request.sum_code
-        self._count(*_counts_of_dense_sum(tensor.shape[-1], self.weights, dtype, *codes, tensor.device))
+        self.traffic.counts += _counts_of_dense_sum(
+            tensor.shape[-1], self.weights, dtype, *codes, tensor.device
+        )
         total = _weighted_sum(tensor, request.weight)
         if request.loss is None:
             return _received(total)
@@ -101,11 +100,12 @@ class SimulatedDriver:
         counts = counts * self.is_active
         if request.numel is not None:
             entries = index_set(tensor, request.numel, request.count)
-            payload, sent, received, _ = self._sparse_counts(entries)
-            self._count(payload, sent, received, torch.zeros_like(counts))
+            moved = Traffic(self._sparse_counts(entries).clone())
+            moved.num_entries.zero_()
+            self.traffic.add_(moved)
         else:
             payload = counts * tensor.element_size()
-            self._count(payload, *all_gather_bytes(payload), counts)
+            self.traffic.counts += as_counts(payload, *all_gather_bytes(payload), counts)
         return Gathered(tensor.clone(), counts)  # what is received is never the sender's own memory
 
     def _broadcast(self, request: Broadcast) -> Tensor:
@@ -119,7 +119,9 @@ class SimulatedDriver:
         is_source = rank == request.source
         # passed on along a ring: all but the source's predecessor send it, all but the source get it
         passes_on = rank != (request.source - 1) % num_workers
-        self._count(is_source * size, passes_on * size, ~is_source * size, is_source * num_entries)
+        self.traffic.counts += as_counts(
+            is_source * size, passes_on * size, ~is_source * size, is_source * num_entries
+        )
         return _received(tensor[..., request.source, :].clone())
 
     def _index_set_bytes(self, indices: Tensor, numel: int) -> Tensor:
@@ -134,14 +136,8 @@ class SimulatedDriver:
         )
         return sizes.unsqueeze(-1)
 
-    def _count(self, payload: Tensor, sent: Tensor, received: Tensor, entries: Tensor) -> None:
-        self.traffic.payload_bytes += payload
-        self.traffic.sent_bytes += sent
-        self.traffic.received_bytes += received
-        self.traffic.num_entries += entries
 
-
-# What has one size takes the same bytes every step, so its counts, (N,), are made once. They are read only.
+# What has one size takes the same bytes every step, so its counts, (N, 5), are made once. They are read only.
 
 
 @lru_cache(maxsize=256)
@@ -153,11 +149,11 @@ def _counts_of_full_messages(
     index_code: str,
     weights: tuple[float, ...],
     device: torch.device,
-) -> Counts:
+) -> Tensor:
     active = _is_active(weights, device)
     size = full_message_bytes(count, numel, dtype=dtype, value_code=value_code, index_code=index_code)
     payload = size * active
-    return payload, *all_gather_bytes(payload), count * active
+    return as_counts(payload, *all_gather_bytes(payload), count * active)
 
 
 @lru_cache(maxsize=256)
@@ -168,10 +164,10 @@ def _counts_of_dense_sum(
     code: str,
     sum_code: str,
     device: torch.device,
-) -> Counts:
+) -> Tensor:
     moved = dense_sum_bytes(numel, weights, dtype, code, sum_code)
     payload, sent, received = (torch.tensor(sizes, device=device) for sizes in moved)
-    return payload, sent, received, numel * _is_active(weights, device)
+    return as_counts(payload, sent, received, numel * _is_active(weights, device))
 
 
 @lru_cache(maxsize=256)
