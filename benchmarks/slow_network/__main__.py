@@ -1,6 +1,7 @@
 """Is compression worth it on a slow network? Measured on links that really are that slow.
 
     python -m benchmarks.slow_network steps      how long a step takes with each method on each link
+    python -m benchmarks.slow_network accuracy   how long training to the same accuracy takes
     python -m benchmarks.slow_network clean      remove what killed runs left behind
 
 N processes in N network namespaces, joined by shaped links, train with DDP over gloo. Needs Linux, root and
@@ -11,13 +12,10 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from benchmarks.slow_network.launch import launch
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.memory import check_memory
-from benchmarks.slow_network.methods import DEFAULTS, Method
-from benchmarks.slow_network.models import MODELS
 from benchmarks.slow_network.namespaces import (
     Namespaces,
     NetworkError,
@@ -26,20 +24,23 @@ from benchmarks.slow_network.namespaces import (
     remove,
     signals_raise,
 )
-from benchmarks.slow_network.results import Results, table
+from benchmarks.slow_network.options import parser
+from benchmarks.slow_network.race import Race
+from benchmarks.slow_network.results import Results, accuracy_table, step_table
 from regtopk.errors import ArgumentError
-from regtopk.plan.units import parse_bandwidth, parse_time
 
 INTERRUPTED = 130
 
 
 def main(words: list[str] | None = None) -> int:
-    options = parser().parse_args(words)
-    command = "python -m benchmarks.slow_network " + " ".join(sys.argv[1:] if words is None else words)
+    assert __doc__ is not None
+    words = sys.argv[1:] if words is None else words
+    options = parser(__doc__).parse_args(words)
+    command = "python -m benchmarks.slow_network " + " ".join(words)
     try:
         check_possible()
         with signals_raise():
-            options.run(options, command)
+            MEASUREMENTS[options.measurement](options, command)
     except (NetworkError, ArgumentError) as error:
         print(f"slow_network: {error}", file=sys.stderr)
         return 1
@@ -49,47 +50,10 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
-    whole = argparse.ArgumentParser(
-        prog="python -m benchmarks.slow_network",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parts = whole.add_subparsers(required=True, metavar="MEASUREMENT")
-    steps = parts.add_parser("steps", help="step time of every method on every link")
-    steps.add_argument("--workers", type=num_workers, nargs="+", default=[2, 4], metavar="N")
-    steps.add_argument(
-        "--links",
-        type=bandwidth,
-        nargs="+",
-        default=[1e7, 1e8, 1e9, None],
-        metavar="BANDWIDTH",
-        help="such as 10Mbit, 1.5G, 'unshaped' (default: 10Mbit 100Mbit 1Gbit unshaped)",
-    )
-    steps.add_argument("--latency", type=latency, default=0.0, help="one way, such as 5ms (default: none)")
-    steps.add_argument(
-        "--methods",
-        type=method,
-        nargs="+",
-        default=DEFAULTS,
-        metavar="METHOD",
-        help=f"NAME[:DENSITY[:VALUE_CODE[:all_gather|split]]] (default: {' '.join(DEFAULTS)})",
-    )
-    steps.add_argument("--model", choices=sorted(MODELS), default="resnet18", help="whose parameters")
-    steps.add_argument("--seconds", type=float, default=5.0, help="for one method on one link (default: 5)")
-    steps.add_argument("--least-steps", type=int, default=1, help="even if they take longer (default: 1)")
-    steps.add_argument("--most-steps", type=int, default=20, help="even if there is time (default: 20)")
-    steps.add_argument("--out", type=Path, help="JSON file to add the rows to")
-    steps.set_defaults(run=measure_steps)
-    parts.add_parser("clean", help="remove what killed runs left behind").set_defaults(run=clean)
-    return whole
-
-
 def measure_steps(options: argparse.Namespace, command: str) -> None:
     results = Results(options.out, command)
-    for count in options.workers:
-        check_memory(count, options.model)
+    check_memory(max(options.workers), options.model, len(options.methods))
+    for num_workers in options.workers:
         job = {
             "model": options.model,
             "methods": options.methods,
@@ -99,11 +63,20 @@ def measure_steps(options: argparse.Namespace, command: str) -> None:
             "least_steps": options.least_steps,
             "most_steps": options.most_steps,
         }
-        with links_of(count, options.latency) as links:
+        with links_of(num_workers, options.latency) as links:
             for row in launch("benchmarks.slow_network.step_time", job, links):
                 results.add("steps", row)
-                print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(results.content["steps"]))
+                print(step_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(step_table(results.content["steps"]))
+
+
+def measure_accuracy(options: argparse.Namespace, command: str) -> None:
+    race = Race(options, Results(options.out, command))
+    with links_of(options.workers) as links:
+        race.try_dense(links)
+        race.try_methods(links)
+        race.run_on_link(links)
+    print(accuracy_table(race.results.content["time_to_accuracy"]))
 
 
 def clean(options: argparse.Namespace, command: str) -> None:
@@ -112,46 +85,18 @@ def clean(options: argparse.Namespace, command: str) -> None:
     print(f"removed {', '.join(names)}" if names else "nothing was left behind")
 
 
+MEASUREMENTS = {"steps": measure_steps, "accuracy": measure_accuracy, "clean": clean}
+
+
 @contextmanager
-def links_of(count: int, latency_s: float = 0.0) -> Iterator[Links]:
+def links_of(num_workers: int, latency_s: float = 0.0) -> Iterator[Links]:
     """Links that are removed whatever happens."""
-    links = Links(Namespaces(count), latency_s)
+    links = Links(Namespaces(num_workers), latency_s)
     try:
         links.add()
         yield links
     finally:
         links.remove()
-
-
-def num_workers(text: str) -> int:
-    if not text.isdecimal() or not 2 <= int(text) <= 64:
-        raise argparse.ArgumentTypeError(f"workers must be a whole number in 2..64, got {text!r}")
-    return int(text)
-
-
-def bandwidth(text: str) -> float | None:
-    with refused():
-        return None if text == "unshaped" else parse_bandwidth(text)
-
-
-def latency(text: str) -> float:
-    with refused():
-        return parse_time("latency", text, may_be_zero=True)
-
-
-def method(text: str) -> str:
-    with refused():
-        Method.parse(text)
-    return text
-
-
-@contextmanager
-def refused() -> Iterator[None]:
-    """argparse shows the message of its own error alone."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

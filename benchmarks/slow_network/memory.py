@@ -7,17 +7,17 @@ from benchmarks.slow_network.models import MODELS
 from regtopk.errors import ArgumentError
 
 PROCESS_BYTES = 450_000_000  # torch and its launcher
-COPIES = 9  # of the model, at most: parameters, gradients, buckets, residual, momentum, sums and copies
+COPIES = 7  # of the model that a method keeps: parameters, gradients, buckets, residual, momentum, sums
 
 
-def check_memory(num_workers: int, model: str) -> None:
+def check_memory(num_workers: int, model: str, num_methods: int) -> None:
     """Refuse more workers than fit.
 
     Raises:
         ArgumentError: says how many would.
     """
     numel = sum(math.prod(shape) for shape in MODELS[model]())
-    each = PROCESS_BYTES + 4 * COPIES * numel
+    each = PROCESS_BYTES + 4 * COPIES * numel * num_methods
     there = available_bytes()
     if num_workers * each > there:
         raise ArgumentError(

@@ -22,7 +22,7 @@ POWERSGD_DENSE_STEPS = 2  # the fewest torch allows
 ONE_BUCKET_MB = 1000  # torch's PowerSGD hangs on gloo with two buckets
 TORCH = ("dense", "fp16", "powersgd")
 OURS = {name: ALGORITHMS[name] for name in ("topk", "regtopk", "dgc")}
-DEFAULTS = (
+STEP_METHODS = (
     "dense",
     "fp16",
     "powersgd",
@@ -30,6 +30,16 @@ DEFAULTS = (
     "topk:0.001",
     "regtopk:0.001",
     "regtopk:0.001:float32:split",
+    "regtopk:0.001:4bit",
+    "dgc:0.001",
+)
+ACCURACY_METHODS = (
+    "dense",
+    "fp16",
+    "powersgd",
+    "peer-topk:0.001",
+    "topk:0.001",
+    "regtopk:0.001",
     "regtopk:0.001:4bit",
     "dgc:0.001",
 )

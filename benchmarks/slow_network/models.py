@@ -48,8 +48,8 @@ class Shapes(nn.Module):
 
 
 def small_shapes() -> list[tuple[int, ...]]:
-    """A few thousand parameters, to try the harness itself."""
-    return [(64, 100), (64,), (10, 64), (10,)]
+    """A quarter of a million parameters, to try the harness itself."""
+    return [(400, 600), (400,), (10, 400), (10,)]
 
 
 MODELS = {"resnet18": resnet18_shapes, "small": small_shapes}

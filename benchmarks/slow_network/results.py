@@ -22,6 +22,8 @@ SETTINGS = (
     "density",
     "value_code",
     "collective",
+    "lr",
+    "target",
 )
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 32 with time stamps
 SEGMENT_BYTES = 1448  # of payload in a frame of 1,500 bytes
@@ -63,7 +65,7 @@ class Results:
 
 def settings(row: Row) -> tuple[Any, ...]:
     """What a row was measured on."""
-    return tuple(row[name] for name in SETTINGS)
+    return tuple(row.get(name) for name in SETTINGS)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -101,7 +103,7 @@ def describe(row: Row) -> str:
     return ", ".join(parts)
 
 
-def table(rows: list[Row]) -> str:
+def step_table(rows: list[Row]) -> str:
     """Step times as a Markdown table."""
     lines = [
         "| workers | link | method | step | over no hook | steps | sent | at the interface |",
@@ -132,3 +134,31 @@ def _speedup(row: Row, rows: list[Row]) -> str:
         if other["method"] == "dense" and all(other[name] == row[name] for name in same):
             return f"{other['step_s'] / row['step_s']:.2f} x"
     return ""
+
+
+def accuracy_table(rows: list[Row]) -> str:
+    """Times to accuracy on shaped links as a Markdown table."""
+    lines = [
+        "| workers | link | method | learning rate | target | reached after | steps | faster than no hook |",
+        "|---:|---|---|---:|---:|---:|---:|---:|",
+    ]
+    measured = [row for row in rows if row["bandwidth_bits_per_s"] is not None]
+    for row in measured:
+        reached = row["reached_s"]
+        dense = [r["reached_s"] for r in measured if r["method"] == "dense" and _same_race(r, row)]
+        cells = [
+            str(row["workers"]),
+            format_bandwidth(row["bandwidth_bits_per_s"]),
+            describe(row),
+            f"{row['lr']:g}",
+            f"{row['target']:.2f} %",
+            "not reached" if reached is None else format_time(reached),
+            str(row["steps"]),
+            f"{dense[0] / reached:.2f} x" if reached and dense and dense[0] else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _same_race(one: Row, other: Row) -> bool:
+    return all(one[name] == other[name] for name in ("workers", "bandwidth_bits_per_s", "target"))

@@ -1,0 +1,30 @@
+"""Where namespaces can be made, and what is there of them."""
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.slow_network.namespaces import NetworkError, check_possible
+
+
+def why_not() -> str | None:
+    """Why no namespaces can be made here; None where they can."""
+    try:
+        check_possible()
+    except NetworkError as error:
+        return str(error)
+    trial = ["ip", "netns", "exec", "regtopk-none", "true"]
+    said = subprocess.run(trial, capture_output=True, text=True).stderr
+    return said if "Operation not permitted" in said else None
+
+
+reason = why_not()
+needs_namespaces: Callable[..., Any] = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+def interfaces() -> set[str]:
+    """The host's own network interfaces."""
+    lines = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return {line.split(": ")[1] for line in lines.splitlines()}

@@ -1,0 +1,48 @@
+"""The whole harness, short: two ranks in two namespaces, 100 Mbit/s, a small model."""
+
+import json
+from pathlib import Path
+
+from benchmarks.slow_network.__main__ import main
+from benchmarks.slow_network.results import with_headers
+from tests.slow_network.network import needs_namespaces
+
+FIELDS = {
+    "workers",
+    "bandwidth_bits_per_s",
+    "latency_s",
+    "params",
+    "method",
+    "density",
+    "value_code",
+    "collective",
+    "step_s",
+    "step_s_all",
+    "compute_s",
+    "sent_bytes",
+    "received_bytes",
+    "interface_sent_bytes",
+    "interface_received_bytes",
+}
+
+
+@needs_namespaces
+def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
+    path = tmp_path / "slow.json"
+    words = "steps --workers 2 --links 100Mbit --model small --most-steps 3 --methods dense regtopk:0.1"
+    assert main([*words.split(), "--out", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content["command"].startswith("python -m benchmarks.slow_network steps")
+    assert content["time_to_accuracy"] == []
+    dense, sparse = content["steps"]
+    for row in (dense, sparse):
+        assert set(row) == FIELDS
+        assert (row["workers"], row["bandwidth_bits_per_s"], row["params"]) == (2, 1e8, 244_410)
+        assert len(row["step_s_all"]) == 3 and min(row["step_s_all"]) > 0
+        for way, other in (("sent", "received"), ("received", "sent")):
+            moved = row[f"interface_{way}_bytes"]
+            expected = with_headers(row[f"{way}_bytes"], row[f"{other}_bytes"])
+            assert 0.95 * row[f"{way}_bytes"] < moved < 1.05 * expected
+    assert dense["method"] == "dense" and dense["sent_bytes"] == 4 * 244_410
+    assert (sparse["method"], sparse["density"], sparse["value_code"]) == ("regtopk", 0.1, "float32")
+    assert dense["step_s"] > 8 * dense["sent_bytes"] / 1e8  # the link cannot be faster than it is

@@ -1,0 +1,133 @@
+"""Namespaces and links are made, shaped and removed; nothing else is touched."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.slow_network.__main__ import links_of, main
+from benchmarks.slow_network.links import token_bucket
+from benchmarks.slow_network.namespaces import PREFIX, Namespaces, command, existing, left_behind
+from tests.slow_network.network import interfaces, needs_namespaces
+
+REPOSITORY = Path(__file__).parents[2]
+ECHO = """
+import socket, sys
+with socket.create_server((sys.argv[1], 5000)) as server:
+    print("listening", flush=True)
+    caller, _ = server.accept()
+    while said := caller.recv(100):
+        caller.sendall(said)
+"""
+CALL = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 5000)) as caller:
+    caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    start = time.perf_counter()
+    caller.sendall(b"?")
+    assert caller.recv(1) == b"?"
+    print(time.perf_counter() - start)
+"""
+
+
+def own() -> list[str]:
+    """The namespaces of this process."""
+    return [name for name in existing() if name.startswith(f"{PREFIX}-{os.getpid()}-")]
+
+
+def round_trip_s(namespaces: Namespaces) -> float:
+    """How long the first worker waits for an echo from the second."""
+    inside = [["ip", "netns", "exec", worker, sys.executable, "-c"] for worker in namespaces.workers]
+    address = namespaces.address(1)
+    with subprocess.Popen([*inside[1], ECHO, address], stdout=subprocess.PIPE, text=True) as echo:
+        assert echo.stdout is not None and echo.stdout.readline() == "listening\n"
+        call = subprocess.run([*inside[0], CALL, address], capture_output=True, text=True, check=True)
+    return float(call.stdout)
+
+
+@needs_namespaces
+def test_links_are_shaped_and_removed() -> None:
+    before = interfaces()
+    with links_of(2) as links:
+        assert len(own()) == 3
+        for bandwidth in (1e8, None, 1e7):
+            links.shape(bandwidth)
+            for worker in links.namespaces.workers:
+                shown = command("tc", "-n", worker, "qdisc", "show", "dev", "eth0")
+                assert ("tbf" in shown) == (bandwidth is not None)
+        for rank in range(2):
+            shown = command("tc", "-n", links.namespaces.switch, "qdisc", "show", "dev", f"port{rank}")
+            assert "rate 10Mbit" in shown
+        assert round_trip_s(links.namespaces) > 0
+        assert interfaces() == before
+    assert own() == []
+    assert interfaces() == before
+
+
+@needs_namespaces
+@pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="the kernel has no TAP interfaces")
+def test_delay_is_there_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.slow_network.links.kernel_can_delay", lambda namespace: False)
+    with links_of(2, latency_s=0.03) as links:
+        links.shape(1e8)
+        assert round_trip_s(links.namespaces) >= 0.06
+        relay = links.relay
+        assert relay is not None and relay.poll() is None
+    assert relay.poll() is not None
+    assert own() == []
+
+
+@needs_namespaces
+def test_failure_removes_what_was_made() -> None:
+    with pytest.raises(RuntimeError, match="on the way"), links_of(2):
+        raise RuntimeError("on the way")
+    assert own() == []
+
+
+@needs_namespaces
+def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, other = f"{PREFIX}-{ended.pid}-0", f"regtopk-test-{os.getpid()}"
+    with links_of(2):
+        command("ip", "netns", "add", dead)
+        command("ip", "netns", "add", other)
+        lost = subprocess.Popen(["ip", "netns", "exec", dead, "sleep", "1000"], start_new_session=True)
+        try:
+            assert dead in left_behind()
+            assert main(["clean"]) == 0
+            assert dead in capsys.readouterr().out
+            assert dead not in existing() and len(own()) == 3
+            assert lost.wait() == -signal.SIGTERM
+            assert other in command("ip", "netns", "list")
+        finally:
+            command("ip", "netns", "del", other)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_remove_what_was_made(number: signal.Signals) -> None:
+    words = [sys.executable, "-m", "benchmarks.slow_network", "steps", "--workers", "2", "--model", "small"]
+    run = subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    mine = f"{PREFIX}-{run.pid}-"
+    while run.poll() is None and not any(_is_used(name) for name in existing() if name.startswith(mine)):
+        time.sleep(0.05)
+    run.send_signal(number)
+    said = run.communicate()[1]
+    assert run.returncode == 130
+    assert said.endswith("interrupted; the namespaces are removed\n")
+    assert not [name for name in existing() if name.startswith(mine)]
+
+
+def _is_used(name: str) -> bool:
+    done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    return bool(done.stdout.strip())
+
+
+def test_bursts_are_short() -> None:
+    assert token_bucket(1e7) == ["tbf", "rate", "10000000bit", "burst", "4096", "limit", "4000000"]
+    assert token_bucket(1e9) == ["tbf", "rate", "1000000000bit", "burst", "31250", "limit", "4000000"]

@@ -1,0 +1,87 @@
+"""What the slow network cannot do, it says before it does anything."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.slow_network import __main__ as command_line
+from benchmarks.slow_network import memory, namespaces
+from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS, Method
+from benchmarks.slow_network.options import parser
+from regtopk.errors import ArgumentError
+
+
+def test_only_root_makes_namespaces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert command_line.main(["steps"]) == 1
+    assert "needs root: run the same command with sudo" in capsys.readouterr().err
+
+
+def test_without_iproute2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert command_line.main(["clean"]) == 1
+    assert "there is no ip and no tc: apt install iproute2" in capsys.readouterr().err
+
+
+def test_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.isdir", lambda path: False)
+    with pytest.raises(namespaces.NetworkError, match="network namespaces need Linux"):
+        namespaces.check_possible()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--links", "fast"], "bandwidth must be a number above 0"),
+        (["--links", "0Mbit"], "bandwidth must be a number above 0"),
+        (["--latency", "soon"], "latency must be a time"),
+        (["--workers", "1"], "workers must be a whole number in 2..64, got '1'"),
+        (["--workers", "two"], "workers must be a whole number in 2..64, got 'two'"),
+        (["--methods", "zip"], "method must be dense, fp16, powersgd, peer-topk"),
+        (["--methods", "dense:0.1"], "method must be dense"),
+        (["--methods", "topk:0.1:float32:ring"], "method must be dense"),
+        (["--methods", "topk:2"], r"density of a method must be in \(0, 1\], got 'topk:2'"),
+        (["--methods", "topk:few"], r"density of a method must be in \(0, 1\]"),
+        (["--methods", "topk:0.1:5bit"], "value_code must be one of"),
+        (["--seconds", "-1"], "must be a number above 0, got '-1'"),
+        (["--least-steps", "0"], "must be a whole number of at least 1, got '0'"),
+    ],
+)
+def test_nonsense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser("").parse_args(["steps", *words])
+    said = " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(said)
+
+
+def test_more_workers_than_memory() -> None:
+    memory.check_memory(2, "small", 1)
+    with pytest.raises(ArgumentError, match=r"workers must fit into memory: 64 need about .* enough for 0"):
+        memory.check_memory(64, "resnet18", 10**6)
+
+
+def test_races_that_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "check_possible", lambda: None)
+    assert command_line.main(["accuracy", "--steps", "25", "--evaluate-every", "10"]) == 1
+    assert "steps must be a multiple of evaluate-every, got 25 and 10" in capsys.readouterr().err
+    assert command_line.main(["accuracy", "--data", str(tmp_path)]) == 1
+    assert "data path must be a folder with train-images-idx3-ubyte" in capsys.readouterr().err
+
+
+def test_what_links_are_understood() -> None:
+    options = parser("").parse_args(["steps", "--links", "100mbit", "1.5G", "10 Mbps", "unshaped"])
+    assert options.links == [1e8, 1.5e9, 1e7, None]
+
+
+def test_methods_as_text() -> None:
+    assert Method.parse("regtopk") == Method("regtopk", 0.001, "float32", "all_gather")
+    assert Method.parse("dgc:0.01:4bit:split") == Method("dgc", 0.01, "4bit", "split")
+    assert Method.parse("peer-topk:0.5") == Method("peer-topk", 0.5, "float32", "all_gather")
+    for text in (*STEP_METHODS, *ACCURACY_METHODS):
+        Method.parse(text)
