@@ -2,10 +2,11 @@
 
 N processes on this machine, joined by gloo over loopback, take the same step (forward, backward with DDP,
 SGD) of a chain of linear layers whose own work is small: no hook, torch's fp16 hook, torch's PowerSGD (in
-one bucket: with several it hangs on gloo), and Top-k and RegTop-k. All variants run in turn, round after
-round; a step's time is that of the slowest rank, its CPU time the mean over ranks. Times of a shared machine
-drift, so what is printed is the median over rounds of each round's ratio to no hook. On loopback bytes cost
-next to nothing: this measures what an exchange costs in work, not what it saves on a network.
+one bucket: with several it hangs on gloo), and Top-k and RegTop-k, these also with plain torch instead of our
+kernels: before and after. All variants run in turn, round after round; a step's time is that of the slowest
+rank, its CPU time the mean over ranks. Times of a shared machine drift, so what is printed is the median over
+rounds of each round's ratio to no hook. On loopback bytes cost next to nothing: this measures what an
+exchange costs in work, not what it saves on a network.
 
     python benchmarks/ddp_step.py [--json] [--out FILE] [--workers N] [--rounds R] [--density S]
 """
@@ -33,6 +34,7 @@ from regtopk.distributed.record import PHASES
 
 WIDTH, DEPTH, BATCH = 965, 12, 4  # 11,186,280 parameters
 ONE_BUCKET_MB = 1000
+PLAIN = ", plain torch"  # the end of a variant's name
 WARM_UP = 3
 
 
@@ -48,6 +50,8 @@ def variants(density: float) -> dict[str, Callable[[nn.Module], Any]]:
             for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
                 algorithm = kind(density=density, value_code=code)
                 table[f"{name}, {scope}, {code}"] = with_ours(algorithm, scope)
+    for name in ("Top-k", "RegTop-k"):
+        table[f"{name}, model, float32{PLAIN}"] = table[f"{name}, model, float32"]
     return table
 
 
@@ -75,7 +79,8 @@ def with_ours(algorithm: Any, scope: str) -> Callable[[nn.Module], Any]:
 class Stepper:
     """One variant's model, and a step of it."""
 
-    def __init__(self, wrap: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, wrap: Callable[[nn.Module], Any], kernels: str) -> None:
+        self.kernels = kernels
         torch.manual_seed(0)
         layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
         self.model, self.exchange = wrap(nn.Sequential(*layers))
@@ -85,6 +90,7 @@ class Stepper:
     def step(self) -> dict[str, float]:
         """Seconds of a step, and of our phases in it."""
         x = torch.randn(BATCH, WIDTH, generator=self.generator)
+        os.environ["REGTOPK_KERNELS"] = self.kernels
         dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
         self.optimizer.zero_grad()
@@ -100,7 +106,10 @@ class Stepper:
 def rank_main(rank: int, options: argparse.Namespace, store: str, answer: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.workers))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.workers)
-    steppers = {name: Stepper(wrap) for name, wrap in variants(options.density).items()}
+    steppers = {
+        name: Stepper(wrap, "reference" if name.endswith(PLAIN) else "auto")
+        for name, wrap in variants(options.density).items()
+    }
     for stepper in steppers.values():
         for _ in range(WARM_UP):
             stepper.step()
@@ -141,6 +150,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         row = {"variant": name, **median, "sent_bytes": sent.get(name)}
         for key in ("step_s", "cpu_s"):
             row[f"{key}_over_no_hook"] = against(rounds, name, "no hook", key)
+            if name.endswith(PLAIN):
+                row[f"{key}_over_ours"] = against(rounds, name, name.removesuffix(PLAIN), key)
             if name.startswith("Reg"):
                 row[f"{key}_over_topk"] = against(rounds, name, name.removeprefix("Reg"), key)
         results.append(row)
@@ -179,6 +190,10 @@ def table(report: dict[str, Any]) -> str:
         shares = [f"{100 * row[phase] / row['step_s']:.1f} %" if phase in row else "" for phase in PHASES]
         sent = f"{row['sent_bytes'] / 1e3:,.1f} kB" if row["sent_bytes"] else ""
         lines.append(f"| {' | '.join([row['variant'], *over, *shares, sent])} |")
+    lines.append("")
+    for row in report["results"]:
+        if row["variant"].endswith(PLAIN):
+            lines.append(f"{row['variant']}: {row['step_s_over_ours']:.2f} times the step with our kernels.")
     return "\n".join(lines)
 
 
@@ -187,7 +202,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, help="write the JSON here, and a table beside it as .md")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=22, help="twice every variant's turn to be first")
+    parser.add_argument("--rounds", type=int, default=26, help="twice every variant's turn to be first")
     parser.add_argument("--density", type=float, default=0.001)
     options = parser.parse_args()
     report = run(options)

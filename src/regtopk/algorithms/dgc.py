@@ -12,7 +12,7 @@ from regtopk.algorithms.posterior import LastSent, PosteriorScore, check_score, 
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.options import check_choice, check_number
 from regtopk.core.requests import SparseSum
-from regtopk.core.selection import kth_largest, take_above_, take_largest_
+from regtopk.core.selection import kth_largest, put_back_, send_, take_largest_
 from regtopk.core.sparse import SparseGradient, clear_at_
 from regtopk.core.state import per_worker
 from regtopk.core.worker import Worker
@@ -116,19 +116,19 @@ class DGC(Sparsifier[DGCState]):
         threshold = kernels.estimate_threshold(v, u, k, num_samples=num_samples, start=step)
         smallest = torch.finfo(v.dtype).tiny  # zeros are not sent
         threshold = threshold.clamp(min=smallest)
-        v.add_(u)
+        capacity = min(v.shape[-1], max(k, int(_MOST * k)))  # equals of the k-th may be more
+        taken = kernels.take_above_(v, u, threshold, capacity)
         for _ in range(_NUM_REFINEMENTS):
-            is_too_high = _num_above(v, threshold) < _FEWEST * k
+            is_too_high = taken.num_found < _FEWEST * k
             if not bool(is_too_high.any()):
                 break
             threshold = threshold.where(~is_too_high, _FEWEST * threshold).clamp(min=smallest)
+            put_back_(v, taken)
+            taken = kernels.take_above_(v, None, threshold, capacity)
         # Residuals pile up just below the last threshold: raised by a factor, it would leave almost nothing.
-        is_too_low = _num_above(v, threshold) > _MOST * k
+        is_too_low = taken.num_found > _MOST * k
         if bool(is_too_low.any()):
+            put_back_(v, taken)
             threshold = threshold.where(~is_too_low, kth_largest(v, k))
-        capacity = min(v.shape[-1], max(k, int(_MOST * k)))  # equals of the k-th may be more
-        return take_above_(v, None, threshold, capacity, code=self.value_code)
-
-
-def _num_above(v: Tensor, threshold: Tensor) -> Tensor:
-    return (v.abs() >= threshold.unsqueeze(-1)).sum(-1)
+            taken = kernels.take_above_(v, None, threshold, capacity)
+        return send_(v, taken, self.value_code)

@@ -11,9 +11,10 @@ from regtopk import kernels
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.options import check_number
 from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
+from regtopk.core.selection import take_all_above_, take_where_
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.state import ResidualState
-from regtopk.core.worker import Layout, Worker
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 _FEWEST_SAMPLED = 16  # entries of a sample that should reach the threshold
@@ -59,21 +60,29 @@ class GradientDropping(Sparsifier[ResidualState]):
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of gradient dropping."""
-        density = self.num_selected(worker) / worker.numel
-        layout = worker.layout if self.per_layer else Layout.anonymous(worker.numel)
-        accumulated = state.residual.add_(grad)
-        is_taken = torch.empty_like(accumulated, dtype=torch.bool)
-        for layer in layout.layers:
-            own = accumulated[..., layer.start : layer.start + layer.numel]
-            threshold = self._threshold(own, density, worker.step)
-            is_taken[..., layer.start : layer.start + layer.numel] = own.abs() >= threshold.unsqueeze(-1)
-        sent = take_where_(accumulated, is_taken, code=self.value_code)
+        k = self.num_selected(worker)
+        if self.per_layer:
+            sent = self._take_per_layer_(state.residual, grad, k / worker.numel, worker)
+        else:
+            threshold = self._threshold(state.residual, grad, k / worker.numel, worker.step)
+            sent = take_all_above_(state.residual, grad, threshold, k, code=self.value_code)
         aggregate: Tensor = yield SparseSum(sent, worker.weight)
         return aggregate
 
-    def _threshold(self, accumulated: Tensor, density: float, step: int) -> Tensor:
-        numel = accumulated.shape[-1]
+    def _take_per_layer_(
+        self, residual: Tensor, grad: Tensor, density: float, worker: Worker
+    ) -> SparseGradient:
+        accumulated = residual.add_(grad)
+        is_taken = torch.empty_like(accumulated, dtype=torch.bool)
+        for layer in worker.layout.layers:
+            own = accumulated[..., layer.start : layer.start + layer.numel]
+            threshold = self._threshold(own, None, density, worker.step)
+            is_taken[..., layer.start : layer.start + layer.numel] = own.abs() >= threshold.unsqueeze(-1)
+        return take_where_(accumulated, is_taken, code=self.value_code)
+
+    def _threshold(self, residual: Tensor, grad: Tensor | None, density: float, step: int) -> Tensor:
+        numel = residual.shape[-1]
         num_samples = min(numel, math.ceil(max(self.sample * numel, _FEWEST_SAMPLED / density)))
         k = max(1, round(density * numel))
-        threshold = kernels.estimate_threshold(accumulated, None, k, num_samples=num_samples, start=step)
+        threshold = kernels.estimate_threshold(residual, grad, k, num_samples=num_samples, start=step)
         return threshold.clamp(min=torch.finfo(threshold.dtype).tiny)

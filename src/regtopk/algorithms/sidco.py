@@ -7,11 +7,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
 from regtopk.core.exact import exact_sum
 from regtopk.core.options import check_choice
 from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_above_
+from regtopk.core.selection import send_
 from regtopk.core.state import ResidualState, per_worker
 from regtopk.core.worker import Worker
 
@@ -91,13 +92,13 @@ class SIDCo(Sparsifier[SIDCoState]):
         """One step of SIDCo."""
         k = self.num_selected(worker)
         accumulated = state.residual.add_(grad)
-        magnitude = accumulated.abs()
-        eta = self.threshold(magnitude, state.num_stages, k / worker.numel)
-        state.num_found = state.num_found + (magnitude >= eta).sum(-1, keepdim=True)
+        eta = self.threshold(accumulated.abs(), state.num_stages, k / worker.numel)
+        capacity = min(worker.numel, 2 * k)
+        taken = kernels.take_above_(accumulated, None, eta.squeeze(-1), capacity)
+        state.num_found = state.num_found + taken.num_found.unsqueeze(-1)
         if (worker.step + 1) % _WINDOW == 0:
             _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))
-        capacity = min(worker.numel, 2 * k)
-        sent = take_above_(accumulated, None, eta.squeeze(-1), capacity, code=self.value_code)
+        sent = send_(accumulated, taken, self.value_code)
         aggregate: Tensor = yield SparseSum(sent, worker.weight)
         return aggregate
 

@@ -51,11 +51,32 @@ def take_above_(
 
     Of more than ``capacity`` of them in a row the first are taken; the others stay in the residual.
     """
+    return send_(residual, kernels.take_above_(residual, grad, threshold, capacity), code)
+
+
+def take_all_above_(
+    residual: Tensor, grad: Tensor, threshold: Tensor, expected: int, *, code: str = "float32"
+) -> SparseGradient:
+    """The same without a limit; one pass where no more than twice the expected number reach the threshold."""
+    capacity = min(residual.shape[-1], 2 * expected)
     taken = kernels.take_above_(residual, grad, threshold, capacity)
+    if bool(taken.num_left.any()):
+        put_back_(residual, taken)
+        taken = kernels.take_above_(residual, None, threshold, int(taken.num_found.max()))
+    return send_(residual, taken, code)
+
+
+def send_(residual: Tensor, taken: kernels.Taken, code: str) -> SparseGradient:
+    """What is sent of what a threshold took; the residual gets back what the code loses."""
     width = _width(taken.count)
     indices, values = taken.indices[..., :width], taken.values[..., :width]
     sent = _code_(residual, indices, values, code, taken.count)
-    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code)
+    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code, taken.num_left)
+
+
+def put_back_(residual: Tensor, taken: kernels.Taken) -> None:
+    """As if nothing had been taken: another threshold may take it."""
+    residual.scatter_add_(-1, taken.indices, taken.values)
 
 
 def take_where_(residual: Tensor, is_taken: Tensor, *, code: str = "float32") -> SparseGradient:

@@ -19,6 +19,8 @@ class SparseGradient:
         numel: J, the length of the dense vector.
         count: (...,) int64, or None.
         code: the value code whose grid the values lie on.
+        num_left: (...,) int64, how many more entries reached the threshold and stayed for want of room, or
+            None where there is no threshold. It is not sent.
     """
 
     indices: Tensor
@@ -26,6 +28,7 @@ class SparseGradient:
     numel: int
     count: Tensor | None = None
     code: str = "float32"
+    num_left: Tensor | None = None
 
     @property
     def is_valid(self) -> Tensor | None:

@@ -26,6 +26,11 @@ class Taken:
     count: Tensor
     num_left: Tensor
 
+    @property
+    def num_found(self) -> Tensor:
+        """(...,) int64, how many reached the threshold."""
+        return self.count + self.num_left
+
 
 def take_largest_(
     residual: Tensor,
