@@ -18,6 +18,7 @@ from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import load_examples
 from regtopk.experiments.deep.method import Method
+from regtopk.experiments.deep.networks import PIXELS
 from regtopk.experiments.deep.plan import Densities, first_params, make_engine
 from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
 from regtopk.experiments.deep.training import Training
@@ -78,7 +79,7 @@ def _run(
     if not groups:
         return
     with _kernels(config):
-        examples = load_examples(config.data_set, config.data, config.device)
+        examples = load_examples(config.data_set, config.data, config.device, PIXELS.get(config.network))
         densities = Densities(config, examples)
         engines: dict[int, Engine] = {}
         for place, (method, seeds) in enumerate(groups):

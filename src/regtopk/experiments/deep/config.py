@@ -14,6 +14,7 @@ from regtopk.experiments.settings import check_count, check_positive, check_word
 from regtopk.experiments.splits import check_split
 
 SENDS = ("mean-gradient", "last-gradient", "difference")
+PUBLISHED = "published"
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -28,7 +29,8 @@ class DeepConfig:
         network: one of `NETWORKS`.
         data_set: cifar10, digits or text.
         data: where it is.
-        weights: file of weights to start from; empty: from scratch.
+        weights: file of weights to start from, with a new last layer; published: those that the extra
+            [pretrained] brings, of efficientnet-lite0; empty: from scratch.
         split: iid, sorted[:SHARDS], dirichlet[:ALPHA] or unequal.
         uniform_weights: w_n = 1/N whatever the shards' sizes are, instead of w_n = D_n / D.
         num_workers: N.
@@ -109,6 +111,10 @@ class DeepConfig:
         for name in ("image_size", "num_branches"):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.weights == PUBLISHED and self.network != "efficientnet-lite0":
+            raise ArgumentError(
+                f"weights 'published' are of efficientnet-lite0, got network {self.network!r}"
+            )
         check_positive("lr", self.lr)
         check_density(self.density)
         check_value_code(self.value_code)
@@ -184,6 +190,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "finetune": {
         "methods": "dense,topk,regtopk:mu=5",
         "network": "efficientnet-lite0",
+        "weights": PUBLISHED,
+        "precision": "bfloat16",
         "num_rounds": 800,
         "image_size": 160,
         "evaluate_every": 40,

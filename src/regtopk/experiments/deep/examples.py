@@ -38,22 +38,30 @@ class Examples(NamedTuple):
         return F.interpolate(images, size=(size, size), mode="bilinear", antialias=False)
 
 
-def load_examples(data_set: str, data: str, device: str) -> Examples:
+def load_examples(
+    data_set: str, data: str, device: str, pixels: tuple[float, float] | None = None
+) -> Examples:
     """Load a data set.
 
     Args:
         data_set: one of `DATA_SETS`.
         data: where it is; empty where it needs no place.
         device: where the examples go.
+        pixels: mean and standard deviation that images are shifted and scaled by; None: their own.
     """
     if data_set not in DATA_SETS:
         raise ArgumentError(f"data_set must be one of {', '.join(DATA_SETS)}, got {data_set!r}")
     path = Path(data) if data else None
-    return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device)
+    return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device, pixels)
 
 
-def _of_images(data_set: str, path: Path | None, device: str) -> Examples:
-    images = standardised(load_images(data_set, path, device))
+def _of_images(data_set: str, path: Path | None, device: str, pixels: tuple[float, float] | None) -> Examples:
+    images = load_images(data_set, path, device)
+    if pixels is None:
+        images = standardised(images)
+    else:
+        mean, std = pixels
+        images = images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
     if data_set == "digits":
         images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))
     return Examples(*_channels_last(images), images.train_labels.cpu(), int(images.train_labels.max()) + 1)

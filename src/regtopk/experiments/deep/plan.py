@@ -8,24 +8,26 @@ from torch import Tensor, nn
 
 from regtopk.experiments.budget import NUM_STEPS, Probe
 from regtopk.experiments.compare_config import parse_like
-from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.deep.config import PUBLISHED, DeepConfig
 from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples
 from regtopk.experiments.deep.flat import flatten
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS
+from regtopk.experiments.deep.networks.efficientnet import published_weights
 from regtopk.experiments.deep.networks.weights import load_weights
 from regtopk.experiments.methods import make_method
 from regtopk.experiments.splits import batch_order, divide, weights_of
 
 
 def make_network(config: DeepConfig, num_classes: int, seed: int) -> nn.Module:
-    """The network as it starts: torch's initialisation by seed, or the given weights with a new head."""
+    """The network as it starts: torch's initialisation by seed, or given weights with a new head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = NETWORKS[config.network](num_classes)
     if config.weights:
-        load_weights(network, Path(config.weights), replace_head=True)
+        path = published_weights() if config.weights == PUBLISHED else Path(config.weights)
+        load_weights(network, path, replace_head=True)
     return network
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from regtopk.experiments.deep.networks.efficientnet import EfficientNetLite0
+from regtopk.experiments.deep.networks.efficientnet import MEAN, STD, EfficientNetLite0
 from regtopk.experiments.deep.networks.gpt import GPT
 from regtopk.experiments.deep.networks.resnet import resnet18
 from regtopk.experiments.deep.networks.small_cnn import SmallCnn
@@ -25,3 +25,6 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "gpt": GPT,
     "small-cnn": SmallCnn,
 }
+
+# mean and standard deviation that published weights expect of pixels; others take the data set's own
+PIXELS: dict[str, tuple[float, float]] = {"efficientnet-lite0": (MEAN, STD)}

@@ -1,0 +1,23 @@
+"""A recorded run's finding and table for a document: python -m regtopk.report.markdown FOLDER."""
+
+import sys
+from pathlib import Path
+
+from regtopk.report.style import format_number
+from regtopk.runs import read_run
+
+
+def as_markdown(folder: Path) -> str:
+    """The finding, the table, and what it was run on."""
+    run = read_run(folder)
+    rows = run.summary["table"]
+    columns = [name for name in rows[0] if any(row.get(name) is not None for row in rows)]
+    head = ["method" if name == "measure" else name for name in columns]
+    lines = [run.summary.get("finding", ""), "", f"| {' | '.join(head)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(format_number(row.get(name)) for name in columns)} |" for row in rows]
+    minutes, hardware = run.summary["minutes"], ", ".join(run.summary["hardware"])
+    return "\n".join([*lines, "", f"{hardware}; {minutes:.0f} minutes in all."]).lstrip() + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown(Path(sys.argv[1])))
