@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
+from regtopk.core.codes import full_message_bytes
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
@@ -87,3 +88,26 @@ def exchange_alone() -> None:
     exchange.step()
     assert exchange.total.sent_bytes == exchange.total.received_bytes == exchange.total.dense_bytes == 0
     assert exchange.total.payload_bytes > 0 and "times as much" not in exchange.summary()
+
+
+def test_a_split_sends_nothing_but_its_messages(four_ranks: Ranks) -> None:
+    four_ranks.run(sum_in_one_region)
+
+
+def sum_in_one_region() -> None:
+    """All entries lie in the first rank's region: it receives them and sends the sum; others send theirs."""
+    k, region = 50, 1000
+    vector = torch.nn.Parameter(torch.zeros(4 * region))
+    exchange = regtopk.Exchange([("vector", vector)], regtopk.TopK(k=k), collective="split")
+    vector.grad = torch.zeros(4 * region)
+    vector.grad[:k] = torch.arange(1.0, k + 1)
+    exchange.step()
+    full, empty = (
+        full_message_bytes(count, region, dtype=torch.float32, value_code="float32", index_code="elias-fano")
+        for count in (k, 0)
+    )
+    moved = (exchange.last_step.sent_bytes, exchange.last_step.received_bytes)
+    if dist.get_rank() == 0:
+        assert moved == (3 * empty + 3 * full, 3 * full + 3 * empty)
+    else:
+        assert moved == (full + 2 * empty + 3 * empty, 3 * empty + full + 2 * empty)

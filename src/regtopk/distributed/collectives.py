@@ -40,10 +40,10 @@ class Collectives:
         padded[: tensor.numel()] = tensor
         return self.all_gather(padded)
 
-    def all_gather_ragged(self, tensor: Tensor) -> tuple[Tensor, list[int]]:
-        """(m_n,) of any length -> (N, longest), shorter ones followed by zeros, and the lengths."""
+    def all_gather_ragged(self, tensor: Tensor) -> list[Tensor]:
+        """(m_n,) of any length -> every rank's, in rank order: from each to each, so nothing is padded."""
         lengths = [row[0] for row in self.all_gather_numbers(tensor.numel(), device=tensor.device)]
-        return self.all_gather_padded(tensor, max(lengths)), lengths
+        return self.all_to_all([tensor] * self.num_workers, lengths)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int] | None = None) -> list[Tensor]:
         """parts[r] goes to rank r, of any length; what the others had for this rank, in rank order.

@@ -12,7 +12,6 @@ from torch import Tensor
 from regtopk.core.blocks import BLOCK, NUM_SCALES
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.sparse import SparseGradient
-from regtopk.distributed.collectives import ring_gather
 from regtopk.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -112,17 +111,16 @@ def _gather_sums(
     with driver.watch.phase("encode_s"):
         message = encode(region, driver.index_code)
     with driver.watch.phase("collective_s"):
-        gathered, sizes = driver.collectives.all_gather_ragged(message)
+        gathered = driver.collectives.all_gather_ragged(message)
     with driver.watch.phase("decode_s"):
         room = driver.take_room(sparse)
         total = sparse.values.new_zeros(sparse.numel) if room is None else room.zero_()
-        for rank, size in enumerate(sizes):
-            sums = decode(gathered[rank, :size], bounds[rank + 1] - bounds[rank])
+        for rank, theirs in enumerate(gathered):
+            sums = decode(theirs, bounds[rank + 1] - bounds[rank])
             total[sums.indices + bounds[rank]] = sums.values
     payload = sum(m.numel() for m in messages)
-    sent, got = ring_gather(sizes, driver.rank)
-    sent += payload - messages[driver.rank].numel()
-    got += sum(m.numel() for m in received) - received[driver.rank].numel()
+    sent = payload - messages[driver.rank].numel() + (driver.num_workers - 1) * message.numel()
+    got = sum(m.numel() for m in (*received, *gathered)) - received[driver.rank].numel() - message.numel()
     driver.count(payload, sent, got)
     driver.record.num_entries += 0 if driver.is_idle else int(sparse.counts)
     return total

@@ -132,7 +132,7 @@ def moves_of(asked: Asked, num_workers: int, collective: Collective) -> list[Mov
     if asked.kind == "sparse" and collective == "split":
         sums = _message_bytes(ceil(union(asked, N) / N), ceil(asked.numel / N), "float32")
         pieces = all_to_all(_piece_bytes(asked, N), N)
-        return [all_gather(8 * N, N), pieces, all_gather(8, N), all_gather(sums, N)]
+        return [all_gather(8 * N, N), pieces, all_gather(8, N), all_to_all(sums, N)]
     message = all_gather(_message_bytes(asked.num_entries, asked.numel, asked.code), N)
     return [all_gather(16, N), message] if asked.is_ragged else [message]
 
@@ -165,7 +165,8 @@ def work_of(asked: Asked, num_workers: int, collective: Collective) -> list[Work
 
 def memory_bytes(asked: Asked, num_workers: int, collective: Collective) -> float:
     """Bytes that answering a request takes at its peak, beside the model and the residual."""
-    gathered = sum(m.sent_bytes for m in moves_of(asked, num_workers, collective) if m.kind == "all_gather")
+    moves = moves_of(asked, num_workers, collective)
+    gathered = sum(m.sent_bytes for m in moves if m.kind in ("all_gather", "all_to_all"))
     if asked.kind in ("sparse", "index_gather") and collective != "split":
         return gathered + _BYTES_PER_DECODED_ENTRY * num_workers * asked.num_entries
     if asked.kind == "sparse":
