@@ -10,6 +10,7 @@ import time
 import torch
 from torch import Tensor
 
+from regtopk.core.random import random_sequence
 from regtopk.kernels import triton as kernel
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped
@@ -179,9 +180,16 @@ def beyond_32_bits() -> None:
     torch.cuda.empty_cache()
 
 
+def draws() -> None:
+    for numel, k in ((1, 1), (5, 5), (1025, 1025), (11_173_962, 130_000), (2**40 + 1, 1000)):
+        for seed, step in ((0, 0), (7, 9), (-3, 123_456_789)):
+            drawn = random_sequence(numel, k, seed, step, torch.device("cuda"))
+            assert drawn.tolist() == random_sequence(numel, k, seed, step).tolist()
+
+
 CHECKS = (
     sizes, all_entries, adversarial, boundaries, dtypes, batches, non_finite, thresholds_and_chunks,
-    a_captured_graph, beyond_32_bits,
+    a_captured_graph, beyond_32_bits, draws,
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ Counter-based: the same numbers batched and single, on CPU and GPU, and after a 
 import torch
 from torch import Tensor
 
+from regtopk import kernels
+
 _MASK = (1 << 64) - 1
 _NUM_ROUNDS = 16  # at 8, a chi-square test of 3- and 4-bit subsets fails; at 16 it passes
 
@@ -65,6 +67,8 @@ def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.devi
     outside J are sent on along their cycle until they fall inside, which keeps them distinct.
     """
     bits = max(1, (numel - 1).bit_length())
+    if device is not None and kernels.describe(device).kernel == "triton":
+        return kernels.draw_on_gpu(numel, k, bits, mix(seed, step), _NUM_ROUNDS, device)
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]
     drawn = _permute(torch.arange(k, dtype=torch.int64, device=device), bits, keys)
     while bool((outside := drawn >= numel).any()):

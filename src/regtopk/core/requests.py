@@ -6,6 +6,7 @@ batch. What is *received* is the same for all, so it never has the sender's batc
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from regtopk.core.codes import is_lossless
@@ -72,7 +73,7 @@ class Gathered:
 
     def joined(self, senders: list[int]) -> Tensor:
         """The rows of some workers one after the other, in the shape of what is received."""
-        joined = self.rows[..., senders, :].flatten(-2)
+        joined = torch.cat([self.rows[..., n, :] for n in senders], dim=-1)  # a list as index waits for a GPU
         return joined if joined.dim() == 1 else joined.unsqueeze(-2)
 
 

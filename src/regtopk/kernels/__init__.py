@@ -6,6 +6,7 @@ by device, dtype and layout, and imports the compiled ones on first use. REGTOPK
 environment forces the reference.
 """
 
+import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
@@ -18,6 +19,7 @@ __all__ = [
     "SelfCheck",
     "Taken",
     "describe",
+    "draw_on_gpu",
     "estimate_threshold",
     "find_non_finite_row",
     "reference",
@@ -73,6 +75,13 @@ def find_non_finite_row(grad: Tensor) -> int | None:
     """The first row that holds a NaN or inf: see `reference.find_non_finite_row`."""
     row: int | None = kernel_for(None, grad).find_non_finite_row(grad)
     return row
+
+
+def draw_on_gpu(numel: int, k: int, bits: int, state: int, num_rounds: int, device: torch.device) -> Tensor:
+    """k distinct entries of 0..J-1 without the host: see `triton_random.draw`."""
+    from regtopk.kernels.triton_random import draw
+
+    return draw(numel, k, bits, state, num_rounds, device)
 
 
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:

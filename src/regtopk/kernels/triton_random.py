@@ -1,0 +1,66 @@
+"""Draws without the host: the walk of `core.random.random_sequence` as one Triton program."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_FIRST, _SECOND = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64)), tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: torch.device) -> Tensor:
+    """k distinct entries of 0..J-1, (k,) int64: see `core.random.random_sequence`.
+
+    Args:
+        numel: J.
+        k: how many.
+        bits: b, 2^b >= J.
+        state: mix(seed, step), from which the keys are mixed.
+        num_rounds: of the bijection.
+        device: where.
+    """
+    drawn = torch.empty(k, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(drawn):
+        _walk[(triton.cdiv(k, _BLOCK),)](
+            drawn, numel, k, state - (1 << 64) if state >> 63 else state, bits, num_rounds, BLOCK=_BLOCK
+        )
+    return drawn
+
+
+@triton.jit(do_not_specialize=["numel", "k", "state", "bits", "num_rounds"])
+def _walk(drawn, numel, k, state, bits, num_rounds, BLOCK: tl.constexpr):
+    """Send every number through the bijection, and on along its cycle until it is below J."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.where(start < k, _permute(start, state, bits, num_rounds), 0)  # others may never come below J
+    while tl.max((x >= numel).to(tl.int32)) > 0:
+        x = tl.where(x >= numel, _permute(x, state, bits, num_rounds), x)
+    tl.store(drawn + start, x, mask=start < k)
+
+
+@triton.jit
+def _permute(x, state, bits, num_rounds):
+    mask = (tl.full((), 1, tl.int64) << bits) - 1
+    fold = (bits + 1) // 2
+    for i in range(num_rounds):
+        key = _mix(tl.zeros_like(x) + state, i) & mask
+        x = (x + key) & mask
+        x = (x * 0x5BD1E995) & mask  # wraps modulo 2^64 first, which keeps the low b bits right
+        x = x ^ (x >> fold)
+    return x
+
+
+@triton.jit
+def _mix(state, word):
+    """One more word of `core.random.mix`, in wrapping int64."""
+    state = state + word + _GOLDEN
+    state = (state ^ _shift_right(state, 30)) * _FIRST
+    state = (state ^ _shift_right(state, 27)) * _SECOND
+    return state ^ _shift_right(state, 31)
+
+
+@triton.jit
+def _shift_right(word, BITS: tl.constexpr):
+    """A logical shift: int64 shifts drag the sign along."""
+    return (word >> BITS) & ((1 << (64 - BITS)) - 1)
