@@ -46,7 +46,8 @@ def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
     device = either.device.type
     if _wanted() == "reference":
         return reference
-    if either.shape[-1] < SMALL_NUMEL.get(device, 0):
+    size = either.numel() if device == "cuda" else either.shape[-1]  # a launch serves all rows
+    if size < SMALL_NUMEL.get(device, 0):
         return _kernel_for_short(either)
     if residual is not None and not _is_rows(residual, _RESIDUAL_DTYPES):
         return reference
