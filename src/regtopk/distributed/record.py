@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
@@ -48,10 +48,15 @@ class Stopwatch:
     """Time spent in named phases, innermost phase first: a phase inside another is not counted twice.
 
     On CUDA the clock is the device's: events are recorded, and only read when the times are asked for.
+
+    Args:
+        device: where the work is done.
+        now: the clock elsewhere, in seconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self.is_cuda = device.type == "cuda"
+        self.now = now
         self._phases: list[str] = []
         self._marks: list[tuple[str, object]] = []
 
@@ -72,7 +77,7 @@ class Stopwatch:
             event.record()
             self._marks.append((name, event))
         else:
-            self._marks.append((name, time.perf_counter()))
+            self._marks.append((name, self.now()))
 
     def seconds(self) -> dict[str, float]:
         """Seconds a phase, up to now."""

@@ -1,20 +1,19 @@
 """Measures what work and messages cost on this machine, in a few seconds.
 
 One process a worker of this machine (at least two, joined by gloo over loopback) times the cases. With
-several workers on the machine all of them work at the same time, so that times include what they take from
-one another; with one, the others sleep while it works.
+several workers on the machine all of them work at the same time, and processor time is counted; with one, the
+others sleep while it works, and the wall's clock counts.
 """
 
 import os
 import platform
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,10 +27,13 @@ from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ClusterError
 from regtopk.plan import cases, rounds, torch_hooks
 from regtopk.plan.baselines import BUCKET_BYTES
-from regtopk.plan.cases import Average, Point
+from regtopk.plan.cases import Point
+from regtopk.plan.clock import Clock
 from regtopk.plan.costs import Calibration, Line, fit
 
 Progress = Callable[[float], None]
+Task = Callable[[], Iterable[Point]]
+COLLECTIVES = "collectives"
 _SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
 _NUM_CALLS = 24
 
@@ -89,27 +91,33 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def calibrate(machine: Machine, progress: Progress = lambda fraction: None) -> Calibration:
+def calibrate(
+    machine: Machine, progress: Progress = lambda fraction: None, only: Sequence[str] = ()
+) -> Calibration:
     """Measure, and fit a line to each kind of work.
+
+    Args:
+        machine: this one, and how it is used.
+        progress: called with the fraction done.
+        only: names of tasks; all of them if there are none.
 
     Raises:
         ClusterError: a process failed.
     """
-    context = get_context("spawn")
-    said: Any = context.Queue()
+    said: Any = get_context("spawn").Queue()
     num_processes = max(2, machine.local_workers)
+    points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        arguments = machine, num_processes, store, said
+        arguments = machine, num_processes, str(Path(folder) / "store"), tuple(only), said
         try:
             ranks = start_processes(_rank, arguments, nprocs=num_processes, join=False)
-            while not ranks.join(timeout=0.2):
+            is_done = False
+            while not is_done:
+                is_done = ranks.join(timeout=0.2)
                 while not said.empty():
-                    answer = said.get()
-                    if isinstance(answer, float):
-                        progress(answer)
-                    else:
-                        points = answer
+                    fraction, found = said.get()
+                    points += found
+                    progress(fraction)
         except ProcessException as error:
             raise ClusterError(f"calibration failed: {error}") from error
     return Calibration(machine.describe(), _lines(points))
@@ -122,77 +130,72 @@ def _lines(points: Iterable[Point]) -> dict[str, Line]:
     return {line: fit(found) for line, found in by_line.items()}
 
 
-def _rank(rank: int, machine: Machine, num_processes: int, store: str, said: Any) -> None:
-    """One process: time every case together with the others, and let rank 0 hand over the means."""
+def _rank(
+    rank: int, machine: Machine, num_processes: int, store: str, only: tuple[str, ...], said: Any
+) -> None:
+    """One process: time every task together with the others; rank 0 hands over what they found."""
     torch.set_num_threads(machine.threads)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_processes)
     alone = [dist.new_group([other]) for other in range(num_processes)][rank]
-    points: list[Point] = []
-    # Workers that share a machine wait for one another: seldom, but long. Only a mean counts that in full.
-    average: Average = median if machine.local_workers == 1 else fmean
-    tasks = list(_tasks(torch.device(machine.device), alone, average))
-    for number, task in enumerate(tasks):
-        needs_all = number == len(tasks) - 1  # the collectives
-        works = rank == 0 or needs_all or machine.local_workers > 1
+    clock = Clock.of(machine.device, machine.local_workers, machine.threads, os.cpu_count() or 1)
+    tasks = dict(_tasks(alone, clock))
+    chosen = [name for name in tasks if not only or name in only]
+    for number, name in enumerate(chosen):
+        works = rank == 0 or name == COLLECTIVES or machine.local_workers > 1
         torch.manual_seed(rank)
         dist.barrier()
-        found = list(task()) if works else []
-        points += _slowest(found, num_processes if machine.local_workers > 1 else 1)
+        points = list(tasks[name]()) if works else []
+        if machine.local_workers > 1:
+            points = _mean(points, num_processes)
         if rank == 0:
-            said.put((number + 1) / len(tasks))
-    if rank == 0:
-        said.put(points)
+            said.put(((number + 1) / len(chosen), points))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _tasks(device: torch.device, alone: Any, average: Average) -> Iterator[Callable[[], Iterable[Point]]]:
+def _tasks(alone: Any, clock: Clock) -> Iterator[tuple[str, Task]]:
     for name in cases.planned_algorithms():
-        yield partial(cases.algorithm_points, name, device, average)
-    for code in (*cases.CODES, "sign", "none"):
-        yield partial(cases.message_points, "gather", code, device, average)
-    for code in (*cases.CODES, "sign"):
-        yield partial(cases.message_points, "split", code, device, average)
+        yield f"select {name}", partial(cases.algorithm_points, name, clock)
+    for kind, codes in cases.MESSAGES.items():
+        for code in codes:
+            yield f"{kind} {code}", partial(cases.message_points, kind, code, clock)
     for code in cases.CODES:
-        yield partial(cases.message_points, "dense", code, device, average)
-        yield partial(cases.code_points, code, device, average)
-    yield partial(cases.exchange_points, device, average)
-    yield partial(cases.peer_points, device, average)
-    yield partial(torch_hooks.hook_points, alone, device, average)
-    yield partial(collective_points, average)
+        yield f"quantise {code}", partial(cases.code_points, code, clock)
+    yield "exchange", partial(cases.exchange_points, clock)
+    yield "peer-topk", partial(cases.peer_points, clock)
+    yield "hooks", partial(torch_hooks.hook_points, alone, clock)
+    yield COLLECTIVES, partial(collective_points, clock)
 
 
-def _slowest(found: list[Point], num_ranks: int) -> list[Point]:
-    """The points with the longest of all working ranks' times: a collective waits for the slowest.
+def _mean(found: list[Point], num_ranks: int) -> list[Point]:
+    """The points with the mean of all ranks' times.
 
     Of what takes long, ranks may have timed more or fewer points: those of all are kept.
     """
-    if num_ranks == 1:
-        return found
     everyone: list[Any] = [None] * num_ranks
     dist.all_gather_object(everyone, found)
     num_common = min(map(len, everyone))
     return [
-        (line, units, max(theirs[n][2] for theirs in everyone))
+        (line, units, fmean(theirs[n][2] for theirs in everyone))
         for n, (line, units, _) in enumerate(found[:num_common])
     ]
 
 
-def collective_points(average: Average) -> Iterator[Point]:
+def collective_points(clock: Clock) -> Iterator[Point]:
     """Messages and bytes of gloo's collectives between the processes: what they cost without a network."""
     N = dist.get_world_size()
     for size in (_SMALL_BYTES, BUCKET_BYTES):
         vector, half = torch.zeros(size // 4), torch.zeros(size // 2, dtype=torch.float16)
-        yield _collective(rounds.all_reduce(size, N), partial(dist.all_reduce, vector), average)
+        yield _collective(rounds.all_reduce(size, N), partial(dist.all_reduce, vector), clock)
         half_move = rounds.all_reduce(size, N, "all_reduce half")
-        yield _collective(half_move, partial(dist.all_reduce, half), average)
+        yield _collective(half_move, partial(dist.all_reduce, half), clock)
     for size in (_SMALL_BYTES, _MESSAGE_BYTES):
         vector, many = torch.zeros(size // 4), torch.zeros(N * (size // 4))
-        yield _collective(rounds.broadcast(size, N), partial(dist.broadcast, vector, 0), average)
-        yield _collective(rounds.all_to_all(size, N), partial(_all_to_all, many), average)
-        yield _collective(rounds.all_gather(size, N), partial(_all_gather, many, vector), average)
+        yield _collective(rounds.broadcast(size, N), partial(dist.broadcast, vector, 0), clock)
+        yield _collective(rounds.all_to_all(size, N), partial(_all_to_all, many), clock)
+        yield _collective(rounds.all_gather(size, N), partial(_all_gather, many, vector), clock)
 
 
 def _all_to_all(parts: Tensor) -> None:
@@ -204,13 +207,14 @@ def _all_gather(gathered: Tensor, own: Tensor) -> None:
     single(gathered, own)
 
 
-def _collective(move: rounds.Move, run: Callable[[], Any], average: Average) -> Point:
-    def step() -> float:
-        start = time.perf_counter()
+def _collective(move: rounds.Move, run: Callable[[], Any], clock: Clock) -> Point:
+    """Many calls after one another, since processes come to a single one at different times."""
+    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 6
+    run()
+    dist.barrier()
+    start = clock.now()
+    for _ in range(num_calls):
         run()
-        return time.perf_counter() - start
-
-    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 4
-    times = [step() for _ in range(num_calls)]
+    seconds = (clock.now() - start) / num_calls
     units = {"messages": float(move.num_messages), "bytes": move.sent_bytes}
-    return f"move {move.kind}", units, average(times[num_calls // 4 :])
+    return f"move {move.kind}", units, seconds

@@ -3,12 +3,10 @@
 A case does real work of the library (its algorithms, its driver, its codes) among echoes.
 """
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from itertools import product
-from statistics import NormalDist
+from statistics import NormalDist, median
 from typing import Any
 
 import torch
@@ -21,16 +19,17 @@ from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import layout
+from regtopk.plan.clock import Clock, typical
 from regtopk.plan.costs import Units
-from regtopk.plan.echo import echo_driver
+from regtopk.plan.echo import EchoDriver
 
 CODES = ("float32", "4bit", "2bit")
+MESSAGES = {"gather": (*CODES, "sign", "none"), "split": (*CODES, "sign"), "dense": CODES}
 SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL = 2**20, 2**22, 2**24
 SLOW_S = 0.3  # what would take longer on a larger vector is not timed on it
 _MATRIX = 512  # all sizes are powers of two: echoes answer only where the ranks' regions are equal
-_NUM_REPEATS, _ENOUGH_S = 7, 0.3
+_NUM_REPEATS = 7
 
-Average = Callable[[Sequence[float]], float]  # over repeated runs
 Point = tuple[str, Units, float]  # a line's name, units of work, and the seconds they took
 
 
@@ -66,7 +65,7 @@ def make_algorithm(name: str, density: float, code: str = "float32") -> Algorith
     return ALGORITHMS[name](**options)
 
 
-def algorithm_points(name: str, device: torch.device, average: Average) -> Iterator[Point]:
+def algorithm_points(name: str, clock: Clock) -> Iterator[Point]:
     """What an algorithm itself computes, without its messages."""
     seconds, before = 0.0, 1
     for numel, density in (
@@ -77,18 +76,17 @@ def algorithm_points(name: str, device: torch.device, average: Average) -> Itera
     ):
         if seconds * numel / before > SLOW_S:
             return
-        seconds, count = _time_algorithm(make_algorithm(name, density), numel, device, average)
+        seconds, count = _time_algorithm(make_algorithm(name, density), numel, clock)
         yield f"select {name}", {"calls": 1, "entries": count, **numel_units(numel)}, seconds
         before = numel
 
 
-def _time_algorithm(
-    algorithm: Algorithm[Any], numel: int, device: torch.device, average: Average
-) -> tuple[float, int]:
+def _time_algorithm(algorithm: Algorithm[Any], numel: int, clock: Clock) -> tuple[float, int]:
     matrices = [(str(n), (_MATRIX, _MATRIX), "linear") for n in range(numel // _MATRIX**2)]
+    device = clock.device
     weight = torch.tensor(0.5, device=device)
     worker = Worker(weight, torch.tensor(0, device=device), 2, 1, Layout.of_shapes(matrices))
-    driver = echo_driver(2)
+    driver = EchoDriver(2, now=clock.now)
     state = algorithm.init(worker)
     grad = torch.randn(numel, device=device)
 
@@ -98,31 +96,30 @@ def _time_algorithm(
             converse(algorithm.exchange(grad, state, worker), driver.answer)
         return driver.watch.seconds()["select_s"]
 
-    seconds = typical(step, average)
+    seconds = typical(step)
     return seconds, driver.record.num_entries
 
 
-def message_points(kind: str, code: str, device: torch.device, average: Average) -> Iterator[Point]:
+def message_points(kind: str, code: str, clock: Clock) -> Iterator[Point]:
     """Encoding one's own messages of a kind and decoding everybody's.
 
     Args:
         kind: "gather", "split" or "dense".
         code: of the values; "none" for sets of indices, which are gathered.
-        device: where.
-        average: over repeated runs.
+        clock: which times it.
     """
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for num_workers, (numel, count) in product((2, 8), sizes):
-        driver = echo_driver(num_workers, "split" if kind == "split" else "all_gather")
-        request = _request(kind, code, numel, count, device)
+        driver = EchoDriver(num_workers, "split" if kind == "split" else "all_gather", clock.now)
+        request = _request(kind, code, numel, count, clock.device)
         times: list[dict[str, float]] = []
         for _ in range(_NUM_REPEATS + 1):
-            driver.begin(device)
+            driver.begin(clock.device)
             answer = driver.answer(request)
             driver.room = answer if kind == "gather" and code != "none" else None  # as an exchange does
             times.append(driver.watch.seconds())
         for phase, (line, units) in _message_units(kind, code, numel, count, num_workers).items():
-            yield line, units, average([spent[phase] for spent in times[1:]])
+            yield line, units, median(spent[phase] for spent in times[1:])
 
 
 def _request(kind: str, code: str, numel: int, count: int, device: torch.device) -> Request:
@@ -154,21 +151,23 @@ def _message_units(
     }
 
 
-def code_points(code: str, device: torch.device, average: Average) -> Iterator[Point]:
+def code_points(code: str, clock: Clock) -> Iterator[Point]:
     """Rounding values to a code, and returning what it lost to the residual."""
     for count in (2**12, 2**17):
+        device = clock.device
         values, residual = torch.randn(count, device=device), torch.zeros(MIDDLE_NUMEL, device=device)
         indices = torch.arange(count, device=device) * (MIDDLE_NUMEL // count)
 
         def round_off(values: Tensor = values, residual: Tensor = residual, at: Tensor = indices) -> None:
             residual.scatter_add_(-1, at, values - quantise(values, code))
 
-        seconds = 0.0 if is_lossless(code) else typical(_timed(round_off, device), average)
+        seconds = 0.0 if is_lossless(code) else clock.time(round_off)
         yield f"quantise {code}", {"calls": 1, "entries": count}, seconds
 
 
-def exchange_points(device: torch.device, average: Average) -> Iterator[Point]:
+def exchange_points(clock: Clock) -> Iterator[Point]:
     """What an exchange does with the whole vector: copy it in, look for NaN, copy the aggregate out."""
+    device = clock.device
     flat = torch.zeros(MIDDLE_NUMEL, device=device)
     grads = [torch.randn(_MATRIX, _MATRIX, device=device) for _ in range(MIDDLE_NUMEL // _MATRIX**2)]
 
@@ -177,12 +176,13 @@ def exchange_points(device: torch.device, average: Average) -> Iterator[Point]:
         torch.isfinite(torch.stack(torch.aminmax(flat))).all()
         layout.copy_from_flat_(grads, flat)
 
-    yield "exchange", {"numel": MIDDLE_NUMEL}, typical(_timed(prepare_and_write_back, device), average)
+    yield "exchange", {"numel": MIDDLE_NUMEL}, clock.time(prepare_and_write_back)
 
 
-def peer_points(device: torch.device, average: Average) -> Iterator[Point]:
+def peer_points(clock: Clock) -> Iterator[Point]:
     """Top-k as other libraries do it: torch.topk, and an index_add_ of what all of two workers sent."""
     for numel, k in ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**12), (MIDDLE_NUMEL, 2**18)):
+        device = clock.device
         residual, grad = torch.zeros(numel, device=device), torch.randn(numel, device=device)
 
         def step(residual: Tensor = residual, grad: Tensor = grad, k: int = k) -> None:
@@ -195,25 +195,5 @@ def peer_points(device: torch.device, average: Average) -> Iterator[Point]:
         yield (
             "peer-topk",
             {"calls": 1, "numel": numel, "entries": 2 * k},
-            typical(_timed(step, device), average),
+            clock.time(step),
         )
-
-
-def _timed(function: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    def run() -> float:
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    return run
-
-
-def typical(step: Callable[[], float], average: Average) -> float:
-    """The average of a few runs, after one to warm up; fewer of what takes long."""
-    step()
-    times: list[float] = []
-    while len(times) < _NUM_REPEATS and (len(times) < 2 or math.fsum(times) < _ENOUGH_S):
-        times.append(step())
-    return average(times)

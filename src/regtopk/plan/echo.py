@@ -3,13 +3,15 @@
 With it the real driver does the work of one of N ranks, for measuring that work and its messages.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import Collective, ProcessGroupDriver
+from regtopk.distributed.record import StepRecord, Stopwatch
 
 
 class Echo(Collectives):
@@ -43,7 +45,26 @@ class Echo(Collectives):
         return tensor
 
 
-def echo_driver(num_workers: int, collective: Collective = "all_gather") -> ProcessGroupDriver:
-    """The real driver of rank 0 of N, among echoes."""
-    weights = torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
-    return ProcessGroupDriver(Echo(num_workers), weights, collective=collective)
+class EchoDriver(ProcessGroupDriver):
+    """The real driver of rank 0 of N, among echoes.
+
+    Args:
+        num_workers: N.
+        collective: how sparse sums run.
+        now: the clock of its phases.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        collective: Collective = "all_gather",
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        weights = torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
+        self.echo = Echo(num_workers)
+        super().__init__(self.echo, weights, collective=collective)
+        self.now = now
+
+    def begin(self, device: torch.device) -> None:
+        """Start counting a new conversation."""
+        self.record, self.watch = StepRecord(), Stopwatch(device, self.now)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from regtopk.core.codes import is_lossless
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer
 from regtopk.plan import baselines, rounds
@@ -92,7 +93,7 @@ def planned_methods(densities: Sequence[float] = DENSITIES) -> list[Method]:
     for name in planned_algorithms():
         for code in rounds.value_codes_of(name, CODES):
             if name == "dense":
-                found.append(Method("dense", 1.0, code, "split"))
+                found += [Method("dense", 1.0, code, "split")] if not is_lossless(code) else []
                 continue
             asks_sparse = rounds.requests_of(name, 10**6, 10**3, 2, code)[0].kind == "sparse"
             ways: tuple[Collective, ...] = ("all_gather", "split") if asks_sparse else ("split",)

@@ -57,8 +57,10 @@ class Plan(NamedTuple):
     def fastest_by_name(self) -> list[Prediction]:
         """Of each name its fastest way, fastest first; dense and fp16 on top."""
         ranked = sorted(self.predictions, key=lambda p: (p.method.is_compressed, p.step_time_s))
-        found = {(p.method.name, p.method.is_compressed): p for p in reversed(ranked)}
-        return list(reversed(found.values()))
+        found: dict[tuple[str, bool], Prediction] = {}
+        for p in ranked:
+            found.setdefault((p.method.name, p.method.is_compressed), p)
+        return list(found.values())
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
         """One method, as JSON has it."""

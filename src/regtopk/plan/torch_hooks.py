@@ -1,7 +1,7 @@
 """What DistributedDataParallel and torch's own hooks compute, timed on a group of one: nothing travels."""
 
-import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.plan.baselines import POWERSGD_RANK
-from regtopk.plan.cases import Average, Point, numel_units
+from regtopk.plan.cases import Point, numel_units
+from regtopk.plan.clock import Clock
 
 _MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
 _NUM_STEPS = 5
@@ -20,7 +21,7 @@ _ONE_BUCKET_MB = 1000
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def hook_points(group: dist.ProcessGroup, device: torch.device, average: Average) -> Iterator[Point]:
+def hook_points(group: dist.ProcessGroup, clock: Clock) -> Iterator[Point]:
     """Of DDP over no DDP, of the fp16 hook over DDP, and of PowerSGD over DDP: seconds an entry."""
     for width, depth in _MODELS:
         wraps: list[Wrap] = [
@@ -29,27 +30,25 @@ def hook_points(group: dist.ProcessGroup, device: torch.device, average: Average
             lambda net: _with_fp16(net, group),
             lambda net: _with_powersgd(net, group),
         ]
-        plain, ddp, fp16, powersgd = (_time(width, depth, wrap, device, average) for wrap in wraps)
+        plain, ddp, fp16, powersgd = (_time(width, depth, wrap, clock) for wrap in wraps)
         numel = float(depth * width * width)
         yield "ddp", {"numel": numel}, max(0.0, ddp - plain)
         yield "fp16", {"numel": numel}, max(0.0, fp16 - ddp)
         yield "powersgd", {"messages": depth, **numel_units(numel)}, max(0.0, powersgd - ddp)
 
 
-def _time(width: int, depth: int, wrap: Wrap, device: torch.device, average: Average) -> float:
+def _time(width: int, depth: int, wrap: Wrap, clock: Clock) -> float:
     """Seconds of a forward and backward pass of a chain of matrices whose own work is small."""
     layers = [nn.Linear(width, width, bias=False) for _ in range(depth)]
-    model = wrap(nn.Sequential(*layers).to(device))
-    x = torch.randn(1, width, device=device)
+    model = wrap(nn.Sequential(*layers).to(clock.device))
+    x = torch.randn(1, width, device=clock.device)
     times = []
     for _ in range(_NUM_STEPS + 4):  # DDP makes its buckets in the first two, PowerSGD begins in the third
         model.zero_grad()
-        start = time.perf_counter()
+        start = clock.now()
         model(x).sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return average(times[4:])
+        times.append(clock.now() - start)
+    return median(times[4:])
 
 
 def _wrapped(net: nn.Module, group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:

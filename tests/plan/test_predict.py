@@ -1,0 +1,165 @@
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from regtopk.core.link import Link
+from regtopk.errors import ArgumentError
+from regtopk.plan.costs import Calibration, Line
+from regtopk.plan.methods import (
+    DENSE,
+    FP16,
+    PEER,
+    POWERSGD,
+    WIRE_BYTES_PER_BYTE,
+    Method,
+    Situation,
+    planned_methods,
+    predict,
+)
+from regtopk.plan.predict import find_break_even, make_plan
+from regtopk.plan.workload import Workload
+
+REGTOPK = Method("regtopk", 0.001, "float32", "all_gather")
+PLENTY = 1e15
+
+
+def costs(lines: dict[str, Line] | None = None, device: str = "cpu") -> Calibration:
+    """A machine on which work costs nothing, but for the given lines."""
+    nothing: dict[str, Line] = defaultdict(dict)
+    return Calibration({"device": device}, nothing | (lines or {}))
+
+
+def situation(bandwidth: float = 1e8, **options: Any) -> Situation:
+    link = Link(bandwidth, options.pop("latency_s", 0.0), options.pop("compute_s", 0.1))
+    workload = options.pop("workload", Workload.of_size(11_173_962))
+    return Situation(workload, options.pop("num_workers", 4), link, **options)
+
+
+def step_s(method: Method, here: Situation, with_costs: Calibration) -> float:
+    return predict(method, here, with_costs).step_time_s
+
+
+def test_dense_takes_its_bytes_over_the_bandwidth() -> None:
+    wire_s = 8 * 4 * 11_173_962 * 2 * 3 / 4 * WIRE_BYTES_PER_BYTE / 1e8
+    hidden_s = 2 / 3 * 0.1 * 2 / 3  # behind backward: all but the last of three buckets
+    assert step_s(DENSE, situation(), costs()) == pytest.approx(0.1 + wire_s - hidden_s)
+    assert step_s(FP16, situation(), costs()) == pytest.approx(0.1 + wire_s / 2 - hidden_s)
+
+
+def test_a_model_scope_hides_nothing_and_a_bucket_scope_does() -> None:
+    by_model = step_s(REGTOPK, situation(1e6), costs())
+    by_bucket = step_s(REGTOPK, situation(1e6, scope="bucket"), costs())
+    assert by_bucket == pytest.approx(by_model - 2 / 3 * 0.1 * 2 / 3, rel=0.01)
+
+
+def test_work_of_the_processor_hides_only_where_another_trains() -> None:
+    lines = {"move all_reduce": {"messages": 1e-2}}
+    on_cpu, on_gpu = (step_s(DENSE, situation(1e12), costs(lines, device)) for device in ("cpu", "H200"))
+    assert on_cpu == pytest.approx(0.1 + 3 * 6e-2, rel=0.01)
+    assert on_gpu == pytest.approx(on_cpu - 2 / 3 * 0.1 * 2 / 3, rel=0.01)
+
+
+def test_latency_counts_once_a_hop() -> None:
+    slow, fast = (step_s(REGTOPK, situation(latency_s=x), costs()) for x in (0.01, 0.0))
+    assert slow - fast == pytest.approx((6 + 3) * 0.01)  # the agreement's all_reduce, and the all_gather
+
+
+def test_work_is_added_up() -> None:
+    lines = {
+        "ddp": {"numel": 1e-9},
+        "exchange": {"numel": 2e-9},
+        "select regtopk": {"calls": 0.001, "numel": 1e-9, "numel beyond": 1e-9, "entries": 1e-6},
+        "encode float32": {"entries": 1e-6},
+        "decode float32": {"entries": 1e-7, "numel": 1e-9},
+    }
+    here, numel, k = situation(1e18), 11_173_962, 11_174
+    expected = 0.1 + 5e-9 * numel + 1e-9 * (numel - 2**22) + 0.001 + 2e-6 * k + 1e-7 * 4 * k
+    assert step_s(REGTOPK, here, costs(lines)) == pytest.approx(expected)
+
+
+def test_payload_is_the_size_of_the_message() -> None:
+    assert predict(REGTOPK, situation(), costs()).payload_bytes == 61_428  # 184,284 for three others
+    assert predict(DENSE, situation(), costs()).payload_bytes == 4 * 11_173_962
+    matrices = Workload(((512, 512), (512, 512), (512,)))
+    payload = predict(POWERSGD, situation(workload=matrices), costs()).payload_bytes
+    assert payload == 4 * (2 * 2 * 1024 + 512)
+
+
+def test_every_method_can_be_predicted_for_few_and_many_workers() -> None:
+    methods = planned_methods()
+    assert len(methods) == len(set(methods)) > 200
+    assert {m.name for m in methods} >= {"dense", "fp16", "powersgd", PEER, "regtopk", "consensus", "sketch"}
+    for num_workers in (2, 3, 4096):
+        for method in methods:
+            assert step_s(method, situation(num_workers=num_workers), costs()) > 0
+
+
+def test_all_gather_stops_scaling_and_a_split_does_not() -> None:
+    split = REGTOPK._replace(collective="split")
+    few, many = situation(num_workers=4), situation(num_workers=512)
+    assert step_s(REGTOPK, few, costs()) < step_s(split, few, costs())
+    assert step_s(REGTOPK, many, costs()) > step_s(split, many, costs())
+
+
+def test_compression_pays_on_slow_links_alone() -> None:
+    lines = {"select regtopk": {"numel": 2e-8}}  # 223 ms
+    methods = [DENSE, FP16, REGTOPK]
+    for bandwidth, pays in ((1e8, True), (1e11, False)):
+        found = make_plan(situation(bandwidth), costs(lines), methods, PLENTY)
+        assert found.pays == pays
+        assert found.best.method == (REGTOPK if pays else DENSE)
+    break_even = found.break_even_bits_per_s
+    assert break_even is not None and 1e8 < break_even < 1e10
+    below, above = (make_plan(situation(f * break_even), costs(lines), methods, PLENTY) for f in (0.99, 1.01))
+    assert below.pays and not above.pays
+
+
+def test_a_break_even_at_no_and_at_every_bandwidth() -> None:
+    never = costs({"select regtopk": {"calls": 1e9}})
+    always = costs({"move all_reduce": {"bytes": 1e-6}, "move all_reduce half": {"bytes": 1e-6}})
+    assert find_break_even([DENSE, FP16, REGTOPK], situation(), never) is None
+    assert find_break_even([DENSE, FP16, REGTOPK], situation(), always) is None
+    assert not make_plan(situation(), never, [DENSE, FP16, REGTOPK], PLENTY).pays
+    assert make_plan(situation(), always, [DENSE, FP16, REGTOPK], PLENTY).pays
+
+
+def test_of_equally_fast_steps_the_one_that_sends_most_is_best() -> None:
+    denser, coarser = REGTOPK._replace(density=0.01), REGTOPK._replace(value_code="2bit")
+    slow_work = costs({"select regtopk": {"calls": 10.0}})
+    found = make_plan(situation(1e10), slow_work, [REGTOPK, coarser, denser], PLENTY)
+    assert found.best.method == denser
+    found = make_plan(situation(1e10), slow_work, [coarser, REGTOPK], PLENTY)
+    assert found.best.method == REGTOPK
+
+
+def test_a_random_support_is_predicted_but_not_advised() -> None:
+    randomk = Method("randomk", 0.001, "float32", "split")
+    found = make_plan(situation(1e5), costs(), [DENSE, randomk, REGTOPK], PLENTY)
+    assert min(found.predictions, key=lambda p: p.step_time_s).method == randomk
+    assert found.best.method == REGTOPK
+
+
+def test_what_does_not_fit_the_memory_is_left_out() -> None:
+    found = make_plan(situation(num_workers=4096), costs(), planned_methods(), 1e9)
+    assert found.left_out and all(p.memory_bytes > 1e9 for p in found.left_out)
+    assert all(p.memory_bytes <= 1e9 for p in found.predictions)
+    names = {p.method.name for p in found.left_out}
+    assert "regtopk" in names and DENSE not in {p.method for p in found.left_out}
+
+
+def test_one_row_a_name() -> None:
+    found = make_plan(situation(), costs(), planned_methods(), PLENTY)
+    rows = found.fastest_by_name()
+    assert [p.method for p in rows[:2]] == [FP16, DENSE]
+    times = [p.step_time_s for p in rows[2:]]
+    assert times == sorted(times)
+    keys = [(p.method.name, p.method.is_compressed) for p in rows]
+    assert len(keys) == len(set(keys))
+
+
+def test_bad_situations() -> None:
+    with pytest.raises(ArgumentError, match="workers must be an integer of at least 2, got 1"):
+        situation(num_workers=1)
+    with pytest.raises(ArgumentError, match="scope must be one of model, bucket, got 'layer'"):
+        situation(scope="layer")
