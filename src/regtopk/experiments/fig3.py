@@ -16,7 +16,7 @@ import torch
 
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
-from regtopk.experiments.deep.examples import load_examples
+from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import PIXELS
 from regtopk.experiments.deep.plan import Densities, first_params, make_engine
@@ -53,11 +53,11 @@ def record(
         panels=panels(config),
     )
     groups = _open_groups(config, read_records(folder) if resume else [])
-    if groups:
-        check_device(config.device)
+    examples = _load(config) if groups else None
     with RunWriter(folder, header, force=force, resume=resume, shared=config.protocol) as writer:
-        for record in _run(config, folder, groups, say):
-            writer.add(record)
+        if examples is not None:
+            for record in _run(config, folder, examples, groups, say):
+                writer.add(record)
         summary = summarise(config, read_records(folder))
         writer.finish(summary)
     return summary
@@ -73,13 +73,18 @@ def _open_groups(config: DeepConfig, records: list[Record]) -> list[tuple[Method
     return groups
 
 
+def _load(config: DeepConfig) -> Examples:
+    """The data; what cannot be run is refused here, before anything is written."""
+    check_device(config.device)
+    examples = load_examples(config.data_set, config.data, config.device, PIXELS.get(config.network))
+    first_params(config, examples, config.parsed_seeds[0])  # reads the file of weights
+    return examples
+
+
 def _run(
-    config: DeepConfig, folder: Path, groups: list[tuple[Method, list[int]]], say: Say
+    config: DeepConfig, folder: Path, examples: Examples, groups: list[tuple[Method, list[int]]], say: Say
 ) -> Iterator[Record]:
-    if not groups:
-        return
     with _kernels(config):
-        examples = load_examples(config.data_set, config.data, config.device, PIXELS.get(config.network))
         densities = Densities(config, examples)
         engines: dict[int, Engine] = {}
         for place, (method, seeds) in enumerate(groups):

@@ -100,7 +100,7 @@ def test_local_steps_send_what_they_say(sends: str) -> None:
             views = FlatWeights(local, 1, torch.float32, torch.device("cpu")).views(grads[-1])
             with torch.no_grad():
                 for name, parameter in local.named_parameters():
-                    parameter -= 0.1 * views[name]
+                    parameter.sub_(0.1 * views[name])
         sent = {"mean-gradient": sum(grads) / 3, "last-gradient": grads[-1]}
         messages.append(sent.get(sends, params[0] - flatten(local)))
     lr = 1.0 if sends == "difference" else 0.1

@@ -17,12 +17,12 @@ QUICK = DeepConfig(
 MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
 
 
-class Stopped(Exception):
+class StopHereError(Exception):
     pass
 
 
-def run(config: DeepConfig, folder: Path, **options: bool) -> list[tuple[object, ...]]:
-    record(config, folder, command="regtopk reproduce fig3", **options)
+def run(config: DeepConfig, folder: Path, *, resume: bool = False) -> list[tuple[object, ...]]:
+    record(config, folder, command="regtopk reproduce fig3", resume=resume)
     return [tuple(r[name] for name in MEASURED) for r in read_records(folder)]
 
 
@@ -32,9 +32,9 @@ def run_until(config: DeepConfig, folder: Path, num_records: int) -> None:
     def say(fraction: float, words: str) -> None:
         seen.append(words)
         if len(seen) == num_records:
-            raise Stopped
+            raise StopHereError
 
-    with pytest.raises(Stopped):
+    with pytest.raises(StopHereError):
         record(config, folder, command="regtopk reproduce fig3", say=say)
 
 
@@ -105,7 +105,9 @@ def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_f
     assert budget == 8 * 195 + 32
     for method in ("topk", "global-topk"):
         assert 0.9 * budget < sizes[method] <= budget
-    assert 0.7 * budget < sizes["consensus"] < 1.3 * budget  # the size of a union is only known when it is met
+    assert (
+        0.7 * budget < sizes["consensus"] < 1.3 * budget
+    )  # the size of a union is only known when it is met
     claim = summary["claim"]
     assert claim["method"] in ("topk", "consensus") and claim["gain"]["seeds"] == [2, 3]
 
