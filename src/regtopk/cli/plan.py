@@ -60,7 +60,7 @@ def plan(
     ] = False,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="File of the costs, another machine's say; the user's cache if not given."),
+        typer.Option(help="File of the costs; the user's cache if not given."),
     ] = None,
     show_all: Annotated[
         bool,
@@ -177,6 +177,8 @@ def _workload(
 
 
 def _costs(machine: Machine, path: Path | None, *, again: bool) -> Calibration:
+    if path is not None and not again:
+        return cache.read(path)
     path = path or cache.cache_path(machine)
     if again or not path.exists():
         typer.echo(f"regtopk: measuring what work costs on this machine, once ({path})", err=True)

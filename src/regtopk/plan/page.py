@@ -39,16 +39,16 @@ def write_run(
 
 
 def shown_methods(density: float) -> dict[str, Method]:
-    """The curves of the page, by their label."""
+    """The curves of the page: those that `report` has a look for by their name, the others by a label."""
     return {
         "dense": DENSE,
         "torch fp16": FP16,
         "torch PowerSGD": POWERSGD,
         "Top-k as others send it": Method(PEER, density, "float32", "all_gather"),
-        "RegTop-k, all_gather": Method("regtopk", density, "float32", "all_gather"),
-        "RegTop-k, 4-bit, all_gather": Method("regtopk", density, "4bit", "all_gather"),
-        "RegTop-k, 4-bit, split": Method("regtopk", density, "4bit", "split"),
-        "consensus, 4-bit": Method("consensus", density, "4bit", "split"),
+        "regtopk": Method("regtopk", density, "float32", "all_gather"),
+        "RegTop-k, 4 bits": Method("regtopk", density, "4bit", "all_gather"),
+        "RegTop-k, 4 bits, split": Method("regtopk", density, "4bit", "split"),
+        "consensus, 4 bits": Method("consensus", density, "4bit", "split"),
     }
 
 

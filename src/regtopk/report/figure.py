@@ -13,6 +13,7 @@ from regtopk.runs import Panel, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.3, 3.2)
@@ -109,8 +110,10 @@ def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record], styles: M
     if panel.log_y:
         axes.set_yscale("log")
     axes.set_ylim(bottom=panel.y_min)
+    if panel.log_x:
+        _label_log_axis(axes.xaxis, *axes.get_xlim())
     if panel.log_y:
-        _label_log_axis(axes)
+        _label_log_axis(axes.yaxis, *axes.get_ylim())
 
 
 def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
@@ -156,16 +159,15 @@ def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], styl
     axes.plot(at, lengths, "o", ms=4, color=style.light, label=style.label, mew=0)
 
 
-def _label_log_axis(axes: "Axes") -> None:
+def _label_log_axis(axis: "Axis", low: float, high: float) -> None:
     """Powers of ten as 10⁻⁶: plain text, which takes the page's font and a third of the time."""
-    low, high = axes.get_ylim()
     shown_between = "235" if high / low < 100 else ""
 
-    def label_between(y: float, _: float) -> str:
-        return f"{y:.3g}" if f"{y:e}"[0] in shown_between else ""
+    def label_between(at: float, _: float) -> str:
+        return f"{at:.3g}" if f"{at:e}"[0] in shown_between else ""
 
-    axes.yaxis.set_major_formatter(lambda y, _: _power_of_ten(round(math.log10(y))))
-    axes.yaxis.set_minor_formatter(label_between)
+    axis.set_major_formatter(lambda at, _: _power_of_ten(round(math.log10(at))))
+    axis.set_minor_formatter(label_between)
 
 
 def _power_of_ten(exponent: int) -> str:
