@@ -52,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
 
 def measure_steps(options: argparse.Namespace, command: str) -> None:
     results = Results(options.out, command)
-    check_memory(max(options.workers), options.model, len(options.methods))
+    check_memory(max(options.workers), options.model)
     for num_workers in options.workers:
         job = {
             "model": options.model,

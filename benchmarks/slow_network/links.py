@@ -62,7 +62,7 @@ class Links:
         """Remove the links and the namespaces; works half-way too."""
         self.namespaces.remove()
         if self.relay is not None:
-            self.relay.wait()
+            self.relay.communicate()
             self.relay = None
 
     def shape(self, bandwidth_bits_per_s: float | None) -> None:

@@ -7,17 +7,17 @@ from benchmarks.slow_network.models import MODELS
 from regtopk.errors import ArgumentError
 
 PROCESS_BYTES = 450_000_000  # torch and its launcher
-COPIES = 7  # of the model that a method keeps: parameters, gradients, buckets, residual, momentum, sums
+COPIES = 9  # of the model, at most: parameters, gradients, buckets, residual, momentum, sums, copies
 
 
-def check_memory(num_workers: int, model: str, num_methods: int) -> None:
+def check_memory(num_workers: int, model: str) -> None:
     """Refuse more workers than fit.
 
     Raises:
         ArgumentError: says how many would.
     """
     numel = sum(math.prod(shape) for shape in MODELS[model]())
-    each = PROCESS_BYTES + 4 * COPIES * numel * num_methods
+    each = PROCESS_BYTES + 4 * COPIES * numel
     there = available_bytes()
     if num_workers * each > there:
         raise ArgumentError(

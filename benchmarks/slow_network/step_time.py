@@ -1,10 +1,11 @@
 """How long does a step take with each method, on each link? One rank's side; run by torchrun.
 
-Models are made and warmed up on the unshaped link; then the links change under them. A step is forward,
-backward with DDP, and SGD; its time is that of the slowest rank. On every link all methods run in turn, round
-after round.
+One method after another, as in training, where a model has the caches to itself: its model is warmed up on
+the unshaped link, then the links change under it. A step is forward, backward with DDP, and SGD; its time is
+that of the slowest rank.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -28,12 +29,9 @@ Measured = tuple[float, int, int]  # seconds, and bytes that left and reached th
 def main() -> None:
     with joined() as rank:
         compute_s = measure_compute(rank)
-        steppers = {text: Stepper(rank, Method.parse(text)) for text in rank.job["methods"]}
-        for stepper in steppers.values():
-            for _ in range(WARM_UP):
-                timed(rank, stepper.step)
-        measure_links(rank, steppers, compute_s)
-        rank.ask_for_links(None)
+        for text in rank.job["methods"]:
+            measure_method(rank, Method.parse(text), compute_s)
+            gc.collect()  # a model in DDP holds on to itself
 
 
 def measure_compute(rank: Rank) -> float:
@@ -75,19 +73,22 @@ def timed(rank: Rank, work: Callable[[], None]) -> Measured:
     return step_s, sent_after - sent, received_after - received
 
 
-def measure_links(rank: Rank, steppers: dict[str, Stepper], compute_s: float) -> None:
-    """Record every method's step on every link; methods take turns, so that what disturbs one hits all."""
+def measure_method(rank: Rank, method: Method, compute_s: float) -> None:
+    """Record the step of one method on every link."""
+    stepper = Stepper(rank, method)
+    for _ in range(WARM_UP):
+        timed(rank, stepper.step)
     for bandwidth in rank.job["bandwidths_bits_per_s"]:
         rank.ask_for_links(bandwidth)
         idle = [timed(rank, lambda: None) for _ in range(5)]  # the bytes of measuring itself
-        steps = {text: [timed(rank, stepper.step)] for text, stepper in steppers.items()}
-        for count in range(1, rank.job["most_steps"]):
-            for text, stepper in steppers.items():
-                is_affordable = count * steps[text][0][0] < rank.job["seconds"]
-                if is_affordable or count < rank.job["least_steps"]:
-                    steps[text].append(timed(rank, stepper.step))
-        for text, stepper in steppers.items():
-            rank.record(as_record(rank, Method.parse(text), bandwidth, stepper, steps[text], idle, compute_s))
+        steps = [timed(rank, stepper.step)]
+        while len(steps) < rank.job["most_steps"]:
+            spent_s = sum(step[0] for step in steps)
+            if spent_s > rank.job["seconds"] and len(steps) >= rank.job["least_steps"]:
+                break
+            steps.append(timed(rank, stepper.step))
+        rank.record(as_record(rank, method, bandwidth, stepper, steps, idle, compute_s))
+    rank.ask_for_links(None)
 
 
 def as_record(
