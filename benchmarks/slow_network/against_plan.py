@@ -1,4 +1,4 @@
-"""Does `regtopk plan` say what was measured? The recorded step times beside the planner's, as a table.
+"""Does `regtopk plan` say what was measured? The tables of docs/when-it-pays.md, from the recorded files.
 
 The planner knows the parameters' shapes, the link, the step without an exchange (compute_s of the recorded
 row) and what work costs on that machine when N workers share it, in slow-network-calibration-N.json, made by
@@ -11,19 +11,29 @@ row) and what work costs on that machine when N workers share it, in slow-networ
 
 import argparse
 import json
+import re
+from collections.abc import Callable
+from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from benchmarks.slow_network.models import resnet18_shapes
 from regtopk.core.link import Link
 from regtopk.plan import cache
-from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, Situation, predict
+from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, Situation, planned_methods, predict
+from regtopk.plan.predict import make_plan
 from regtopk.plan.units import format_bandwidth, format_time
 from regtopk.plan.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
 UNSHAPED_BITS_PER_S = 1e15  # no link at all: what is left is the machine's own work
-BEGIN, END = "<!-- made by benchmarks.slow_network.against_plan -->", "<!-- end -->"
+BLOCK = re.compile(r"<!-- made: ([a-z-]+) -->.*?<!-- end -->", flags=re.DOTALL)
+MODELS = ((11_173_962, 0.05), (124_000_000, 0.3), (1_500_000_000, 3.0))  # parameters, and seconds of a step
+WORKERS = (2, 8, 64)
+BANDWIDTHS = (1e8, 1e9, 1e10)
+LATENCY_S = 1e-4
+Cell = Callable[[dict[str, Any]], str]
 TORCH = {"dense": DENSE, "fp16": FP16, "powersgd": POWERSGD}
 
 
@@ -45,38 +55,76 @@ def compare(results: Path = RESULTS) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """One row a method, a column a link, for each number of workers and latency."""
+def tables(rows: list[dict[str, Any]], results: Path = RESULTS) -> dict[str, str]:
+    """The blocks of the page, by name."""
+    return {
+        "speed-up": _by_workers(rows, "speed-up over no hook, measured", _speedup_cell(rows)),
+        "planned": _by_workers(rows, "measured / predicted", _planned_cell) + "\n\n" + _how_far_off(rows),
+        "break-even": _break_even(results),
+    }
+
+
+def _how_far_off(rows: list[dict[str, Any]]) -> str:
+    off = sorted(abs(row["off"]) for row in rows)
+    within = sum(o <= 0.3 for o in off)
+    return (
+        f"{within} of {len(off)} predictions are within 30 %, half of them within "
+        f"{100 * off[len(off) // 2]:.0f} %; the worst is off by {100 * off[-1]:.0f} %."
+    )
+
+
+def _by_workers(rows: list[dict[str, Any]], title: str, cell: Cell) -> str:
     parts = []
     for workers, latency_s in sorted({(row["workers"], row["latency_s"]) for row in rows}):
         group = [row for row in rows if (row["workers"], row["latency_s"]) == (workers, latency_s)]
         delay = f", {format_time(latency_s)} one way" if latency_s else ""
-        parts.append(f"{workers} workers{delay}, measured / predicted:\n\n{_table(group)}")
-    off = sorted(abs(row["off"]) for row in rows)
-    within = sum(o <= 0.3 for o in off)
-    parts.append(
-        f"{within} of {len(off)} predictions are within 30 %, half of them within "
-        f"{100 * off[len(off) // 2]:.0f} %; the worst is off by {100 * off[-1]:.0f} %."
-    )
+        parts.append(f"{workers} workers{delay}, {title}:\n\n{_table(group, cell)}")
     return "\n\n".join(parts)
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    links = list(dict.fromkeys(row["bandwidth_bits_per_s"] for row in rows))
-    cells = {(_name(row), row["bandwidth_bits_per_s"]): row for row in rows}
-    names = list(dict.fromkeys(_name(row) for row in rows))
-    heads = ["unshaped" if link is None else format_bandwidth(link) for link in links]
-    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(links)]
-    for name in names:
-        shown = [_cell(cells.get((name, link))) for link in links]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+def _break_even(results: Path) -> str:
+    """The planner's answers for models and clusters whose workers have a core each of that machine."""
+    costs = cache.read(results / "slow-network-calibration-2.json")
+    heads = [f"{format_bandwidth(bandwidth)}" for bandwidth in BANDWIDTHS]
+    lines = [
+        f"| parameters, step | workers | break-even | {' | '.join(heads)} |",
+        "|---|---:|---:|---|---|---|",
+    ]
+    for (numel, compute_s), num_workers in product(MODELS, WORKERS):
+        link = Link(BANDWIDTHS[0], LATENCY_S, compute_s)
+        here = Situation(Workload.of_size(numel), num_workers, link)
+        plans = [make_plan(here.at(bandwidth=b), costs, planned_methods((0.001,)), inf) for b in BANDWIDTHS]
+        best = [f"{p.best.method.name} {p.speedup(p.best):.3g}" for p in plans]
+        even = plans[0].break_even_bits_per_s
+        shown = "none" if even is None else format_bandwidth(even)
+        lines.append(
+            f"| {numel:,}, {format_time(compute_s)} | {num_workers} | {shown} | {' | '.join(best)} |"
+        )
     return "\n".join(lines)
 
 
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
+def _table(rows: list[dict[str, Any]], cell: Cell) -> str:
+    """One row a method, one column a link."""
+    links = list(dict.fromkeys(row["bandwidth_bits_per_s"] for row in rows))
+    cells = {(_name(row), row["bandwidth_bits_per_s"]): cell(row) for row in rows}
+    heads = ["unshaped" if link is None else format_bandwidth(link) for link in links]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(links)]
+    for name in dict.fromkeys(_name(row) for row in rows):
+        lines.append(f"| {name} | {' | '.join(cells.get((name, link), '') for link in links)} |")
+    return "\n".join(lines)
+
+
+def _planned_cell(row: dict[str, Any]) -> str:
     return f"{format_time(row['step_s'])} / {format_time(row['predicted_s'])} ({100 * row['off']:+.0f} %)"
+
+
+def _speedup_cell(rows: list[dict[str, Any]]) -> Cell:
+    dense = {_link(row): row["step_s"] for row in rows if row["method"] == "dense"}
+    return lambda row: f"{dense[_link(row)] / row['step_s']:.3g}"
+
+
+def _link(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["workers"], row["latency_s"], row["bandwidth_bits_per_s"]
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -91,23 +139,21 @@ def _name(row: dict[str, Any]) -> str:
     return f"{row['method']}, {row['value_code']}, {row['collective']}"
 
 
-def put_into(page: str, made: str) -> str:
-    """The page with the part between the marks made anew."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+def put_into(page: str, blocks: dict[str, str]) -> str:
+    """The page with its marked blocks made anew."""
+    return BLOCK.sub(lambda found: f"<!-- made: {found[1]} -->\n\n{blocks[found[1]]}\n\n<!-- end -->", page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, help="a page that has the marks; printed if not given")
     options = parser.parse_args()
-    made = table(compare())
+    blocks = tables(compare())
     if options.into is None:
-        print(made)
+        print("\n\n".join(blocks.values()))
     else:
         page = options.into.read_text(encoding="utf-8")
-        options.into.write_text(put_into(page, made), encoding="utf-8")
+        options.into.write_text(put_into(page, blocks), encoding="utf-8")
 
 
 if __name__ == "__main__":

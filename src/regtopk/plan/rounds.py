@@ -34,7 +34,7 @@ SMALL = 2**31 - 1  # indices below travel as int32 where they travel uncoded
 
 _DTYPE = torch.float32
 _INDEX_CODE = "elias-fano"
-_BYTES_PER_DECODED_ENTRY = 150  # at the peak of decode_rows: positions, fields and sums of unary bits
+_BYTES_PER_DECODED_ENTRY = 64  # by how much the peak of a sum of N messages of k entries grows with N k
 
 
 class Asked(NamedTuple):
