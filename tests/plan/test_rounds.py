@@ -57,7 +57,7 @@ def test_messages_whose_size_depends_on_the_gradient(name: str) -> None:
     (asked,) = requests_of(name, NUMEL, record.num_entries, 4, code)
     assert record.payload_bytes == payload_bytes(asked, 4, "all_gather")
     assert calls == planned([asked], 4, "all_gather")
-    if name != "adacomp":  # whose bins say little about how much it sends
+    if name not in ("adacomp", "sidco"):  # which find their densities as they go
         assert 0.5 * K < record.num_entries < 2 * K  # the density it was planned with
 
 

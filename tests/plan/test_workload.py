@@ -49,9 +49,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_size_alone_is_square_matrices() -> None:
-    workload = Workload.of_size(2 * 1024**2 + 5)
-    assert workload.numel == 2 * 1024**2 + 5
-    assert workload.shapes == ((1024, 1024), (1024, 1024), (5,))
+    workload = Workload.of_size(2 * 1024**2 + 3 * 1024 + 5)
+    assert workload.numel == 2 * 1024**2 + 3 * 1024 + 5
+    assert workload.shapes == ((1024, 1024), (1024, 1024), (1024, 3), (5,))
     assert Workload.of_size(7).shapes == ((7,),)
     assert Workload(((8, 3, 5, 5), (8,))).layout.numel == 608
 

@@ -4,7 +4,9 @@ Sizes are the library's own formulas (`core.codes`), so where a message's size d
 are those of the real messages; tests/plan/test_rounds.py holds every algorithm to that.
 """
 
+from collections import Counter
 from dataclasses import fields
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, log2
 from typing import Literal, NamedTuple
@@ -113,7 +115,7 @@ def payload_bytes(asked: Asked, num_workers: int, collective: Collective) -> int
     if asked.kind == "gather":
         return asked.num_entries
     if asked.kind == "dense":
-        return sum(_segments(asked.num_entries, num_workers, asked.code))
+        return _segments(asked.num_entries, num_workers, asked.code).total
     if asked.kind == "sparse" and collective == "split":
         return num_workers * _piece_bytes(asked, num_workers)
     return _message_bytes(asked.num_entries, asked.numel, asked.code)
@@ -127,8 +129,8 @@ def moves_of(asked: Asked, num_workers: int, collective: Collective) -> list[Mov
     if asked.kind == "gather":
         return [all_gather(16, N), all_gather(asked.num_entries, N)]
     if asked.kind == "dense":
-        own = max(_segments(asked.num_entries, N, asked.code))
-        return [all_to_all(own, N), all_gather(max(_segments(asked.num_entries, N, "float32")), N)]
+        own, sums = (_segments(asked.num_entries, N, code).largest for code in (asked.code, "float32"))
+        return [all_to_all(own, N), all_gather(sums, N)]
     if asked.kind == "sparse" and collective == "split":
         sums = _message_bytes(ceil(union(asked, N) / N), ceil(asked.numel / N), "float32")
         pieces = all_to_all(_piece_bytes(asked, N), N)
@@ -217,9 +219,16 @@ def _piece_bytes(asked: Asked, num_workers: int) -> int:
     return _message_bytes(min(share, region), region, asked.code)
 
 
-def _segments(count: int, num_workers: int, code: str) -> list[int]:
+class _Segments(NamedTuple):
+    largest: int
+    total: int
+
+
+@lru_cache(maxsize=4096)
+def _segments(count: int, num_workers: int, code: str) -> _Segments:
     """Bytes of the segments of a dense vector, one for each worker's region of whole blocks."""
     num_blocks = -(-count // BLOCK)
     ends = [min(count, num_blocks * n // num_workers * BLOCK) for n in range(num_workers + 1)]
-    sizes = (end - start for start, end in pairwise(ends))
-    return [segment_bytes(size, dtype=_DTYPE, value_code=code) if size else 0 for size in sizes]
+    counts = Counter(end - start for start, end in pairwise(ends) if end > start)
+    sizes = {n: segment_bytes(n, dtype=_DTYPE, value_code=code) for n in counts}
+    return _Segments(max(sizes.values()), sum(sizes[n] * times for n, times in counts.items()))

@@ -10,7 +10,7 @@ _NUMBER = re.compile(
 )
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_TIMES = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0}
+_PER_SECOND = {"s": 1.0, "sec": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9, "min": 1 / 60}
 _SIZES = {
     **{f"{prefix}b": factor for prefix, factor in _DECIMAL.items()},
     **{f"{prefix}ib": 1024.0 ** (n + 1) for n, prefix in enumerate("kmgt")},
@@ -56,11 +56,11 @@ def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
     """
     rule = f"a time {'of at least' if may_be_zero else 'above'} 0 with a unit, such as 50us, 10ms or 0.2s"
     number, unit = _split(name, text, rule)
-    if may_be_zero and number == 0 and unit in ("", *_TIMES):
+    if may_be_zero and number == 0 and unit in ("", *_PER_SECOND):
         return 0.0
-    if unit not in _TIMES:
+    if unit not in _PER_SECOND:
         raise ArgumentError(f"{name} must be {rule}, got {text!r}")
-    return _above_zero(name, number * _TIMES[unit], text, rule)
+    return _above_zero(name, number / _PER_SECOND[unit], text, rule)
 
 
 def parse_count(name: str, text: str) -> int:

@@ -41,10 +41,11 @@ class Workload:
 
     @classmethod
     def of_size(cls, numel: int) -> "Workload":
-        """As many parameters in square matrices, and a vector of what is left over."""
-        num_matrices, rest = divmod(numel, SIDE * SIDE)
-        matrices = ((SIDE, SIDE),) * num_matrices
-        return cls((*matrices, (rest,)) if rest else matrices)
+        """As many parameters in square matrices; what is left over in a narrower one and a vector."""
+        num_matrices, left = divmod(numel, SIDE * SIDE)
+        columns, rest = divmod(left, SIDE)
+        shapes = [(SIDE, SIDE)] * num_matrices + [(SIDE, columns)] * (columns > 0) + [(rest,)] * (rest > 0)
+        return cls(tuple(shapes))
 
     @classmethod
     def of_model(cls, model: nn.Module) -> "Workload":

@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from regtopk.cli import app
+from regtopk.plan import cache
+from regtopk.plan.calibrate import Machine
+
+ROOT = Path(__file__).parents[2]
+COSTS = ROOT / "benchmarks" / "results" / "slow-network-calibration-4.json"
+LINK = ("--workers", "4", "--bandwidth", "100 Mbps", "--latency", "50us", "--step-time", "50ms")
+SMALL = ("--params", "11173962", *LINK, "--calibration", COSTS)
+
+
+def invoke(*words: str | Path) -> tuple[int, str, str]:
+    answer = CliRunner().invoke(app, ["plan", *map(str, words)])
+    return answer.exit_code, answer.stdout, answer.stderr
+
+
+def plan(*words: str | Path) -> Any:
+    code, out, err = invoke(*words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_json() -> None:
+    found = plan(*SMALL)
+    assert list(found) == ["inputs", "methods", "best", "break_even_bits_per_s", "pays", "notes"]
+    expected = {
+        "params": 11_173_962,
+        "workers": 4,
+        "bandwidth_bits_per_s": 1e8,
+        "latency_s": 50e-6,
+        "step_time_s": 0.05,
+        "scope": "model",
+    }
+    assert {name: found["inputs"][name] for name in expected} == expected
+    keys = ["name", "density", "value_code", "collective", "payload_bytes", "step_time_s", "speedup"]
+    assert all(list(row) == keys for row in [*found["methods"], found["best"]])
+    assert found["pays"] is True and found["best"] in found["methods"] and found["best"]["speedup"] > 15
+    assert 1e8 < found["break_even_bits_per_s"] < 1e11
+    assert {row["name"] for row in found["methods"]} >= {"dense", "fp16", "powersgd", "regtopk", "consensus"}
+    assert {row["collective"] for row in found["methods"]} == {"all_reduce", "all_gather", "split"}
+    dense = next(row for row in found["methods"] if row["name"] == "dense")
+    assert dense["speedup"] == 1
+
+
+def test_a_fast_link_does_not_pay() -> None:
+    found = plan(*SMALL, "--bandwidth", "400 Gbit/s")
+    assert found["pays"] is False and found["best"]["name"] == "dense"
+    code, out, _ = invoke(*SMALL, "--bandwidth", "400 Gbit/s")
+    assert code == 0 and "Compression does not pay with 4 workers at 400 Gbit/s: dense takes" in out
+
+
+def test_a_table_and_the_answer() -> None:
+    code, out, err = invoke(*SMALL)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith(" ")]
+    names = [row[0] for row in rows if row]
+    assert names[0] == "method" and names[2:4] == ["fp16", "dense"] and names.count("regtopk") == 1
+    assert "Compression pays with 4 workers at 100 Mbit/s: " in out and "it pays, above it does not." in out
+    assert "A faster step is not a better one" in out
+    assert len(invoke(*SMALL, "--all")[1].splitlines()) > 200
+
+
+def test_densities_and_scope() -> None:
+    found = plan(*SMALL, "--density", "0.5,0.02", "--scope", "bucket")
+    assert {row["density"] for row in found["methods"]} == {1.0, 0.5, 0.02}
+    assert found["inputs"]["scope"] == "bucket"
+
+
+def test_a_page(tmp_path: Path) -> None:
+    code, out, _ = invoke(*SMALL, "--out", tmp_path / "page")
+    assert code == 0 and str(tmp_path / "page" / "index.html") in out
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert "4 workers, links of any bandwidth" in page and "100 Mbit/s, any number of workers" in page
+    config = json.loads((tmp_path / "page" / "config.json").read_text())
+    assert config["command"].startswith("regtopk plan --bandwidth '100 Mbps' --workers 4 --params 11173962 ")
+    records = [json.loads(x) for x in (tmp_path / "page" / "metrics.jsonl").read_text().splitlines()]
+    assert max(r["num_workers"] for r in records if r["against"] == "workers") == 4096
+    gathered = [r["speedup"] for r in records if r["method"] == "regtopk" and r["against"] == "workers"]
+    assert gathered[-1] < max(gathered) / 3  # where all_gather stops scaling
+    code, _, err = invoke(*SMALL, "--out", tmp_path / "page")
+    assert code == 2 and "--force" in err
+
+
+def test_messages_that_do_not_fit_the_memory_are_named() -> None:
+    found = plan(*SMALL, "--workers", "4096", "--memory", "1GB")
+    (note,) = [text for text in found["notes"] if text.startswith("Left out: ")]
+    assert "the messages of 4096 workers do not fit 1 GB of memory" in note
+    ways = {(row["name"], row["density"], row["collective"]) for row in found["methods"]}
+    assert ("topk", 0.1, "all_gather") not in ways and ("dense", 1.0, "all_reduce") in ways
+
+
+MODULE = "from torch import nn\n\ndef network():\n    return nn.Linear(30, 20)\n"
+
+
+def test_a_model_measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plan_zoo.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    model = ("--model", "plan_zoo:network", "--workers", "2", "--bandwidth", "1.5G", "--calibration", COSTS)
+    found = plan(*model, "--measure", "--input-shape", "8,30")
+    assert found["inputs"]["params"] == 620 and found["inputs"]["step_time_s"] > 0
+    assert plan(*model, "--step-time", "1ms")["inputs"]["params"] == 620
+    code, _, err = invoke(*model, "--measure")
+    assert code == 2 and "--measure needs the model's inputs: --input-shape" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bandwidth", "fast"], "bandwidth must be a number above 0 with a unit such as"),
+        (["--bandwidth", "-1G"], "bandwidth must be"),
+        (["--bandwidth", "100 MB"], "bandwidth must be"),
+        (["--latency", "10"], "latency must be a time of at least 0 with a unit"),
+        (["--step-time", "0ms"], "step time must be a time above 0 with a unit"),
+        (["--params", "many"], "params must be a whole number of at least 1"),
+        (["--workers", "1"], "workers must be an integer of at least 2, got 1"),
+        (["--density", "0.1,2"], "density must be numbers in (0, 1] with commas, got '0.1,2'"),
+        (["--scope", "layer"], "scope must be one of model, bucket, got 'layer'"),
+        (["--memory", "big"], "memory must be a size above 0"),
+        (["--local-workers", "0"], "local_workers must be an integer of at least 1, got 0"),
+        (
+            ["--model", "os:getcwd"],
+            "give exactly one of --params and --model, got '11173962' and 'os:getcwd'",
+        ),
+        (["--measure"], "give exactly one of --step-time and --measure, got '50ms' and True"),
+        (["--calibration", "/nowhere.json"], "calibration must be readable"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:
+    code, out, err = invoke(*SMALL, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("regtopk: ") and message in err and err.count("\n") == 1
+
+
+def test_a_model_that_fails_to_import_shows_its_own_error() -> None:
+    code, _, err = invoke("--model", "no_such_zoo:network", *LINK)
+    assert code == 2 and "failed with ModuleNotFoundError: No module named 'no_such_zoo'" in err
+
+
+def test_measuring_needs_a_model() -> None:
+    words = ["--params", "1M", "--workers", "2", "--bandwidth", "1G", "--measure"]
+    code, _, err = invoke(*words)
+    assert code == 2 and "--measure needs --model, got --params" in err
+
+
+def test_a_kept_calibration_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.write(cache.read(COSTS), cache.cache_path(Machine()))
+    code, out, err = invoke("--params", "1M", *LINK)
+    assert (code, err) == (0, "") and "fp16" in out
