@@ -6,7 +6,7 @@ do not do (the guess was wrong, many entries are equal, or k is a large part of 
 entries are counted instead. Which of the two is decided on the device, so a step can be captured in a
 CUDA graph. Of equal scores at the threshold the first in the row are taken.
 
-Temporaries: each at most J / 16 bytes, and up to density 0.001 about as much together.
+Temporaries: each at most J / 16 bytes, and up to density 0.001 a quarter more than that together.
 """
 
 import math

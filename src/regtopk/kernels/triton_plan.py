@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class Plan:
     room: int = 0
 
 
-@cache
+@lru_cache(maxsize=1024)
 def plan_for(numel: int, k: int, tile: int) -> Plan:
     """A guess that k entries reach, but for 4 sigma of bad luck, and no more than there is room for."""
     num_samples = min(_MAX_SAMPLES, 1 << (numel // 16).bit_length() >> 1)
@@ -131,7 +131,7 @@ def plan_for(numel: int, k: int, tile: int) -> Plan:
     if wanted + 4 * math.sqrt(wanted) > capacity / numel * num_samples or rank > num_keys // 2:
         return Plan()
     of_tile = wanted / num_samples * tile
-    room = 1 << math.ceil(math.log2(of_tile + 3 * math.sqrt(of_tile) + 1))
+    room = 1 << math.ceil(math.log2(of_tile + 4 * math.sqrt(of_tile) + 4))
     return Plan(num_keys, _PER_KEY, rank, capacity, min(room, tile // 32))
 
 
