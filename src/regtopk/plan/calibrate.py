@@ -1,4 +1,4 @@
-"""Measures what work and messages cost on this machine, in a few seconds.
+"""Measures what work and messages cost on this machine, in about a minute.
 
 One process a worker of this machine (at least two, joined by gloo over loopback) times the cases. With
 several workers on the machine all of them work at the same time, and processor time is counted; with one, the
@@ -7,6 +7,7 @@ others sleep while it works, and the wall's clock counts.
 
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,7 +111,7 @@ def calibrate(
     with tempfile.TemporaryDirectory() as folder:
         arguments = machine, num_processes, str(Path(folder) / "store"), tuple(only), said
         try:
-            ranks = start_processes(_rank, arguments, nprocs=num_processes, join=False)
+            ranks = start_processes(_rank, arguments, nprocs=num_processes, join=False, daemon=True)
             is_done = False
             while not is_done:
                 is_done = ranks.join(timeout=0.2)
@@ -134,6 +135,7 @@ def _rank(
     rank: int, machine: Machine, num_processes: int, store: str, only: tuple[str, ...], said: Any
 ) -> None:
     """One process: time every task together with the others; rank 0 hands over what they found."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, with whom this process ends
     torch.set_num_threads(machine.threads)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
