@@ -1,7 +1,8 @@
 """Does `regtopk plan` say what was measured? The tables of docs/when-it-pays.md, from the recorded files.
 
-The planner knows the parameters' shapes, the link, the step without an exchange (compute_s of the recorded
-row) and what work costs on that machine when N workers share it, in slow-network-calibration-N.json, made by
+The planner knows the parameters' shapes, the bandwidth the links have while all workers send
+(slow-network-throughput.json, throughput.py), the step without an exchange (compute_s of the recorded row)
+and what work costs on that machine when N workers share it, in slow-network-calibration-N.json, made by
 
     regtopk plan --params 11173962 --workers N --bandwidth 100Mbit --step-time 50ms --local-workers N \
         --threads 1 --recalibrate --calibration benchmarks/results/slow-network-calibration-N.json
@@ -21,7 +22,16 @@ from typing import Any
 from benchmarks.slow_network.models import resnet18_shapes
 from regtopk.core.link import Link
 from regtopk.plan import cache
-from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, Situation, planned_methods, predict
+from regtopk.plan.methods import (
+    DENSE,
+    FP16,
+    POWERSGD,
+    WIRE_BYTES_PER_BYTE,
+    Method,
+    Situation,
+    planned_methods,
+    predict,
+)
 from regtopk.plan.predict import make_plan
 from regtopk.plan.units import format_bandwidth, format_time
 from regtopk.plan.workload import Workload
@@ -44,11 +54,17 @@ def compare(results: Path = RESULTS) -> list[dict[str, Any]]:
     rows = [row for row in measured if row["params"] == workload.numel]
     num_workers = sorted({row["workers"] for row in rows})
     costs = {n: cache.read(results / f"slow-network-calibration-{n}.json") for n in num_workers}
+    links = json.loads((results / "slow-network-throughput.json").read_text(encoding="utf-8"))["links"]
+    achieved = {
+        (link["workers"], link["bandwidth_bits_per_s"]): link["achieved_bits_per_s"] for link in links
+    }
     for row in rows:
+        payload_bits_per_s = achieved.get((row["workers"], row["bandwidth_bits_per_s"]), UNSHAPED_BITS_PER_S)
+        bandwidth = WIRE_BYTES_PER_BYTE * payload_bits_per_s  # the planner's has headers in it
         method = TORCH.get(row["method"]) or Method(
             row["method"], row["density"], row["value_code"], row["collective"]
         )
-        link = Link(row["bandwidth_bits_per_s"] or UNSHAPED_BITS_PER_S, row["latency_s"], row["compute_s"])
+        link = Link(bandwidth, row["latency_s"], row["compute_s"])
         found = predict(method, Situation(workload, row["workers"], link), costs[row["workers"]])
         row["predicted_s"] = found.step_time_s
         row["off"] = found.step_time_s / row["step_s"] - 1
@@ -96,7 +112,8 @@ def _break_even(results: Path) -> str:
         plans = [make_plan(here.at(bandwidth=b), costs, planned_methods((0.001,)), inf) for b in BANDWIDTHS]
         best = [f"{p.best.method.name} {p.speedup(p.best):.3g}" for p in plans]
         even = plans[0].break_even_bits_per_s
-        shown = "none" if even is None else format_bandwidth(even)
+        at_any = "pays at any" if plans[-1].pays else "pays at none"
+        shown = at_any if even is None else format_bandwidth(even)
         lines.append(
             f"| {numel:,}, {format_time(compute_s)} | {num_workers} | {shown} | {' | '.join(best)} |"
         )
