@@ -99,11 +99,13 @@ class PosteriorScore:
             below = worker.weight * accumulated(last.indices)
             above = below + (last.aggregate - last.own)
         distance = (above.double() / below.double()).abs_().clamp_(max=_LARGEST_X * self.mu)  # |1 + D|
-        distance.masked_fill_(below == 0, 0.0)  # a^t = 0: its score is 0 whatever D is
+        is_zero = below == 0
+        distance.masked_fill_(is_zero, 0.0)  # a^t = 0: its score is 0 whatever D is
         factor = self._u(distance)
         if self.q != math.inf:
             factor = factor / self._factor_elsewhere()
-        factor = factor.masked_fill(last.own == 0, 1.0)  # sent as exactly zero: as if not sent
+        was_zero = is_zero if below is last.own else last.own == 0
+        factor = factor.masked_fill(was_zero, 1.0)  # sent as exactly zero: as if not sent
         dtype = last.own.dtype
         return factor.clamp_(max=torch.finfo(dtype).max).to(dtype)  # finite, so that 0 · factor is 0
 

@@ -3,13 +3,15 @@
     X_n iid N(0, 1), (D, J);  t_n iid N(u_n, h^2), u_n ~ N(U, sigma^2);  y_n = X_n t_n + N(0, noise)
     F_n(w) = ||X_n w - y_n||^2 / (2 D),   w_n = 1/N,   full batches, w^0 = 0
 
-What is recorded is the distance ||w^t - w*|| to the minimiser of the mean of the F_n. All data seeds and all
-methods run side by side: the gradients X_n^T (X_n w - y_n) / D = A_n w - b_n of all models are one product.
+What is recorded is the distance ||w^t - w*|| to the minimiser of the mean of the F_n. All data seeds and
+half of the methods are one batch: the gradients X_n^T (X_n w - y_n) / D = A_n w - b_n of all their models are
+one product. The other half runs at the same time in a second process.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,11 +23,13 @@ from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.errors import ArgumentError
 from regtopk.experiments.experiment import Experiment, Progress, Summary
 from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.side_by_side import side_by_side
 from regtopk.experiments.threads import threads_for
 from regtopk.runs import Panel, Record
 from regtopk.simulate import Cluster
 
 METHODS = ("dense", "topk", "regtopk", "regtopk-current", "global-topk")
+Curves = dict[tuple[str, float], Algorithm[Any]]  # by method and density
 TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
 
 
@@ -120,9 +124,9 @@ def _draw(config: Fig2Config, seed: int) -> tuple[Tensor, Tensor]:
     return gram, moment
 
 
-def algorithms(config: Fig2Config) -> dict[tuple[str, float], Algorithm[Any]]:
+def algorithms(config: Fig2Config) -> Curves:
     """What runs, by method and density; dense, which has none, runs once, under density 1."""
-    table: dict[tuple[str, float], Algorithm[Any]] = {("dense", 1.0): Dense()}
+    table: Curves = {("dense", 1.0): Dense()}
     for density in config.densities:
         table["topk", density] = TopK(density=density)
         table["regtopk", density] = RegTopK(density=density, mu=config.mu)
@@ -138,29 +142,33 @@ def run(config: Fig2Config, progress: Progress) -> Iterator[Record]:
 
 
 def _run(config: Fig2Config, progress: Progress) -> Iterator[Record]:
-    problems = make_problems(config)
-    table = algorithms(config)
+    problems, table = make_problems(config), algorithms(config)
+    halves = [dict(list(table.items())[n::2]) for n in range(2)]
+    steps = side_by_side([partial(_descend, config, problems, half) for half in halves])
+    for iteration, found in zip(_recorded(config), steps, strict=True):
+        distances = {curve: distance for half in found for curve, distance in half.items()}
+        for method, density in table:
+            for shown_at in config.densities if method == "dense" else (density,):
+                record = {"method": method, "density": shown_at, "iteration": iteration}
+                yield {**record, "distance": distances[method, density]}
+        progress(iteration / config.num_iterations)
+
+
+def _recorded(config: Fig2Config) -> list[int]:
+    return sorted({*range(0, config.num_iterations, config.record_every), config.num_iterations})
+
+
+def _descend(config: Fig2Config, problems: Problems, table: Curves) -> Iterator[dict[tuple[str, float], Any]]:
+    """Each curve's distances from the optimum, one for each seed, at the recorded iterations."""
     clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
     models = problems.optimum.new_zeros(config.num_seeds, len(table), config.numel)
-    for iteration in range(config.num_iterations + 1):
-        if iteration % config.record_every == 0 or iteration == config.num_iterations:
-            yield from _records(iteration, config, table, problems, models)
-            progress(iteration / config.num_iterations)
-        if iteration < config.num_iterations:
+    now = 0
+    for iteration in _recorded(config):
+        for _ in range(now, iteration):
             _step_(models, problems, clusters, config.lr)
-
-
-def _records(
-    iteration: int,
-    config: Fig2Config,
-    table: dict[tuple[str, float], Algorithm[Any]],
-    problems: Problems,
-    models: Tensor,
-) -> Iterator[Record]:
-    distances = (models - problems.optimum.unsqueeze(1)).norm(dim=-1).T.tolist()
-    for (method, density), distance in zip(table, distances, strict=True):
-        for shown_at in config.densities if method == "dense" else (density,):
-            yield {"method": method, "density": shown_at, "iteration": iteration, "distance": distance}
+        now = iteration
+        distances = (models - problems.optimum.unsqueeze(1)).norm(dim=-1).T.tolist()
+        yield dict(zip(table, distances, strict=True))
 
 
 @torch.inference_mode()
