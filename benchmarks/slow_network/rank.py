@@ -60,6 +60,22 @@ class Rank:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return float(longest)
 
+    def total(self, seconds: float) -> float:
+        """The sum of all ranks' times."""
+        total = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+
+    def first(self, seconds: float) -> float:
+        """Rank 0's time, on all ranks."""
+        return self.total(seconds if self.index == 0 else 0.0)
+
+
+def processors_busy_s() -> float:
+    """Seconds that all processors together have spent in processes since the machine started."""
+    fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=4)
+    return sum(int(field) for field in fields[1:4]) / os.sysconf("SC_CLK_TCK")  # user, nice, system
+
 
 def interface_bytes() -> tuple[int, int]:
     """Bytes that left and reached this namespace's interface, by the kernel's count, headers included."""
