@@ -95,12 +95,6 @@ class Collectives:
         return things
 
 
-def ring_gather(sizes: list[int], rank: int) -> tuple[int, int]:
-    """Bytes a ring all_gather of such messages sends from and brings to a rank."""
-    successor = (rank + 1) % len(sizes)
-    return sum(sizes) - sizes[successor], sum(sizes) - sizes[rank]
-
-
 @contextmanager
 def clear_errors(collective: str) -> Iterator[None]:
     """Turn a backend's failure into one that says what happened and what to do."""

@@ -10,7 +10,6 @@ from regtopk.core.codes import is_lossless, quantise, segment_bytes
 from regtopk.core.regions import dense_regions
 from regtopk.core.requests import DenseSum
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.distributed.collectives import ring_gather
 from regtopk.wire import decode_segment, encode_segment, raise_for_status
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def _gather_regions(
         message = _encoded(own, sum_code)
     with driver.watch.phase("collective_s"):
         messages = driver.collectives.all_gather_padded(message, max(sizes))
-    driver.count(0, *ring_gather(sizes, driver.rank))
+    driver.count_gather(0, sizes)
     with driver.watch.phase("decode_s"):
         total = own.new_empty(regions[-1][1])
         status = torch.zeros(driver.num_workers, dtype=torch.int64, device=own.device)

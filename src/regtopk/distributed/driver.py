@@ -17,7 +17,8 @@ from regtopk import kernels
 from regtopk.core.codes import check_index_code
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient, index_set
-from regtopk.distributed.collectives import Collectives, ring_gather
+from regtopk.core.traffic import all_gather_bytes
+from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.dense_sum import dense_sum
 from regtopk.distributed.record import StepRecord, Stopwatch
 from regtopk.distributed.split import split_and_reduce, split_moves_less
@@ -116,7 +117,7 @@ class ProcessGroupDriver:
                 sizes, capacities = ([row[i] for row in numbers] for i in (0, 1))
                 capacity = max(capacities)
                 messages = self.collectives.all_gather_padded(message, max(sizes))
-        self.count(message.numel(), *ring_gather(sizes, self.rank))
+        self.count_gather(message.numel(), sizes)
         with self.watch.phase("decode_s"):
             return self._decode_rows(messages, capacity, sparse)
 
@@ -151,7 +152,7 @@ class ProcessGroupDriver:
             counts, capacities = ([row[i] for row in numbers] for i in (0, 1))
             rows = self.collectives.all_gather_padded(_as_bytes(meant), max(capacities) * tensor.itemsize)
         sizes = [count * tensor.itemsize for count in counts]
-        self.count(sizes[self.rank], *ring_gather(sizes, self.rank))
+        self.count_gather(sizes[self.rank], sizes)
         self.record.num_entries += counts[self.rank]
         return Gathered(rows.view(tensor.dtype), torch.tensor(counts, device=rows.device))
 
@@ -196,6 +197,11 @@ class ProcessGroupDriver:
         self.record.payload_bytes += payload
         self.record.sent_bytes += sent
         self.record.received_bytes += received
+
+    def count_gather(self, payload: int, sizes: list[int]) -> None:
+        """Add a ring all_gather of messages of these sizes, one a rank."""
+        sent, received = all_gather_bytes(torch.tensor(sizes))
+        self.count(payload, int(sent[self.rank]), int(received[self.rank]))
 
     @property
     def rank(self) -> int:
