@@ -7,6 +7,10 @@ from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError, ClusterError
 
 SCOPES = ("model", "bucket")
+PEEKS = (  # why an oracle is refused
+    "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer that "
+    "(regtopk.simulate.Cluster), a real cluster cannot"
+)
 
 
 def check_options(algorithm: object, dense_steps: object, skip: object, grad_scaler: object) -> None:

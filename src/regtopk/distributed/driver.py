@@ -18,6 +18,7 @@ from regtopk.core.codes import check_index_code
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.core.traffic import all_gather_bytes
+from regtopk.distributed.checks import PEEKS
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.dense_sum import dense_sum
 from regtopk.distributed.record import StepRecord, Stopwatch
@@ -77,10 +78,7 @@ class ProcessGroupDriver:
         if isinstance(request, Broadcast):
             return self._broadcast(request)
         assert isinstance(request, Peek)
-        raise OracleError(
-            "this algorithm peeks at the sum of all workers' vectors before anything is sent: only a "
-            "simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
-        )
+        raise OracleError(f"this algorithm {PEEKS}")
 
     def _sparse_sum(self, sparse: SparseGradient) -> Tensor:
         if self._splits(sparse):

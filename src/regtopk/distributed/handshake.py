@@ -12,6 +12,7 @@ from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SparseSum
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Report, Worker, check_weights
+from regtopk.distributed.checks import PEEKS
 from regtopk.distributed.collectives import Collectives
 from regtopk.errors import ArgumentError, ClusterError, OracleError
 
@@ -119,10 +120,7 @@ def refuse_oracles(
             request = conversation.send(_echo(request))
     except StopIteration:
         return
-    raise OracleError(
-        f"algorithm {algorithm.name!r} peeks at the sum of all workers' vectors before anything is sent: "
-        "only a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
-    )
+    raise OracleError(f"algorithm {algorithm.name!r} {PEEKS}")
 
 
 def _echo(request: SparseSum | DenseSum | Gather | Broadcast) -> Any:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from regtopk.algorithms import ALGORITHMS
@@ -11,7 +10,7 @@ from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.errors import ArgumentError
 from regtopk.experiments.fleet import OPTIMIZERS
 from regtopk.experiments.methods import parse_method
-from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.settings import check_count, check_device, check_positive, check_word
 from regtopk.experiments.splits import check_split
 from regtopk.experiments.tasks import TASKS, TaskConfig
 
@@ -59,11 +58,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         """Check the settings."""
         for kind, name, table in (("task", self.task, TASKS), ("optimizer", self.optimizer, OPTIMIZERS)):
-            if name not in table:
-                nearest = get_close_matches(name, table, n=1, cutoff=0.0)[0]
-                raise ArgumentError(
-                    f"{kind} must be one of {', '.join(table)}, got {name!r} (did you mean {nearest!r}?)"
-                )
+            check_word(kind, name, table)
         for method in self.methods:
             parse_method(method)
         for density in self.densities:

@@ -1,13 +1,13 @@
 """Methods as words: "regtopk", "topk:value_code=4bit", "adaptive:algorithm=consensus:seed=1"."""
 
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ArgumentError
+from regtopk.experiments.settings import check_word
 
 SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
 START = 0.01  # the density that an adaptive method starts from, unless told
@@ -23,11 +23,7 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
         ArgumentError: an unknown algorithm or option (the nearest is named), or a value that cannot be read.
     """
     name, *words = spec.split(":")
-    if name not in ALGORITHMS:
-        nearest = get_close_matches(name, ALGORITHMS, n=1, cutoff=0.0)[0]
-        raise ArgumentError(
-            f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r} (did you mean {nearest!r}?)"
-        )
+    check_word("algorithm", name, ALGORITHMS)
     known = {f.name: f for f in fields(ALGORITHMS[name])}
     given = dict(_split_word(word, spec) for word in words)
     score = given.pop("score", None)
@@ -43,11 +39,7 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
         options["algorithm"] = ":".join([inner, *words])
         parse_method(options["algorithm"])
     for key, value in given.items():
-        if key not in known:
-            nearest = get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ArgumentError(
-                f"option of {name} must be one of {', '.join(known)}, got {key!r} (did you mean {nearest!r}?)"
-            )
+        check_word(f"option of {name}", key, known)
         options[key] = _read(value)
     return name, options
 

@@ -35,11 +35,7 @@ def parse_settings(
         key, equals, text = word.partition("=")
         if not equals:
             raise ArgumentError(f"--set must be key=value, got {word!r}")
-        if key not in defaults:
-            nearest = get_close_matches(key, defaults, n=1, cutoff=0.0)[0]
-            raise ArgumentError(
-                f"--set key must be one of {', '.join(defaults)}, got {key!r} (did you mean {nearest!r}?)"
-            )
+        check_word("--set key", key, defaults)
         if key in chosen:
             raise ArgumentError(f"each setting must be given once, got {key} twice")
         chosen[key] = _parse(key, text, defaults[key])
@@ -62,10 +58,14 @@ def check_word(name: str, word: str, words: Iterable[str]) -> None:
     """Refuse a word that is not among some; the nearest one is named."""
     known = list(words)
     if word not in known:
-        nearest = get_close_matches(word, known, n=1, cutoff=0.0)[0]
         raise ArgumentError(
-            f"{name} must be one of {', '.join(known)}, got {word!r} (did you mean {nearest!r}?)"
+            f"{name} must be one of {', '.join(known)}, got {word!r} {did_you_mean(word, known)}"
         )
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """The nearest of some words, as a question in brackets."""
+    return f"(did you mean {get_close_matches(word, words, n=1, cutoff=0.0)[0]!r}?)"
 
 
 def check_count(name: str, count: int) -> None:

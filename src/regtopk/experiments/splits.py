@@ -1,12 +1,12 @@
 """How training examples are divided among workers, how workers weigh, and the order each draws them in."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
 from regtopk.errors import ArgumentError
+from regtopk.experiments.settings import did_you_mean
 
 DEFAULTS = {"iid": None, "unequal": None, "sorted": 2.0, "dirichlet": 0.5}  # of the number after the colon
 UNEQUAL = ("unequal", "dirichlet")  # workers' sizes differ by intention, not by a remainder
@@ -16,10 +16,9 @@ def check_split(split: str) -> tuple[str, float]:
     """Read "iid", "unequal", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
     kind, _, text = split.partition(":")
     if kind not in DEFAULTS:
-        nearest = get_close_matches(kind, DEFAULTS, n=1, cutoff=0.0)[0]
         raise ArgumentError(
             f"split must be iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA], got {split!r} "
-            f"(did you mean {nearest!r}?)"
+            f"{did_you_mean(kind, DEFAULTS)}"
         )
     default = DEFAULTS[kind]
     try:
