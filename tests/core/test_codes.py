@@ -8,10 +8,12 @@ from torch import Tensor
 
 from regtopk.core.blocks import BLOCK
 from regtopk.core.codes import (
+    INDEX_CODES,
     VALUE_CODES,
     check_index_code,
     check_value_code,
     index_layout,
+    longest_message_bytes,
     message_bytes,
     quantise,
     segment_bytes,
@@ -176,3 +178,20 @@ def test_segments_need_no_indices() -> None:
     assert segment_bytes(1000, dtype=torch.float32, value_code="2bit") == 32 + 64 + 252
     assert segment_bytes(1000, dtype=torch.float32, value_code="sign") == 32 + 64 + 128
     assert segment_bytes(0, dtype=torch.float32, value_code="4bit") == 32
+
+
+@pytest.mark.parametrize("index_code", INDEX_CODES)
+@pytest.mark.parametrize("value_code", VALUE_CODES)
+@pytest.mark.parametrize("numel", [1, 2, 33, 1000])
+def test_no_message_is_longer_than_the_longest(numel: int, value_code: str, index_code: str) -> None:
+    for k in {1, max(1, numel // 100), numel}:
+        for start in {0, numel - k}:  # the last entries: the largest gap
+            size = message_bytes(
+                torch.tensor(k),
+                numel,
+                dtype=torch.float64,
+                value_code=value_code,
+                index_code=index_code,
+                indices=torch.arange(start, start + k),
+            )
+            assert int(size) <= longest_message_bytes(numel)

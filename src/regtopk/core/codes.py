@@ -183,6 +183,15 @@ def message_bytes(
 
 
 @lru_cache(maxsize=1024)
+def longest_message_bytes(numel: int) -> int:
+    """More than any message of a vector of J entries takes, in whatever codes: a bound, not a size.
+
+    An entry's value takes up to 8 bytes and its index up to 8; unary parts have up to 2 bits for each of J,
+    and scales 8 bytes for 128 values.
+    """
+    return 128 + 17 * numel
+
+
 def full_message_bytes(
     count: int, numel: int, *, dtype: torch.dtype, value_code: str, index_code: str
 ) -> int:

@@ -34,28 +34,40 @@ class Collectives:
         everyone: list[list[int]] = self.all_gather(torch.tensor(numbers, device=device)).tolist()
         return everyone
 
+    def all_gather_sizes(
+        self, sizes: Sequence[int], limits: Sequence[int], device: torch.device
+    ) -> list[list[int]]:
+        """Every rank's sizes, of what memory will be taken for: refused, on all ranks, beyond the limits."""
+        everyone = self.all_gather_numbers(*sizes, device=device)
+        for rank, theirs in enumerate(everyone):
+            for size, limit in zip(theirs, limits, strict=True):
+                check_size(rank, size, limit)
+        return everyone
+
     def all_gather_padded(self, tensor: Tensor, longest: int) -> Tensor:
         """(m_n,) of any length up to the longest -> (N, longest), shorter ones followed by zeros."""
         padded = tensor.new_zeros(longest)
         padded[: tensor.numel()] = tensor
         return self.all_gather(padded)
 
-    def all_gather_ragged(self, tensor: Tensor) -> list[Tensor]:
-        """(m_n,) of any length -> every rank's, in rank order: from each to each, so nothing is padded."""
-        lengths = [row[0] for row in self.all_gather_numbers(tensor.numel(), device=tensor.device)]
-        return self.all_to_all([tensor] * self.num_workers, lengths)
+    def all_gather_ragged(self, tensor: Tensor, longest: int) -> list[Tensor]:
+        """(m_n,), up to the longest -> every rank's, in rank order: from each to each, nothing is padded."""
+        sizes = self.all_gather_sizes([tensor.numel()], [longest], tensor.device)
+        return self.all_to_all([tensor] * self.num_workers, [size for (size,) in sizes])
 
-    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int] | None = None) -> list[Tensor]:
+    def all_to_all_ragged(self, parts: Sequence[Tensor], longest: int) -> list[Tensor]:
+        """The same where the ranks first tell one another how long the parts are, up to the longest."""
+        sizes = [part.numel() for part in parts]
+        everyone = self.all_gather_sizes(sizes, [longest] * self.num_workers, parts[0].device)
+        return self.all_to_all(parts, [theirs[self.rank] for theirs in everyone])
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """parts[r] goes to rank r, of any length; what the others had for this rank, in rank order.
 
         Args:
             parts: one tensor a rank.
-            sizes: how long the received ones are, if that is known; else the ranks tell one another.
+            sizes: how long the received ones are.
         """
-        if sizes is None:
-            own = [part.numel() for part in parts]
-            everyone = self.all_gather_numbers(*own, device=parts[0].device)
-            sizes = [theirs[self.rank] for theirs in everyone]
         received = parts[0].new_empty(sum(sizes))
         with clear_errors("all_to_all"):
             lengths = [part.numel() for part in parts]
@@ -93,6 +105,15 @@ class Collectives:
         with clear_errors("gather_object"):
             dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
+
+
+def check_size(rank: int, size: int, limit: int) -> None:
+    """Refuse a size that no rank can mean, before memory is taken for it."""
+    if not 0 <= size <= limit:
+        raise ClusterError(
+            f"rank {rank} announces {size} bytes or entries, but there can be 0 to {limit}: it runs another "
+            "program, or its memory is damaged; restart all ranks from the last checkpoint"
+        )
 
 
 @contextmanager

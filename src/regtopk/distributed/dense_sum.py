@@ -34,35 +34,38 @@ def dense_sum(driver: "ProcessGroupDriver", request: DenseSum) -> Tensor:
         sizes = [own_size if rank in driver.active else 0 for rank in range(driver.num_workers)]
         received = driver.collectives.all_to_all(parts, sizes)
     with driver.watch.phase("decode_s"):
-        sums = _sum_region(driver, received, region, request)
+        sums, status = _sum_region(driver, received, region, request)
     _count_segments(driver, parts, received)
     driver.record.num_entries += x.numel()
-    return _gather_regions(driver, sums, regions, request.sum_code)
+    return _gather_regions(driver, sums, status, regions, request.sum_code)
 
 
 def _sum_region(
     driver: "ProcessGroupDriver", received: list[Tensor], region: Region, request: DenseSum
-) -> Tensor:
-    """This rank's region: sum in rank order, and code the sum; the loss goes where it was asked for."""
+) -> tuple[Tensor, Tensor]:
+    """This rank's region: sum in rank order, and code the sum; the loss goes where it was asked for.
+
+    Also what is wrong with each rank's segment, (N,). The sum is then NaN, which every rank refuses: to raise
+    here, before the sums are gathered, would leave the others waiting for this rank.
+    """
     start, end = region
     dtype = request.weight.dtype
     if request.loss is not None:
         request.loss.zero_()
     if start == end:
-        return torch.empty(0, dtype=dtype, device=request.tensor.device)
+        nothing = torch.empty(0, dtype=dtype, device=request.tensor.device)
+        return nothing, nothing.new_zeros(driver.num_workers, dtype=torch.int64)
     messages = torch.stack([received[rank] for rank in driver.active])
     rows, status = decode_segment(messages, end - start, request.code, dtype)
-    raise_for_status(driver.by_rank(status))
-    total = kernels.sum_dense_in_rank_order(rows, driver.weights[driver.active].to(rows))
-    if request.loss is None:
-        return total
-    coded = quantise(total, request.sum_code)
-    request.loss[start:end] = (total - coded) / request.weight
-    return coded
+    total = sums = kernels.sum_dense_in_rank_order(rows, driver.weights[driver.active].to(rows))
+    if request.loss is not None:
+        sums = quantise(total, request.sum_code)
+        request.loss[start:end] = (total - sums) / request.weight
+    return sums.masked_fill((status != 0).any(), torch.nan), driver.by_rank(status)
 
 
 def _gather_regions(
-    driver: "ProcessGroupDriver", own: Tensor, regions: list[Region], sum_code: str
+    driver: "ProcessGroupDriver", own: Tensor, own_status: Tensor, regions: list[Region], sum_code: str
 ) -> Tensor:
     """Every owner's sums, one after another, on every rank."""
     sizes = [_segment_size(region, own.dtype, sum_code) for region in regions]
@@ -78,6 +81,7 @@ def _gather_regions(
             if end > start:
                 message = messages[rank, : sizes[rank]]
                 total[start:end], status[rank] = decode_segment(message, end - start, sum_code, own.dtype)
+        raise_for_status(own_status)  # the cause, where it is known
         raise_for_status(status)
         return total
 

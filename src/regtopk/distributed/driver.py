@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import check_index_code
+from regtopk.core.codes import check_index_code, longest_message_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.core.traffic import all_gather_bytes
 from regtopk.distributed.checks import PEEKS
-from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.collectives import Collectives, check_size
 from regtopk.distributed.dense_sum import dense_sum
 from regtopk.distributed.record import StepRecord, Stopwatch
 from regtopk.distributed.split import split_and_reduce, split_moves_less
@@ -27,6 +27,7 @@ from regtopk.errors import ArgumentError, OracleError
 from regtopk.wire import decode, decode_rows, encode, raise_for_status
 
 Collective = Literal["auto", "all_gather", "split"]
+LONGEST_GATHERED_BYTES = 1 << 32  # of a vector that travels as it is: more is no message, but damage
 
 
 class ProcessGroupDriver:
@@ -109,8 +110,10 @@ class ProcessGroupDriver:
             if is_even:
                 messages = self.collectives.all_gather(message)
             else:
-                numbers = self.collectives.all_gather_numbers(
-                    message.numel(), capacity, device=message.device
+                numbers = self.collectives.all_gather_sizes(
+                    (message.numel(), capacity),
+                    (longest_message_bytes(sparse.numel), sparse.numel),
+                    message.device,
                 )
                 sizes, capacities = ([row[i] for row in numbers] for i in (0, 1))
                 capacity = max(capacities)
@@ -144,8 +147,9 @@ class ProcessGroupDriver:
         count = tensor.shape[-1] if request.count is None else int(request.count)
         meant = tensor[: 0 if self.is_idle else count]
         with self.watch.phase("collective_s"):
-            numbers = self.collectives.all_gather_numbers(
-                meant.numel(), tensor.shape[-1], device=tensor.device
+            limits = 2 * (LONGEST_GATHERED_BYTES // tensor.itemsize,)
+            numbers = self.collectives.all_gather_sizes(
+                (meant.numel(), tensor.shape[-1]), limits, tensor.device
             )
             counts, capacities = ([row[i] for row in numbers] for i in (0, 1))
             rows = self.collectives.all_gather_padded(_as_bytes(meant), max(capacities) * tensor.itemsize)
@@ -172,6 +176,7 @@ class ProcessGroupDriver:
             if self.index_code == "rice":
                 length = torch.tensor([message.numel()], device=message.device)
                 length = self.collectives.broadcast(length, source)
+                check_size(source, int(length), longest_message_bytes(numel))
                 own, message = message, message.new_zeros(int(length))
                 message[: own.numel()] = own[: message.numel()]
             self.collectives.broadcast(message, source)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK, NUM_SCALES
-from regtopk.core.codes import full_message_bytes
+from regtopk.core.codes import full_message_bytes, longest_message_bytes
 from regtopk.core.sparse import SparseGradient
+from regtopk.errors import WireFormatError
 from regtopk.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ def split_and_reduce(driver: "ProcessGroupDriver", sparse: SparseGradient) -> Te
         nothing = torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
         messages = [nothing if driver.is_idle else encode(piece, driver.index_code) for piece in pieces]
     with driver.watch.phase("collective_s"):
-        received = driver.collectives.all_to_all(messages)
+        received = driver.collectives.all_to_all_ragged(messages, longest_message_bytes(sparse.numel))
     with driver.watch.phase("decode_s"):
-        region = _sum_region(driver, received, sparse, bounds)
-    return _gather_sums(driver, region, sparse, bounds, messages, received)
+        region, refused = _sum_region(driver, received, sparse, bounds)
+    return _gather_sums(driver, region, refused, sparse, bounds, messages, received)
 
 
 def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
@@ -80,29 +81,40 @@ def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
 
 def _sum_region(
     driver: "ProcessGroupDriver", received: list[Tensor], sparse: SparseGradient, bounds: list[int]
-) -> SparseGradient:
-    """This rank's region of the sum, in rank order from zero, on the union of the supports."""
+) -> tuple[SparseGradient, WireFormatError | None]:
+    """This rank's region of the sum, in rank order from zero, on the union of the supports.
+
+    Also what is wrong with a piece. The sum is then NaN, which every rank refuses: to raise here, before the
+    sums are gathered, would leave the others waiting for this rank.
+    """
     low, high = bounds[driver.rank], bounds[driver.rank + 1]
     start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
     total = sparse.values.new_zeros(high - low)
     is_touched = torch.zeros(high - low, dtype=torch.bool, device=total.device)
-    weights = driver.weights.to(total)
+    weights, refused = driver.weights.to(total), None
     for rank, message in enumerate(received):
         if message.numel() == 0:
             continue
-        piece = decode(message, numel)
+        try:
+            piece = decode(message, numel)
+        except WireFormatError as error:
+            refused = WireFormatError(f"rank {rank}: {error}")
+            total.fill_(torch.nan)
+            is_touched.fill_(True)
+            break
         at = piece.indices - start
         is_ours = (at >= 0) & (at < high - low)
         at, values = at[is_ours], piece.values.to(total.dtype)[is_ours]
         total.scatter_add_(0, at, weights[rank] * values)
         is_touched[at] = True
     indices = is_touched.nonzero().flatten()
-    return SparseGradient(indices, total[indices], high - low)
+    return SparseGradient(indices, total[indices], high - low), refused
 
 
 def _gather_sums(
     driver: "ProcessGroupDriver",
     region: SparseGradient,
+    refused: WireFormatError | None,
     sparse: SparseGradient,
     bounds: list[int],
     messages: list[Tensor],
@@ -111,7 +123,9 @@ def _gather_sums(
     with driver.watch.phase("encode_s"):
         message = encode(region, driver.index_code)
     with driver.watch.phase("collective_s"):
-        gathered = driver.collectives.all_gather_ragged(message)
+        gathered = driver.collectives.all_gather_ragged(message, longest_message_bytes(sparse.numel))
+    if refused is not None:
+        raise refused
     with driver.watch.phase("decode_s"):
         room = driver.take_room(sparse)
         total = sparse.values.new_zeros(sparse.numel) if room is None else room.zero_()

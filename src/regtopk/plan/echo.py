@@ -27,10 +27,8 @@ class Echo(Collectives):
         self.calls.append(("all_gather", tensor.numel() * tensor.itemsize))
         return tensor.repeat(self.num_workers, 1)
 
-    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int] | None = None) -> list[Tensor]:
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """N copies of the part for rank 0."""
-        if sizes is None:
-            self.all_gather_numbers(*[part.numel() for part in parts], device=parts[0].device)
         self.calls.append(("all_to_all", sum(part.numel() for part in parts[1:])))
         return [parts[0]] * self.num_workers
 

@@ -1,0 +1,106 @@
+"""What is damaged, or claims sizes that cannot be, is refused by all ranks at once: nobody waits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.sparse import SparseGradient
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.driver import Collective, ProcessGroupDriver
+from regtopk.errors import RegtopkError
+from tests.distributed.ranks import Ranks
+
+J = 1000
+WEIGHT = torch.tensor(0.5)
+FLIPPED, TOO_LONG = 40, 1 << 60
+
+
+class FlipsABit(Collectives):
+    """A network that damages what rank 0 gets from rank 1."""
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        received = super().all_to_all(parts, sizes)
+        if self.rank == 0:
+            received[1][FLIPPED] ^= 1
+        return received
+
+
+class Boasts(Collectives):
+    """A rank 1 that announces far more than it sends."""
+
+    def all_gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
+        lie = [TOO_LONG] * len(numbers) if self.rank == 1 else numbers
+        return super().all_gather_numbers(*lie, device=device)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        return super().broadcast(torch.full_like(tensor, TOO_LONG) if self.rank == 1 else tensor, source)
+
+
+def answer(
+    network: Callable[[dist.ProcessGroup], Collectives],
+    request: Request,
+    collective: Collective = "all_gather",
+    index_code: str = "elias-fano",
+) -> str:
+    """What a rank says to a request that must fail."""
+    assert dist.group.WORLD is not None
+    weights = torch.full((2,), 0.5, dtype=torch.float64)
+    driver = ProcessGroupDriver(
+        network(dist.group.WORLD), weights, index_code=index_code, collective=collective
+    )
+    driver.begin(torch.device("cpu"))
+    try:
+        driver.answer(request)
+    except RegtopkError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def a_sparse(count: int | None = None) -> SparseGradient:
+    at = torch.arange(0, J, 7)
+    return SparseGradient(at, at.float() + 1, J, None if count is None else torch.tensor(count))
+
+
+@pytest.mark.parametrize("sum_code", ["float32", "4bit"])
+def test_a_damaged_segment(two_ranks: Ranks, sum_code: str) -> None:
+    loss = None if sum_code == "float32" else torch.zeros(J)
+    request = DenseSum(torch.linspace(1, 2, J), WEIGHT, sum_code=sum_code, loss=loss)
+    owner, other = two_ranks.run(answer, FlipsABit, request, timeout_s=30)
+    assert owner == "WireFormatError: message of rank 1 is refused: checksum must be that of the words"
+    assert other.startswith("WireFormatError: message of rank 0 is refused: count must be in 0..J")
+    assert "(-1: the sender's entries were broken)" in other
+
+
+def test_a_damaged_piece_of_a_split_sum(two_ranks: Ranks) -> None:
+    owner, other = two_ranks.run(answer, FlipsABit, SparseSum(a_sparse(), WEIGHT), "split", timeout_s=30)
+    assert owner.startswith("WireFormatError: rank 1: message is refused: checksum must be that of the words")
+    assert "(-1: the sender's entries were broken)" in other
+
+
+BOASTS: dict[str, tuple[Any, ...]] = {
+    "messages of unequal length": (SparseSum(a_sparse(50), WEIGHT),),
+    "pieces of a split sum": (SparseSum(a_sparse(), WEIGHT), "split"),
+    "index sets": (Gather(torch.arange(9), torch.tensor(5), numel=J),),
+    "vectors": (Gather(torch.arange(9)),),
+    "a broadcast": (Broadcast(torch.arange(9), 1, numel=J), "all_gather", "rice"),
+}
+
+
+@pytest.mark.parametrize("case", BOASTS)
+def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(two_ranks: Ranks, case: str) -> None:
+    said = two_ranks.run(answer, Boasts, *BOASTS[case], timeout_s=30)
+    start = f"ClusterError: rank 1 announces {TOO_LONG} bytes or entries, but there can be 0 to "
+    assert all(words.startswith(start) for words in said), said
+
+
+def test_a_driver_cannot_peek(two_ranks: Ranks) -> None:
+    expected = (
+        "OracleError: this algorithm peeks at the sum of all workers' vectors before anything is sent: "
+        "only a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
+    )
+    assert two_ranks.run(answer, Collectives, Peek(torch.zeros(J), WEIGHT)) == [expected] * 2
