@@ -136,7 +136,7 @@ def _predict_peer(method: Method, situation: Situation, costs: Calibration) -> P
     numel, N = situation.workload.numel, situation.num_workers
     num_parts, k = baselines.num_buckets(numel), max(1, round(method.density * numel))
     moves = [rounds.all_gather(4 * k / num_parts, N)] * (2 * num_parts)
-    work_s = costs.seconds("peer-topk", {"calls": num_parts, "numel": numel, "entries": N * k})
+    work_s = costs.seconds("peer-topk", {"numel": numel, "entries": N * k})
     work_s += costs.seconds("ddp", {"numel": numel})
     step_s = _step(work_s, *_seconds(moves, situation, costs), situation, costs, num_parts)
     return Prediction(method, 8 * k, 8 * N * k, step_s)
