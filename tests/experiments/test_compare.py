@@ -1,4 +1,6 @@
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import Probe
-from regtopk.experiments.compare import COMPARE
+from regtopk.experiments.compare import COMPARE, _table
 from regtopk.experiments.compare_config import CompareConfig, parse_like
 from regtopk.experiments.fleet import Fleet
 from regtopk.experiments.methods import make_method, parse_method
@@ -188,3 +190,25 @@ def test_paired_differences() -> None:
     assert found["high"] == pytest.approx(2 + 4.303 / math.sqrt(3))
     assert paired_difference([1.0], [0.5]) == {"mean": 0.5, "low": None, "high": None}
     assert spread([1.0]) == (1.0, None)
+
+
+def test_what_is_recorded_is_what_is_used(tmp_path: Path) -> None:
+    config = CompareConfig(task="toy", num_steps=4)
+    defaults = TASKS["toy"].defaults
+    assert (config.num_workers, config.num_steps) == (defaults["num_workers"], 4)
+    assert config.batch_size == defaults["batch_size"] and config.lr == (defaults["lr"],)
+    assert config.algorithms.split(",") == list(ALGORITHMS)
+    small = CompareConfig(task="toy", algorithms="dense, topk", num_steps=4, num_evaluations=2)
+    COMPARE.record(small, tmp_path, command="regtopk compare")
+    recorded = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert recorded["algorithms"] == "dense,topk" and recorded["lr"] == [defaults["lr"]]
+    assert recorded["num_workers"] == defaults["num_workers"]
+
+
+def test_one_diverged_seed_is_singular() -> None:
+    result = {
+        "method": "topk", "density": 0.1, "payload_bytes_per_step": 8.0, "lr": 1.0, "mean": 1.0, "std": None,
+        "difference_from_topk": None,
+    }  # fmt: skip
+    rows = _table([{**result, "diverged": [0]}, {**result, "diverged": [0, 2]}], TASKS["toy"])
+    assert [row["diverged"] for row in rows] == ["1 seed", "2 seeds"]

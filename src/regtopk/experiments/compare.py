@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from regtopk.core.words import counted
 from regtopk.experiments.budget import Probe
 from regtopk.experiments.compare_config import CompareConfig, parse_like
 from regtopk.experiments.experiment import Experiment, Progress, Summary
@@ -22,7 +23,7 @@ def run(config: CompareConfig, progress: Progress) -> Iterator[Record]:
     """Yield every method's loss, quality and bytes along the way, one number for each seed."""
     make_task = TASKS[config.task]
     task = make_task(config.task_config(), range(config.num_seeds))
-    tuning = make_task(config.task_config(), [config.num_seeds]) if len(config.lrs) > 1 else None
+    tuning = make_task(config.task_config(), [config.num_seeds]) if len(config.lr) > 1 else None
     with threads_for(task.layout.numel):
         yield from _run(config, task, tuning, progress)
 
@@ -30,7 +31,7 @@ def run(config: CompareConfig, progress: Progress) -> Iterator[Record]:
 def _run(config: CompareConfig, task: Task, tuning: Task | None, progress: Progress) -> Iterator[Record]:
     plan = _plan(config, task)
     for place, (method, density) in enumerate(plan):
-        lr = _best_lr(config, tuning, method, density) if tuning else config.lrs[0]
+        lr = _best_lr(config, tuning, method, density) if tuning else config.lr[0]
         done = place / len(plan)
         for record in _train(config, task, method, density, lr):
             yield record
@@ -68,7 +69,7 @@ def _density_for(config: CompareConfig, method: str, probe: Probe, budget: float
 def _best_lr(config: CompareConfig, tuning: Task, method: str, density: float | None) -> float:
     """The best of the grid on a seed that is not counted; the same number of runs for every method."""
     quality = {}
-    for lr in config.lrs:
+    for lr in config.lr:
         records = list(_train(config, tuning, method, density, lr))
         final = _final(records, tuning)[0]
         quality[lr] = -math.inf if records[-1]["diverged"] else final if tuning.is_better_higher else -final
@@ -167,7 +168,7 @@ def _table(results: Sequence[dict[str, Any]], task: type[Task]) -> list[dict[str
                 "± std": result["std"],
                 "from Top-k": None if difference is None else difference["mean"],
                 "95 % interval": interval,
-                "diverged": f"{len(result['diverged'])} seeds" if result["diverged"] else None,
+                "diverged": counted(len(result["diverged"]), "seed") if result["diverged"] else None,
             }
         )
     return rows

@@ -14,10 +14,12 @@ from regtopk.experiments.settings import check_count, check_device, check_positi
 from regtopk.experiments.splits import check_split
 from regtopk.experiments.tasks import TASKS, TaskConfig
 
+SIZES = ("num_workers", "num_steps", "batch_size")
+
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Settings of a comparison; 0 and empty words mean the task's own default.
+    """Settings of a comparison; 0 and empty words mean the task's own default, and become it.
 
     Args:
         task: one of `TASKS`.
@@ -59,6 +61,7 @@ class CompareConfig:
         """Check the settings."""
         for kind, name, table in (("task", self.task, TASKS), ("optimizer", self.optimizer, OPTIMIZERS)):
             check_word(kind, name, table)
+        self._fill_in_defaults()
         for method in self.methods:
             parse_method(method)
         for density in self.densities:
@@ -68,14 +71,11 @@ class CompareConfig:
                 raise ArgumentError(f"{name} must be different and at least one, got {listed}")
         for lr in self.lr:
             check_positive("lr", lr)
-        for name in ("num_workers", "num_steps", "batch_size"):
-            if getattr(self, name) != 0:
-                check_count(name, getattr(self, name))
         check_value_code(self.value_code)
         check_index_code(self.index_code)
         check_split(self.split)
         check_device(self.device)
-        for name in ("num_seeds", "num_evaluations"):
+        for name in ("num_seeds", "num_evaluations", *SIZES):
             check_count(name, getattr(self, name))
         if not 0 <= self.bytes_per_step < math.inf:
             raise ArgumentError(f"bytes_per_step must be positive (0: off), got {self.bytes_per_step}")
@@ -85,6 +85,14 @@ class CompareConfig:
             )
         if self.like:
             parse_like(self.like)
+
+    def _fill_in_defaults(self) -> None:
+        """What is recorded is what is used."""
+        defaults = TASKS[self.task].defaults
+        used = {name: getattr(self, name) or int(defaults[name]) for name in SIZES}
+        used |= {"algorithms": ",".join(self.methods), "lr": self.lr or (defaults["lr"],)}
+        for name, value in used.items():
+            object.__setattr__(self, name, value)
 
     @property
     def methods(self) -> list[str]:
@@ -96,18 +104,12 @@ class CompareConfig:
         """Whether densities follow from a byte budget."""
         return bool(self.bytes_per_step or self.like)
 
-    @property
-    def lrs(self) -> tuple[float, ...]:
-        """The grid of learning step lengths."""
-        return self.lr or (TASKS[self.task].defaults["lr"],)
-
     def task_config(self) -> TaskConfig:
         """What the task is made from."""
-        defaults = TASKS[self.task].defaults
         return TaskConfig(
-            num_workers=self.num_workers or int(defaults["num_workers"]),
-            num_steps=self.num_steps or int(defaults["num_steps"]),
-            batch_size=self.batch_size or int(defaults["batch_size"]),
+            num_workers=self.num_workers,
+            num_steps=self.num_steps,
+            batch_size=self.batch_size,
             split=self.split,
             data=Path(self.data) if self.data else None,
             device=self.device,
