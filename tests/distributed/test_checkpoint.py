@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import regtopk
 from regtopk.algorithms import EF21, FairTopK
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.words import counted
 from regtopk.distributed.ddp import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
@@ -192,7 +193,8 @@ def load_some(files: list[Path], algorithm: str, scope: Scope, weights: list[flo
         assert exchange.num_steps == 10
         is_resized = len(regtopk.merge_state_dicts(parts)["weights"]) != len(weights)
         num_counted = 3 if is_resized else 10  # what other ranks sent is not this rank's
-        assert exchange.summary().splitlines()[0].endswith(f"{num_counted} steps on {len(weights)} workers")
+        expected = f"{counted(num_counted, 'step')} on {counted(len(weights), 'worker')}"
+        assert exchange.summary().splitlines()[0].endswith(expected)
         return state
 
 

@@ -8,6 +8,7 @@ import typer
 
 from regtopk import kernels
 from regtopk.cli.parts import Json, say_errors
+from regtopk.core.words import counted
 from regtopk.runs import versions
 
 
@@ -46,10 +47,10 @@ def _examine(device: str, seconds: float) -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     typer.echo(f"regtopk {found['regtopk']}, torch {found['torch']}, Python {found['python']}")
-    typer.echo(f"{found['num_threads']} threads on {found['machine']}")
+    typer.echo(f"{counted(found['num_threads'], 'thread')} on {found['machine']}")
     for device in found["devices"]:
         typer.echo(f"{device['device']} ({device['name']}): {device['kernel']} kernels: {device['reason']}")
         if device["failure"] is None:
-            typer.echo(f"  agrees with the reference in {device['num_cases']} random cases")
+            typer.echo(f"  agrees with the reference in {counted(device['num_cases'], 'random case')}")
         else:
             typer.echo(f"  DIFFERS from the reference at {device['failure']}", err=True)

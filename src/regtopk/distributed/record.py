@@ -9,6 +9,8 @@ from itertools import pairwise
 
 import torch
 
+from regtopk.core.words import counted
+
 PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
 
 
@@ -149,7 +151,7 @@ def summarise(total: StepRecord, num_steps: int, num_workers: int, title: str) -
     if total.sent_bytes:
         dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
     lines = [
-        f"{title}: {num_steps - total.num_skipped} steps on {num_workers} workers",
+        f"{title}: {counted(num_steps - total.num_skipped, 'step')} on {counted(num_workers, 'worker')}",
         f"  sent      {_size(total.sent_bytes)} in all, {_size(total.sent_bytes / steps)} a step",
         dense,
         f"  payload   {_size(total.payload_bytes / steps)} a step, {total.num_entries / steps:.0f} entries",
@@ -157,7 +159,7 @@ def summarise(total: StepRecord, num_steps: int, num_workers: int, title: str) -
         f"  residual  norm {total.residual_norm:.4g}",
     ]
     if total.num_skipped:
-        lines.append(f"  skipped   {total.num_skipped} steps whose gradients were not finite")
+        lines.append(f"  skipped   {counted(total.num_skipped, 'step')} whose gradients were not finite")
     return "\n".join(lines)
 
 

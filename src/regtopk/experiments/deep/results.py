@@ -7,6 +7,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
+from regtopk.core.words import counted
 from regtopk.experiments.compare import is_topk
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.method import Method
@@ -155,7 +156,7 @@ def _highest(found: dict[str, Any]) -> float:
 
 
 def _points(found: dict[str, Any]) -> str:
-    seeds = f"{len(found['seeds'])} seed{'s' if len(found['seeds']) > 1 else ''}"
+    seeds = counted(len(found["seeds"]), "seed")
     if found["low"] is None:
         return f"{found['mean']:+.1f} points ({seeds})"
     return f"{found['mean']:+.1f} points (95 % {found['low']:+.1f} … {found['high']:+.1f}, {seeds})"
