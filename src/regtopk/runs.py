@@ -10,12 +10,13 @@ A folder may instead hold several runs in subfolders, named as ``parts`` in its 
 """
 
 import json
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 import torch
 
@@ -99,13 +100,17 @@ class RunWriter:
         resume: bool = False,
         shared: Mapping[str, Any] | None = None,
     ) -> None:
-        if resume and (folder / CONFIG).exists():
+        is_continued = resume and (folder / CONFIG).exists()
+        if is_continued:
             header = _continued(folder, header, shared or {})
         else:
             claim_folder(folder, force=force)
         self.folder = folder
-        write_json(folder / CONFIG, header)
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        _lock(self._metrics, folder)
+        if is_continued:
+            _drop_torn_line_(folder / METRICS)
+        write_json(folder / CONFIG, header)
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -140,19 +145,30 @@ def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any
     """The header of a run that goes on: as it was, with the new command after the old ones."""
     old = read_header(folder)
     for key, value in shared.items():
-        was = old.get("config", {}).get(key)
+        was = old.get("config", {}).get(key, value)
         if was != value:
             raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
     commands = [*old["command"].splitlines(), header["command"]]
-    _drop_torn_line_(folder / METRICS)
-    return {**old, **header, "command": "\n".join(dict.fromkeys(commands))}
+    return {**old, **header, "versions": old["versions"], "command": "\n".join(dict.fromkeys(commands))}
 
 
 def _drop_torn_line_(path: Path) -> None:
     """Remove the half-written record that a kill can leave at the end: what it was of runs again."""
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _lock(file: TextIO, folder: Path) -> None:
+    """Only one process writes a folder at a time; the lock goes with the process."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise OutputError(f"output folder must not be written by another process, got {folder}") from None
 
 
 def claim_folder(folder: Path, *, force: bool) -> None:

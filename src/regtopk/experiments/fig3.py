@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 
+from regtopk._version import __version__
+from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import PIXELS
-from regtopk.experiments.deep.plan import Densities, first_params, make_engine
+from regtopk.experiments.deep.plan import Densities, first_params, make_engine, make_network
 from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
@@ -52,11 +54,15 @@ def record(
         config=asdict(config),
         panels=panels(config),
     )
-    groups = _open_groups(config, read_records(folder) if resume else [])
-    examples = _load(config) if groups else None
-    with RunWriter(folder, header, force=force, resume=resume, shared=config.protocol) as writer:
+    examples = _load(config) if _open_groups(config, read_records(folder) if resume else []) else None
+    shared = dict(config.protocol)
+    if examples is not None:
+        header["config"]["examples"] = shared["examples"] = examples.fingerprint
+    with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
+        if not resume:
+            (folder / CHECKPOINT).unlink(missing_ok=True)
         if examples is not None:
-            for record in _run(config, folder, examples, groups, say):
+            for record in _run(config, folder, examples, _open_groups(config, read_records(folder)), say):
                 writer.add(record)
         summary = summarise(config, read_records(folder))
         writer.finish(summary)
@@ -77,7 +83,15 @@ def _load(config: DeepConfig) -> Examples:
     """The data; what cannot be run is refused here, before anything is written."""
     check_device(config.device)
     examples = load_examples(config.data_set, config.data, config.device, PIXELS.get(config.network))
-    first_params(config, examples, config.parsed_seeds[0])  # reads the file of weights
+    network = make_network(config, examples.num_classes, config.parsed_seeds[0]).to(config.device)
+    try:
+        with torch.no_grad():
+            network(examples.read(examples.train[:2], config.image_size, torch.float32))
+    except (RuntimeError, ArgumentError) as error:
+        raise ArgumentError(
+            f"network must take examples of data_set {config.data_set!r}, got {config.network!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     return examples
 
 
@@ -149,6 +163,7 @@ def _records(
             "compress_s": training.compress.total_s / len(seeds),
             "side_by_side": len(seeds),
             "hardware": hardware(config.device),
+            "software": f"regtopk {__version__}, torch {torch.__version__}",
         }
         yield record if published is None else {**record, "published": published}
 
@@ -170,7 +185,7 @@ def _resume(training: Training, checkpoint: Path, method: Method, seeds: list[in
 
 def _published(config: DeepConfig, method: Method) -> dict[int, float]:
     """The paper's accuracy by iteration, for the protocol and the methods it was published of."""
-    if config.preset != "paper" or method.label not in PUBLISHED:
+    if not config.is_as_published or method.label not in PUBLISHED:
         return {}
     figure = published_figure()
     return dict(zip(figure["iteration"], figure[PUBLISHED[method.label]], strict=True))

@@ -43,7 +43,8 @@ def run_until(config: DeepConfig, folder: Path, num_records: int) -> None:
     "settings",
     [
         {},
-        {"local_steps": 3, "sends": "difference", "optimizer": "adam"},
+        {"local_steps": 3, "sends": "difference", "optimizer": "momentum"},
+        {"optimizer": "adam", "lr": 0.01},
         {"methods": "adaptive:bytes_per_step=400,consensus"},
     ],
 )
@@ -110,6 +111,49 @@ def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_f
     )  # the size of a union is only known when it is met
     claim = summary["claim"]
     assert claim["method"] in ("topk", "consensus") and claim["gain"]["seeds"] == [2, 3]
+    assert claim["against"] == summary["base"] == methods.split(",")[0]
+    assert claim["bytes_per_step"][claim["method"]] <= 1.02 * budget
+    assert summary["finding"].startswith("At equal bytes (")
+
+
+def test_the_base_is_the_method_whose_bytes_count_in_whatever_order(tmp_path: Path) -> None:
+    methods = "topk,topk:density=0.01:index_code=raw32:value_code=float32"
+    config = replace(QUICK, methods=methods, like="topk:0.01:raw32:float32", value_code="4bit", seeds="2")
+    assert record(config, tmp_path, command="")["base"] == methods.split(",")[1]
+
+
+def test_a_new_run_does_not_go_on_from_an_old_checkpoint(tmp_path: Path) -> None:
+    run_until(QUICK, tmp_path, 1)
+    other = replace(QUICK, lr=0.01)
+    record(other, tmp_path, command="", force=True)
+    forced = [tuple(r[name] for name in MEASURED) for r in read_records(tmp_path)]
+    assert forced == run(other, tmp_path / "clean")
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    config = replace(QUICK, methods="topk", seeds="1")
+
+    def say(fraction: float, words: str) -> None:
+        with pytest.raises(OutputError, match="must not be written by another process"):
+            record(config, tmp_path, command="", resume=True)
+
+    record(config, tmp_path, command="", say=say)
+
+
+def test_a_network_that_does_not_take_the_data_is_refused_first(tmp_path: Path) -> None:
+    for network in ("resnet18", "gpt"):
+        with pytest.raises(
+            ArgumentError, match=f"network must take examples of data_set 'digits', got '{network}'"
+        ):
+            record(replace(QUICK, network=network), tmp_path / "out", command="")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_papers_protocol_is_compared_with_what_was_published() -> None:
+    paper = DeepConfig(preset="paper", **PRESETS["paper"])
+    assert paper.is_as_published and replace(paper, precision="float32", device="cuda").is_as_published
+    assert not replace(paper, num_rounds=60).is_as_published
+    assert not replace(paper, split="sorted:2").is_as_published
 
 
 @pytest.mark.parametrize(
@@ -130,6 +174,8 @@ def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_f
         ({"num_branches": -1}, r"num_branches must be at least 0, got -1"),
         ({"like": "topk:0.001"}, r"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE"),
         ({"split": "sort"}, r"split must be"),
+        ({"data_set": "mnist"}, r"data_set must be one of cifar10, digits, text, got 'mnist'"),
+        ({"sends": "difference", "optimizer": "adam"}, r"optimizer must be sgd or momentum"),
     ],
 )
 def test_bad_settings_are_refused(setting: dict[str, object], message: str) -> None:

@@ -7,6 +7,7 @@ from regtopk.core.algorithm import check_density
 from regtopk.core.codes import check_value_code
 from regtopk.errors import ArgumentError
 from regtopk.experiments.compare_config import parse_like
+from regtopk.experiments.deep.examples import DATA_SETS
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS
 from regtopk.experiments.fleet import OPTIMIZERS
@@ -91,6 +92,7 @@ class DeepConfig:
         """Check the settings."""
         check_word("preset", self.preset, PRESETS)
         check_word("network", self.network, NETWORKS)
+        check_word("data_set", self.data_set, DATA_SETS)
         check_word("optimizer", self.optimizer, OPTIMIZERS)
         check_word("sends", self.sends, SENDS)
         check_word("precision", self.precision, PRECISIONS)
@@ -120,6 +122,11 @@ class DeepConfig:
         check_value_code(self.value_code)
         if self.like:
             parse_like(self.like)
+        if self.sends == "difference" and self.optimizer == "adam":
+            raise ArgumentError(
+                "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, and "
+                f"adam would make steps of 1), got {self.optimizer!r}"
+            )
 
     @property
     def parsed_methods(self) -> list[Method]:
@@ -145,6 +152,14 @@ class DeepConfig:
                 f"seeds must be a number of them, or different ones like 3,4,5 or 2-6, got {self.seeds!r}"
             )
         return seeds
+
+    @property
+    def is_as_published(self) -> bool:
+        """Whether this is the paper's protocol, whatever it is computed with."""
+        free = {"preset", "weights", "device", "precision", "compiled", "deterministic", "evaluate_every"}
+        preset = DeepConfig(**PRESETS["paper"]).protocol
+        own = {key: value for key, value in self.protocol.items() if key not in free}
+        return own == {key: value for key, value in preset.items() if key not in free}
 
     @property
     def protocol(self) -> dict[str, Any]:

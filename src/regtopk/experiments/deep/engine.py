@@ -80,7 +80,8 @@ class Engine:
         self._grads = aligned_rows(num_in_all, self.layout.numel, torch.float32, device)
         self._grad_views = [list(self._weights.views(row).values()) for row in self._grads]
         self._losses = torch.empty(num_in_all, device=device)
-        self._streams = [torch.cuda.Stream() for _ in range(num_branches)] if device.type == "cuda" else []
+        num_streams = min(num_branches, num_in_all) if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream() for _ in range(num_streams)]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property

@@ -21,7 +21,7 @@ from regtopk.experiments.splits import batch_order, divide, weights_of
 
 
 def make_network(config: DeepConfig, num_classes: int, seed: int) -> nn.Module:
-    """The network as it starts: torch's initialisation by seed, or given weights with a new head."""
+    """The network as it starts: its own initialisation by seed, or given weights with a new head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = NETWORKS[config.network](num_classes)

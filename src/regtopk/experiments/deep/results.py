@@ -9,13 +9,16 @@ from typing import Any
 
 from regtopk.core.words import counted
 from regtopk.experiments.compare import is_topk
+from regtopk.experiments.compare_config import parse_like
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.experiment import Summary
+from regtopk.experiments.methods import parse_method
 from regtopk.experiments.statistics import paired_difference, spread
 from regtopk.runs import Panel, Record
 
 LAST_EVALUATIONS = 5  # what a run's accuracy is the mean of
+MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
 NOT_PRACTICAL = ("global-topk", "dense")  # asks for what no cluster can know; sends everything
 
@@ -29,20 +32,34 @@ def is_finished(records: Sequence[Record], config: DeepConfig, label: str, seed:
 def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
     """Every finished method: accuracy by seed, mean, spread, bytes, time, and the difference from Top-k."""
     finals = _finals(config, records)
-    base = next((label for label in finals if is_topk(Method.parse(label, lr=1.0).spec)), None)
+    is_base = _is_like if config.like else _is_topk
+    base = next((label for label in finals if is_base(config, label)), None)
     results = [_result(config, records, label, finals, base) for label in finals]
-    claim = _claim(finals, base) if config.like else None
+    claim = _claim(finals, base, {r["method"]: r["payload_bytes_per_step"] for r in results})
     return {
         "preset": config.preset,
         "metric": "accuracy",
         "base": base,
         "results": results,
-        "claim": claim,
-        "finding": finding(config, results, claim),
+        "claim": claim if config.like else None,
+        "finding": finding(config, results, claim if config.like else None),
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
+        "software": sorted({r["software"] for r in records}),
         "table": _table(results),
     }
+
+
+def _is_topk(config: DeepConfig, label: str) -> bool:
+    return is_topk(Method.parse(label, lr=config.lr).spec)
+
+
+def _is_like(config: DeepConfig, label: str) -> bool:
+    """Whether a method is the one whose bytes all of them have."""
+    method = Method.parse(label, lr=config.lr)
+    name, options = parse_method(method.spec)
+    own = name, options.get("density"), method.index_code, options.get("value_code", config.value_code)
+    return own == parse_like(config.like)
 
 
 def _finals(config: DeepConfig, records: Sequence[Record]) -> dict[str, dict[int, float]]:
@@ -67,7 +84,8 @@ def _result(
     base: str | None,
 ) -> dict[str, Any]:
     own = finals[label]
-    ends = [r for r in records if r["method"] == label and r["step"] == config.num_rounds]
+    last = {r["seed"]: r for r in records if r["method"] == label and r["step"] == config.num_rounds}
+    ends = [last[seed] for seed in own]
     mean, std = spread(list(own.values()))
     return {
         "method": label,
@@ -95,14 +113,17 @@ def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] 
     return {**found, "seeds": shared}
 
 
-def _claim(finals: dict[str, dict[int, float]], base: str | None) -> dict[str, Any] | None:
-    """The best practical method on the picking seeds, and what it gains over Top-k on fresh ones."""
+def _claim(
+    finals: dict[str, dict[int, float]], base: str | None, num_bytes: dict[str, float]
+) -> dict[str, Any] | None:
+    """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds."""
     if base is None:
         return None
     candidates = {
         label: fmean(own[seed] for seed in PICKING_SEEDS)
         for label, own in finals.items()
         if label != base
+        and num_bytes[label] <= MOST_BYTES * num_bytes[base]
         and all(seed in own for seed in PICKING_SEEDS)
         and Method.parse(label, lr=1.0).spec.split(":")[0] not in NOT_PRACTICAL
     }
@@ -115,20 +136,22 @@ def _claim(finals: dict[str, dict[int, float]], base: str | None) -> dict[str, A
         "picked_on": list(PICKING_SEEDS),
         "accuracy_there": candidates[best],
         "against": base,
+        "bytes_per_step": {label: num_bytes[label] for label in (best, base)},
         "gain": difference(fresh, finals[base]),
     }
 
 
 def finding(config: DeepConfig, results: Sequence[dict[str, Any]], claim: dict[str, Any] | None) -> str:
     """What came out, in a sentence; what was published and did not come out is said first."""
-    if claim is not None and claim["gain"] is not None:
+    if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
+        own, base = (round(claim["bytes_per_step"][claim[key]]) for key in ("method", "against"))
         return (
-            f"At equal bytes {claim['method']}, the best practical method on seeds 0 and 1, has "
-            f"{_points(claim['gain'])} more than {claim['against']} on fresh seeds."
+            f"At equal bytes ({own:,} and {base:,} a worker and step), {claim['method']}, the best practical "
+            f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
         )
     ours = [r for r in results if r["method"].startswith("regtopk") and r["difference_from_topk"]]
     said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in ours)
-    if config.preset != "paper" or not ours:
+    if not config.is_as_published or not ours:
         return f"RegTop-k against Top-k: {said or 'not run'}."
     gap = published_gap()
     highest = max(_highest(r["difference_from_topk"]) for r in ours)
@@ -190,7 +213,7 @@ def panels(config: DeepConfig) -> Sequence[Panel]:
     """Accuracy and loss by round (beside the published curves), accuracy by bytes, and where each ended."""
     y_label = "test accuracy, %"
     by_round = Panel("Accuracy, by rounds", "step", "accuracy", "round", y_label)
-    if config.preset == "paper":
+    if config.is_as_published:
         by_round = Panel(
             "Accuracy, by rounds; published as circles",
             "step",

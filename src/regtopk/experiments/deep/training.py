@@ -103,6 +103,7 @@ class Training:
         return {
             "params": self.params,
             "num_rounds": self.num_rounds,
+            "compress_s": self.compress.total_s,
             "optimizer": self._optimizer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
         }
@@ -111,6 +112,7 @@ class Training:
         """Take over what `state_dict` saved."""
         self.params.copy_(state["params"])
         self.num_rounds = state["num_rounds"]
+        self.compress = Stopwatch(self.params.device, spent_s=state["compress_s"])
         self._optimizer.load_state_dict(state["optimizer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
@@ -153,10 +155,10 @@ class Training:
 class Stopwatch:
     """Adds up the time of `with` blocks; on a GPU by events, without waiting for it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spent_s: float = 0.0) -> None:
         self._is_cuda = device.type == "cuda"
         self._pairs: list[tuple[Any, Any]] = []
-        self._total_s = 0.0
+        self._total_s = spent_s
 
     def __enter__(self) -> None:
         self._start = self._now()
