@@ -99,7 +99,10 @@ def test_seeds_of_an_experiment_without_chance(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fig9"], "experiment must be one of fig1, scaling, fig2, adaptive, got 'fig9'"),
+        (
+            ["fig9"],
+            "scaling, fig2, adaptive, fig3, got 'fig9' (did you mean 'fig3'?)",
+        ),
         (["fig1", "--set", "learning=3"], "got 'learning' (did you mean 'lr'?)"),
         (["fig2", "--seeds", "0"], "num_seeds must be an integer of at least 1, got 0"),
         (

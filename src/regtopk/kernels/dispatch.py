@@ -14,7 +14,7 @@ from regtopk.errors import ArgumentError
 from regtopk.kernels import reference, small_rows
 
 VARIABLE = "REGTOPK_KERNELS"
-SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, plain torch is as fast (benchmarks/kernels.py)
+SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
 _MODULES = {"cpu": ("cpu", "numba"), "cuda": ("triton", "triton")}  # module here, and what it needs
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
