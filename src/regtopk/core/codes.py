@@ -182,7 +182,6 @@ def message_bytes(
     return 4 * (HEADER_WORDS + words + value_words(count, wire_code(dtype, value_code)))
 
 
-@lru_cache(maxsize=1024)
 def longest_message_bytes(numel: int) -> int:
     """More than any message of a vector of J entries takes, in whatever codes: a bound, not a size.
 
@@ -192,6 +191,7 @@ def longest_message_bytes(numel: int) -> int:
     return 128 + 17 * numel
 
 
+@lru_cache(maxsize=1024)
 def full_message_bytes(
     count: int, numel: int, *, dtype: torch.dtype, value_code: str, index_code: str
 ) -> int:
