@@ -76,7 +76,7 @@ def plan(
     bits_per_s = parse_bandwidth(bandwidth)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     memory_bytes = parse_size("memory", memory) if memory else memory_of_a_worker(local_workers)
-    workload, step_time_s = _workload(params, model, step_time, measure, input_shape, device)
+    workload, step_time_s = _workload(params, model, step_time, measure, input_shape, device, local_workers)
     situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), scope)
     costs = _costs(machine, calibration, again=recalibrate)
     found = make_plan(situation, costs, planned_methods(densities), memory_bytes)
@@ -149,12 +149,18 @@ def _workload(
     measure: bool,
     input_shape: str | None,
     device: str,
+    local_workers: int,
 ) -> tuple[Workload, float]:
     """The gradients, and the seconds of a step without an exchange."""
     if (params is None) == (model is None):
         raise ArgumentError(f"give exactly one of --params and --model, got {params!r} and {model!r}")
     if (step_time is None) != measure:
         raise ArgumentError(f"give exactly one of --step-time and --measure, got {step_time!r} and {measure}")
+    if measure and local_workers > 1:
+        raise ArgumentError(
+            "--measure times a worker that has this machine to itself: give --step-time where several share "
+            f"it, got --local-workers {local_workers}"
+        )
     if step_time is not None:
         step_time_s = parse_time("step time", step_time)
     if model is None:
@@ -181,7 +187,10 @@ def _costs(machine: Machine, path: Path | None, *, again: bool) -> Calibration:
         return cache.read(path)
     path = path or cache.cache_path(machine)
     if again or not path.exists():
-        typer.echo(f"regtopk: measuring what work costs on this machine, once ({path})", err=True)
+        typer.echo(
+            f"regtopk: measuring what work costs on this machine, once, for a minute or two ({path})",
+            err=True,
+        )
     with progress_bar("calibration") as progress:
         return cache.calibration_of(machine, path, again=again, progress=progress)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from regtopk.plan.costs import Calibration
 
 def cache_path(machine: Machine) -> Path:
     """Where a machine's calibration is kept: in $XDG_CACHE_HOME/regtopk, or ~/.cache/regtopk."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     key = hashlib.sha256(json.dumps(machine.describe(), sort_keys=True).encode()).hexdigest()
     return Path(root) / "regtopk" / f"calibration-{key[:16]}.json"
 
@@ -45,9 +46,15 @@ def write(calibration: Calibration, path: Path) -> None:
 
 
 def calibration_of(machine: Machine, path: Path, *, again: bool, progress: Progress) -> Calibration:
-    """The calibration in a file; measured and kept there if there is none, or again if told."""
+    """The calibration in a file; measured and kept there if there is none, or again if told.
+
+    Where it cannot be kept that is said, and it is used all the same.
+    """
     if not again and path.exists():
         return read(path)
     calibration = calibrate(machine, progress)
-    write(calibration, path)
+    try:
+        write(calibration, path)
+    except OutputError as error:
+        logging.getLogger("regtopk").warning("%s: the next plan measures again", error)
     return calibration

@@ -28,7 +28,12 @@ class Calibration:
 
     def seconds(self, name: str, units: Units) -> float:
         """How long some work takes."""
-        line = self.lines[name]
+        try:
+            line = self.lines[name]
+        except KeyError:
+            raise StateError(
+                f"calibration must hold the costs of {name!r}, but another version made it: --recalibrate"
+            ) from None
         return sum(line.get(unit, 0.0) * amount for unit, amount in units.items())
 
     def to_json(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from regtopk.core.codes import is_lossless
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer
+from regtopk.errors import ArgumentError
 from regtopk.plan import baselines, rounds
 from regtopk.plan.cases import CODES, numel_units, planned_algorithms
 from regtopk.plan.costs import Calibration
@@ -28,6 +29,7 @@ BACKWARD = 2 / 3  # of a step's computation
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
 AGREEMENT_BYTES = 24  # the small all_reduce before every exchange
 DENSITIES = (0.001, 0.01, 0.1)
+MOST_WORKERS = 1_000_000
 
 
 class Method(NamedTuple):
@@ -70,6 +72,8 @@ class Situation:
     def __post_init__(self) -> None:
         """Check the numbers."""
         check_integer("workers", self.num_workers, at_least=2)
+        if self.num_workers > MOST_WORKERS:
+            raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
         check_choice("scope", self.scope, ("model", "bucket"))
 
     def at(self, *, bandwidth: float | None = None, num_workers: int | None = None) -> "Situation":

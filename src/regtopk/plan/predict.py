@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from regtopk.core.codes import VALUE_BITS
 from regtopk.plan.costs import Calibration
 from regtopk.plan.methods import DENSE, PEER, Method, Prediction, Situation, predict
 
@@ -43,7 +42,7 @@ class Plan(NamedTuple):
         advised = [p for p in self.predictions if p.method.name not in NOT_ADVISED]
         fastest = min(p.step_time_s for p in advised)
         near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
-        return max(near, key=lambda p: (p.method.density, VALUE_BITS[p.method.value_code]))
+        return max(near, key=lambda p: p.payload_bytes)
 
     @property
     def pays(self) -> bool:

@@ -6,11 +6,23 @@ import re
 from regtopk.errors import ArgumentError
 
 _NUMBER = re.compile(
-    r"\s*([-+]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf))\s*(.*?)\s*", re.I
+    r"\s*([-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf))"
+    r"\s*([^\d,.].*?|)\s*",
+    re.I,
 )
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_PER_SECOND = {"s": 1.0, "sec": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9, "min": 1 / 60}
+_PER_SECOND = {
+    "": 1.0,
+    "s": 1.0,
+    "sec": 1.0,
+    "ms": 1e3,
+    "us": 1e6,
+    "µs": 1e6,
+    "μs": 1e6,
+    "ns": 1e9,
+    "min": 1 / 60,
+}
 _SIZES = {
     **{f"{prefix}b": factor for prefix, factor in _DECIMAL.items()},
     **{f"{prefix}ib": 1024.0 ** (n + 1) for n, prefix in enumerate("kmgt")},
@@ -38,25 +50,28 @@ def _bits_per_s(unit: str) -> float | None:
     An upper-case B after the prefix is a byte, as everywhere; "b" and "bit" are bits. "mb" and "MB" without
     "per second" are refused: half of those who write them mean bytes.
     """
-    found = re.fullmatch(r"([kKmMgGtT]?)(bits?|b|B|bytes?)?(ps|/s|/sec)?", unit)
+    found = re.fullmatch(r"([kKmMgGtT]?)(i?)([bB][iI][tT][sS]?|b|B|[bB]ytes?)?(ps|/s|/sec)?", unit)
     if found is None:
         return None
-    prefix, what, per_second = found.groups()
-    is_byte = what is not None and (what == "B" or what.startswith("byte"))
+    prefix, binary, what, per_second = found.groups()
+    is_byte = what == "B" or (what or "").lower().startswith("byte")
     if (what == "b" or is_byte) and per_second is None:
         return None
-    return _DECIMAL[prefix.lower()] * (8 if is_byte else 1)
+    if binary and not (is_byte and prefix):
+        return None
+    factor = _SIZES[f"{prefix.lower()}ib"] if binary else _DECIMAL[prefix.lower()]
+    return factor * (8 if is_byte else 1)
 
 
 def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
-    """Seconds of "10ms", "50us", "0.2 s"; a number without a unit is refused, but for 0.
+    """Seconds of "10ms", "50us", "0.2 s", or of a number without a unit: "0.2".
 
     Raises:
         ArgumentError: not a time, or below (or at) zero.
     """
-    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 with a unit, such as 50us, 10ms or 0.2s"
+    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2 (seconds)"
     number, unit = _split(name, text, rule)
-    if may_be_zero and number == 0 and unit in ("", *_PER_SECOND):
+    if may_be_zero and number == 0 and unit in _PER_SECOND:
         return 0.0
     if unit not in _PER_SECOND:
         raise ArgumentError(f"{name} must be {rule}, got {text!r}")

@@ -5,6 +5,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -74,11 +75,12 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` would
     try:
-        made: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            made = getattr(made, part)
-        made = made()
-    except Exception as error:
+        with redirect_stdout(sys.stderr):  # what a model prints does not belong to a plan
+            made: Any = importlib.import_module(module_name)
+            for part in name.split("."):
+                made = getattr(made, part)
+            made = made()
+    except (Exception, SystemExit) as error:
         raise ArgumentError(
             f"model must be importable and callable without arguments, but {spec!r} failed with "
             f"{type(error).__name__}: {error}"
@@ -120,7 +122,8 @@ def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> floa
         for _ in range(_NUM_STEPS + 1):
             model.zero_grad()
             start = time.perf_counter()
-            _some_loss(model(*on_device)).backward()
+            with redirect_stdout(sys.stderr):
+                _some_loss(model(*on_device)).backward()
             if device == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
