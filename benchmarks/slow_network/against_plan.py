@@ -7,6 +7,8 @@ and what work costs on that machine when N workers share it, in slow-network-cal
     regtopk plan --params 11173962 --workers N --bandwidth 100Mbit --step-time 50ms --local-workers N \
         --threads 1 --recalibrate --calibration benchmarks/results/slow-network-calibration-N.json
 
+(but for the line "peer-topk", which was measured again later, on larger vectors).
+
     python -m benchmarks.slow_network.against_plan [--into docs/when-it-pays.md]
 """
 
