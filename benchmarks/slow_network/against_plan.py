@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.slow_network.models import resnet18_shapes
+from benchmarks.slow_network.results import accuracy_table
 from regtopk.core.link import Link
 from regtopk.plan import cache
 from regtopk.plan.methods import (
@@ -79,6 +80,9 @@ def tables(rows: list[dict[str, Any]], results: Path = RESULTS) -> dict[str, str
         "speed-up": _by_workers(rows, "speed-up over no hook, measured", _speedup_cell(rows)),
         "planned": _by_workers(rows, "measured / predicted", _planned_cell) + "\n\n" + _how_far_off(rows),
         "break-even": _break_even(results),
+        "accuracy": accuracy_table(
+            json.loads((results / "slow-network.json").read_text())["time_to_accuracy"]
+        ),
     }
 
 

@@ -53,7 +53,9 @@ def command(*words: str) -> str:
     """
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
-        raise NetworkError(f"{' '.join(words)} failed: {done.stderr.strip() or done.stdout.strip()}")
+        said = done.stderr.strip() or done.stdout.strip()
+        hint = " (in a container: run it with --privileged)" if "not permitted" in said else ""
+        raise NetworkError(f"{' '.join(words)} failed: {said}{hint}")
     return done.stdout
 
 
