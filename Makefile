@@ -3,14 +3,23 @@ PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
-.PHONY: demo test lint format clean
+# two parts that take about as long, one for each of two cores
+FIRST := tests/algorithms tests/core tests/distributed
+
+.PHONY: demo test test-first test-second lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
 
 test: lint
-	.venv/bin/pytest
+	$(MAKE) --jobs=2 --output-sync=target test-first test-second
+
+test-first:
+	.venv/bin/pytest $(FIRST)
+
+test-second:
+	.venv/bin/pytest $(FIRST:%=--ignore=%)
 
 lint: .venv/.installed
 	.venv/bin/ruff check

@@ -160,9 +160,7 @@ def _recorded(config: Fig2Config) -> list[int]:
 
 def _descend(config: Fig2Config, problems: Problems, table: Curves) -> Iterator[dict[tuple[str, float], Any]]:
     """Each curve's distances from the optimum, one for each seed, at the recorded iterations."""
-    clusters = [  # a curve that diverges is refused where it is recorded
-        Cluster(algorithm, num_workers=config.num_workers, is_checked=False) for algorithm in table.values()
-    ]
+    clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
     models = problems.optimum.new_zeros(config.num_seeds, len(table), config.numel)
     now = 0
     for iteration in _recorded(config):
