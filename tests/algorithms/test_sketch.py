@@ -1,5 +1,6 @@
 """Count sketches by their definition, and what they find that Top-k does not."""
 
+import math
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def test_it_finds_what_is_large_in_the_sum() -> None:
 
 
 def test_cells_are_signed_sums_of_their_entries() -> None:
-    rows, columns, numel = 3, 4, 8
+    rows, columns, numel = 3, 3, 8
     ranks = LockStep(
         Sketch(k=1, rows=rows, columns=columns, seed=9), [0.5, 0.5], Layout.anonymous(numel), torch.float32
     )
@@ -34,9 +35,11 @@ def test_cells_are_signed_sums_of_their_entries() -> None:
         for rank, asked in enumerate(rounds[0]):
             expected = torch.zeros(rows, columns)
             for row in range(rows):
-                for entry, draw in enumerate(uniform(torch.tensor(row), 9, step, numel).tolist()):
-                    cell, is_negative = divmod(int(2 * columns * draw), 2)
-                    expected[row, cell] += accumulated[rank][entry] * (-1) ** is_negative
+                turns = uniform(torch.tensor(2 * row), 9, step, math.ceil(numel / columns)).tolist()
+                signs = uniform(torch.tensor(2 * row + 1), 9, step, numel).tolist()
+                for entry in range(numel):
+                    cell = (entry + int(columns * turns[entry // columns])) % columns
+                    expected[row, cell] += accumulated[rank][entry] * (-1 if signs[entry] < 0.5 else 1)
             assert isinstance(asked, DenseSum)
             torch.testing.assert_close(asked.tensor.view(rows, columns), expected)
 

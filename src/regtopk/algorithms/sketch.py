@@ -1,11 +1,13 @@
 """SketchedSGD: find the largest entries of the sum in a sum of sketches."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regtopk.algorithms.gtopk import among_largest
 from regtopk.core.algorithm import Conversation, Promise, Sparsifier
@@ -35,6 +37,10 @@ class Sketch(Sparsifier[ResidualState]):
     It looks for the largest entries of the aggregate itself, as the oracle does, and no index travels; but an
     entry is found only if it stands out from what shares its cells.
 
+    The hash functions turn: the entries are cut into blocks as long as a row of the sketch, and h_r turns
+    each block by a random number of cells. Two entries then meet with probability 1 / columns (those of one
+    block never), as if a cell were drawn for each, but a sketch is made by reading memory in order.
+
     Args:
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
@@ -42,7 +48,7 @@ class Sketch(Sparsifier[ResidualState]):
         rows: hash functions, >= 1; an odd number has a true median (of an even one, the lower middle).
         columns: cells of each, >= 1; 4 k if None.
         sketch_code: how the cells are coded; what that loses only blurs the estimate.
-        seed: an integer; hashes are a function of (seed, t), so entries that collide do so in one step only.
+        seed: an integer; hashes are a function of (seed, t), so entries that meet do so in one step only.
 
     Differs from the paper, known from memory: that keeps its hash functions, corrects momentum, recovers 4 k
     candidates and sends the exact values of all of them, but uses the best k only.
@@ -75,22 +81,52 @@ class Sketch(Sparsifier[ResidualState]):
         k = self.num_selected(worker)
         columns = self.columns or _COLUMNS_PER_ENTRY * k
         accumulated = state.residual.add_(grad)
-        integers, unit = to_integers(accumulated)  # a cell's sum is then the same in any order of addition
-        cells = worker.zeros(self.rows * columns, dtype=torch.int64)
-        for cell, sign in self._hashes(columns, worker):
-            cells.scatter_add_(-1, cell.expand(integers.shape), integers * sign)
-        sketch = quantise((cells * unit).to(worker.weight.dtype), self.sketch_code)
+        sketch = quantise(self._sketch(accumulated, columns, worker), self.sketch_code)
         summed = yield DenseSum(sketch, worker.weight, self.sketch_code)
-        estimates = [summed[..., cell] * sign for cell, sign in self._hashes(columns, worker)]
-        estimate = torch.stack(estimates).median(dim=0).values
-        support = among_largest(estimate.abs(), k).nonzero()[..., -1].view(*estimate.shape[:-1], k)
+        estimate = self._estimate(summed, columns, worker)
+        support = among_largest(estimate, k).nonzero()[..., -1].view(*estimate.shape[:-1], k)
         values = take_at_(accumulated, None, support, code=self.value_code)
         total = yield DenseSum(values, worker.weight, self.value_code)
         return to_dense(support, total, worker.numel)
 
-    def _hashes(self, columns: int, worker: Worker) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each row, the cell and the sign, 1 or -1, of every entry: (J,) each."""
+    def _sketch(self, vector: Tensor, columns: int, worker: Worker) -> Tensor:
+        """The cells, (..., rows · columns)."""
+        integers, unit = to_integers(vector)  # a cell's sum is then the same in any order of addition
+        num_blocks = math.ceil(worker.numel / columns)
+        cell = torch.arange(columns, device=vector.device)
+        rows = []
+        for turn, sign in self._hashes(columns, num_blocks, worker):
+            signed = pad(integers * sign, (0, num_blocks * columns - worker.numel))
+            blocks = signed.unflatten(-1, (num_blocks, columns))
+            entry_of_cell = (cell - turn.unsqueeze(-1)) % columns
+            rows.append(blocks.gather(-1, entry_of_cell.expand(blocks.shape)).sum(-2))
+        return (torch.cat(rows, -1) * unit).to(vector.dtype)
+
+    def _estimate(self, sketch: Tensor, columns: int, worker: Worker) -> Tensor:
+        """The median over rows of what each says of every entry, (..., J)."""
+        num_blocks = math.ceil(worker.numel / columns)
+        entry = torch.arange(worker.numel, device=sketch.device)
+        rows = sketch.unflatten(-1, (self.rows, columns)).unbind(-2)
+        estimates = []
+        for row, (turn, sign) in zip(rows, self._hashes(columns, num_blocks, worker), strict=True):
+            cell = (entry + turn[entry // columns]) % columns
+            estimates.append(row[..., cell] * sign)
+        return _lower_median(estimates)
+
+    def _hashes(self, columns: int, num_blocks: int, worker: Worker) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each row: by how many cells each block turns, and the sign, 1 or -1, of every entry."""
         for row in range(self.rows):
-            at = torch.tensor(row, device=worker.weight.device)
-            drawn = (2 * columns * uniform(at, self.seed, worker.step, worker.numel)).long()
-            yield row * columns + drawn // 2, 1 - 2 * (drawn % 2)
+            turns, signs = torch.tensor([2 * row, 2 * row + 1], device=worker.weight.device)
+            turn = (columns * uniform(turns, self.seed, worker.step, num_blocks)).long()
+            is_negative = uniform(signs, self.seed, worker.step, worker.numel) < 0.5
+            yield turn, 1 - 2 * is_negative.long()
+
+
+def _lower_median(tensors: list[Tensor]) -> Tensor:
+    """Entry by entry, by swapping neighbours until all are in order (torch.median is slow over a few)."""
+    ordered = list(tensors)
+    for turn in range(len(ordered)):
+        for n in range(turn % 2, len(ordered) - 1, 2):
+            pair = ordered[n], ordered[n + 1]
+            ordered[n], ordered[n + 1] = torch.minimum(*pair), torch.maximum(*pair)
+    return ordered[(len(ordered) - 1) // 2]

@@ -93,6 +93,9 @@ def damp_after(
             first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
             low = tl.zeros((BLOCK,), tl.int64)  # the last position whose offset is <= j, if any
             width = tl.full((), TILE // 2, tl.int64)
+            most = tl.maximum(tl.max(num), 1)
+            while width >= most:
+                width = width // 2
             while width > 0:
                 probe = low + width
                 at = tl.load(offsets + first + probe, mask=probe < num, other=0)

@@ -131,7 +131,7 @@ def plan_for(numel: int, k: int, tile: int) -> Plan:
     if wanted + 4 * math.sqrt(wanted) > capacity / numel * num_samples or rank > num_keys // 2:
         return Plan()
     of_tile = wanted / num_samples * tile
-    room = 1 << math.ceil(math.log2(of_tile + 4 * math.sqrt(of_tile) + 4))
+    room = 1 << math.ceil(math.log2(of_tile + 3 * math.sqrt(of_tile) + 1))
     return Plan(num_keys, _PER_KEY, rank, capacity, min(room, tile // 32))
 
 
