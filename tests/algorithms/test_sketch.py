@@ -35,11 +35,12 @@ def test_cells_are_signed_sums_of_their_entries() -> None:
         for rank, asked in enumerate(rounds[0]):
             expected = torch.zeros(rows, columns)
             for row in range(rows):
-                turns = uniform(torch.tensor(2 * row), 9, step, math.ceil(numel / columns)).tolist()
-                signs = uniform(torch.tensor(2 * row + 1), 9, step, numel).tolist()
+                turns = uniform(torch.tensor(row), 9, step, math.ceil(numel / columns)).tolist()
+                bits = uniform(torch.tensor(rows), 9, step, numel).tolist()
                 for entry in range(numel):
                     cell = (entry + int(columns * turns[entry // columns])) % columns
-                    expected[row, cell] += accumulated[rank][entry] * (-1 if signs[entry] < 0.5 else 1)
+                    is_negative = int(2**rows * bits[entry]) >> row & 1
+                    expected[row, cell] += accumulated[rank][entry] * (-1) ** is_negative
             assert isinstance(asked, DenseSum)
             torch.testing.assert_close(asked.tensor.view(rows, columns), expected)
 
@@ -76,6 +77,7 @@ def test_a_coded_sketch_costs_less_and_carries_all_the_same() -> None:
     ("option", "value", "message"),
     [
         ("rows", 0, "rows must be an integer of at least 1, got 0"),
+        ("rows", 53, "rows must be at most 52, got 53"),
         ("columns", 2.5, "columns must be an integer of at least 1, got 2.5"),
         ("sketch_code", "3bit", "sketch_code must be one of float32, .*, got '3bit'"),
         ("seed", None, "seed must be an integer, got None"),

@@ -20,8 +20,10 @@ from regtopk.core.selection import take_at_
 from regtopk.core.sparse import to_dense
 from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
+from regtopk.errors import ArgumentError
 
 _COLUMNS_PER_ENTRY = 4
+_MOST_ROWS = 52  # a bit each of a random number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Sketch(Sparsifier[ResidualState]):
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
         value_code: how values on the support are coded on the wire.
-        rows: hash functions, >= 1; an odd number has a true median (of an even one, the lower middle).
+        rows: hash functions, 1 to 52; an odd number has a true median (of an even one, the lower middle).
         columns: cells of each, >= 1; 4 k if None.
         sketch_code: how the cells are coded; what that loses only blurs the estimate.
         seed: an integer; hashes are a function of (seed, t), so entries that meet do so in one step only.
@@ -67,6 +69,8 @@ class Sketch(Sparsifier[ResidualState]):
         """Check the options."""
         super().__post_init__()
         check_integer("rows", self.rows, at_least=1)
+        if self.rows > _MOST_ROWS:
+            raise ArgumentError(f"rows must be at most {_MOST_ROWS}, got {self.rows}")
         if self.columns is not None:
             check_integer("columns", self.columns, at_least=1)
         check_choice("sketch_code", self.sketch_code, VALUE_CODES)
@@ -93,13 +97,14 @@ class Sketch(Sparsifier[ResidualState]):
         """The cells, (..., rows · columns)."""
         integers, unit = to_integers(vector)  # a cell's sum is then the same in any order of addition
         num_blocks = math.ceil(worker.numel / columns)
+        padding = 0, num_blocks * columns - worker.numel
+        blocks = pad(integers, padding).unflatten(-1, (num_blocks, columns))
         cell = torch.arange(columns, device=vector.device)
         rows = []
         for turn, sign in self._hashes(columns, num_blocks, worker):
-            signed = pad(integers * sign, (0, num_blocks * columns - worker.numel))
-            blocks = signed.unflatten(-1, (num_blocks, columns))
+            signed = blocks * pad(sign, padding).view(num_blocks, columns)
             entry_of_cell = (cell - turn.unsqueeze(-1)) % columns
-            rows.append(blocks.gather(-1, entry_of_cell.expand(blocks.shape)).sum(-2))
+            rows.append(signed.gather(-1, entry_of_cell.expand(signed.shape)).sum(-2))
         return (torch.cat(rows, -1) * unit).to(vector.dtype)
 
     def _estimate(self, sketch: Tensor, columns: int, worker: Worker) -> Tensor:
@@ -115,11 +120,11 @@ class Sketch(Sparsifier[ResidualState]):
 
     def _hashes(self, columns: int, num_blocks: int, worker: Worker) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each row: by how many cells each block turns, and the sign, 1 or -1, of every entry."""
+        draws = torch.arange(self.rows + 1, device=worker.weight.device)
+        bits = (2**self.rows * uniform(draws[-1], self.seed, worker.step, worker.numel)).long()
         for row in range(self.rows):
-            turns, signs = torch.tensor([2 * row, 2 * row + 1], device=worker.weight.device)
-            turn = (columns * uniform(turns, self.seed, worker.step, num_blocks)).long()
-            is_negative = uniform(signs, self.seed, worker.step, worker.numel) < 0.5
-            yield turn, 1 - 2 * is_negative.long()
+            turn = (columns * uniform(draws[row], self.seed, worker.step, num_blocks)).long()
+            yield turn, 1 - (bits >> row) % 2 * 2
 
 
 def _lower_median(tensors: list[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ do not do (the guess was wrong, many entries are equal, or k is a large part of 
 entries are counted instead. Which of the two is decided on the device, so a step can be captured in a
 CUDA graph. Of equal scores at the threshold the first in the row are taken.
 
-Temporaries: each at most J / 16 bytes, and up to density 0.001 a quarter more than that together.
+Temporaries: each at most J / 16 bytes, and up to density 0.001 all of them together about as much.
 """
 
 import math
@@ -34,9 +34,10 @@ from regtopk.kernels.triton_words import GUESS
 __all__ = ["find_non_finite_row", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
 # entries an accumulating program works on, warps, registers (benchmarks/kernel_launches.py --tiles)
-_TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 10, 4, None
+_TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 11, 8, None
 _CHECKED, _CHECKED_WARPS = 1 << 13, 8  # and one that looks for NaN
 _BLOCK = 1 << 10  # entries looked at together after that
+_TILES_TOGETHER = 8  # whose candidates one program gathers; full ones it looks at one after another
 _SMALL_BLOCK = 1 << 8  # damped entries, which are all over the row
 _KEYS_OF_SAMPLER = 1 << 7
 _MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or all of it
@@ -160,9 +161,8 @@ def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
     offsets = rows.empty(capacity, torch.int32 if rows.numel < 2**31 else torch.int64)
     candidates = Candidates(capacity, offsets, rows.empty(capacity, rows.key_dtype))
     if capacity > 0:
-        num_together = max(1, _BLOCK // tiles.room)
-        own = {"slots": tiles.slots, "ROOM": tiles.room, "k": k, "NUM_TILES": num_together}
-        grid = math.ceil(tiles.counts.shape[1] / num_together), rows.num
+        own = {"slots": tiles.slots, "ROOM": tiles.room, "k": k, "NUM_TILES": _TILES_TOGETHER}
+        grid = math.ceil(tiles.counts.shape[1] / _TILES_TOGETHER), rows.num
         launch(triton_selection.gather, grid, rows.options | tiles.options() | candidates.options() | own)
     return candidates
 

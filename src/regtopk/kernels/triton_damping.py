@@ -5,6 +5,8 @@ import triton.language as tl
 
 from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, is_refused, key_of, lead_of
 
+FEW = tl.constexpr(8)
+
 
 @triton.jit(do_not_specialize=SIZES)
 def damp_before(
@@ -75,7 +77,8 @@ def damp_after(
 ):
     """Where the candidates do: put a back, and the score's key among theirs. Else put the score there.
 
-    A damped entry is looked for among the candidates of its tile, which are in order, by bisection.
+    A damped entry is looked for among the candidates of its tile, which are in order: by bisection down to a
+    few, and those all at once, which waits for memory only once.
     """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
@@ -91,18 +94,21 @@ def damp_after(
             at_tile = row * num_tiles + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
             num = tl.load(tile_counts + at_tile, mask=mask, other=0)
             first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
-            low = tl.zeros((BLOCK,), tl.int64)  # the last position whose offset is <= j, if any
+            low = tl.zeros((BLOCK,), tl.int64)  # of the last few that start at or before j, the first
             width = tl.full((), TILE // 2, tl.int64)
-            most = tl.maximum(tl.max(num), 1)
-            while width >= most:
+            most = tl.max(num)
+            while (width >= most) & (width >= FEW):
                 width = width // 2
-            while width > 0:
+            while width >= FEW:
                 probe = low + width
                 at = tl.load(offsets + first + probe, mask=probe < num, other=0)
                 low = tl.where((probe < num) & (at <= j), probe, low)
                 width = width // 2
-            is_candidate = (num > 0) & (tl.load(offsets + first + low, mask=num > 0, other=-1) == j)
-            tl.store(keys + first + low, key_of(score, KEY_BITS), mask=is_candidate)
+            position = tl.full((BLOCK,), -1, tl.int64)
+            for step in tl.static_range(FEW):
+                at = tl.load(offsets + first + low + step, mask=low + step < num, other=-1)
+                position = tl.where(at == j, low + step, position)
+            tl.store(keys + first + position, key_of(score, KEY_BITS), mask=position >= 0)
         else:
             tl.store(here, score, mask=mask)
 

@@ -96,7 +96,8 @@ class DeepConfig:
         check_word("optimizer", self.optimizer, OPTIMIZERS)
         check_word("sends", self.sends, SENDS)
         check_word("precision", self.precision, PRECISIONS)
-        labels = [method.label for method in self.parsed_methods]
+        methods = self.parsed_methods
+        labels = [method.label for method in methods]
         if not labels or len(set(labels)) < len(labels):
             raise ArgumentError(f"methods must be different and at least one, got {self.methods!r}")
         self.parsed_seeds  # noqa: B018 -- refused here, before anything runs
@@ -120,6 +121,8 @@ class DeepConfig:
         check_positive("lr", self.lr)
         check_density(self.density)
         check_value_code(self.value_code)
+        for method in methods:
+            method.algorithm(self.density if method.takes_density else None, self.value_code)
         if self.like:
             parse_like(self.like)
         if self.sends == "difference" and self.optimizer == "adam":
