@@ -225,7 +225,10 @@ def sum_sparse_in_rank_order(
     if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
         return total.scatter_add_(-1, indices.flatten(-2), values.flatten(-2))
     for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call a rank keeps the order
-        total.scatter_add_(-1, indices[..., rank, :], values[..., rank, :])
+        if total.dim() == 1:  # which fills a GPU with fewer entries than scatter_add_ does
+            total.index_add_(0, indices[rank], values[rank])
+        else:
+            total.scatter_add_(-1, indices[..., rank, :], values[..., rank, :])
     return total
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from regtopk.core.worker import Layout
 from regtopk.experiments.deep.examples import Examples
-from regtopk.experiments.deep.flat import FlatWeights, aligned_rows
+from regtopk.experiments.deep.flat import FlatWeights
 from regtopk.experiments.deep.networks.norm import record_statistics
 
 NUM_WARM_UPS = 3  # passes before a capture, in which libraries choose their kernels
@@ -77,7 +77,9 @@ class Engine:
         self._networks = networks
         self._shape = num_models, num_workers
         self._rows = torch.zeros(num_in_all, batch_size, dtype=torch.int64, device=device)
-        self._grads = aligned_rows(num_in_all, self.layout.numel, torch.float32, device)
+        # rows without gaps, as a cluster's residuals are: selection reads both in the widest loads only if
+        # they lie alike
+        self._grads = torch.zeros(num_in_all, self.layout.numel, device=device)
         self._grad_views = [list(self._weights.views(row).values()) for row in self._grads]
         self._losses = torch.empty(num_in_all, device=device)
         num_streams = min(num_branches, num_in_all) if device.type == "cuda" else 0
