@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from regtopk.report.style import GRID, INK, METHODS, SPARE, format_number, label_of, styles_of
@@ -33,7 +35,30 @@ def test_methods_without_a_look_get_one_each() -> None:
     assert len(looks) == len(methods)
 
 
+def test_variants_share_a_colour() -> None:
+    methods = ["dense", "topk:value_code=2bit", "topk", "regtopk:mu=5", "regtopk:mu=1", "dgc", "dgc:lr=0.1"]
+    styles = styles_of(methods, base="topk")
+    assert list(styles) == methods
+    assert styles["topk"] == replace(METHODS["topk"], label="Top-k (base)")
+    assert styles["regtopk:mu=5"] == replace(METHODS["regtopk"], label="RegTop-k, mu=5")
+    for one, other in (
+        ("topk", "topk:value_code=2bit"),
+        ("regtopk:mu=5", "regtopk:mu=1"),
+        ("dgc", "dgc:lr=0.1"),
+    ):
+        assert styles[one].light == styles[other].light and styles[one].dashes != styles[other].dashes
+    assert len({styles[method].light for method in ("dense", "topk", "regtopk:mu=5", "dgc")}) == 4
+
+
+def test_many_variants_of_one_algorithm_differ() -> None:
+    styles = styles_of([f"global-topk:density=0.{number}" for number in range(1, 21)])
+    assert len({(style.light, style.dashes) for style in styles.values()}) == 20
+
+
 def test_labels() -> None:
+    assert label_of("topk:density=0.01:index_code=raw32:value_code=4bit") == "Top-k, 1 %, raw32, 4bit"
+    assert label_of("regtopk:mu=1:reference=current") == "RegTop-k, mu=1, current"
+    assert label_of("dgc:lr=0.005") == "dgc, lr=0.005"
     assert label_of("topk") == "Top-k"
     assert label_of("density") == "density"
 

@@ -48,7 +48,7 @@ def record(
     """Run what of a slice is not yet in the folder; summarise all that is there."""
     header = make_header(
         "fig3",
-        title=f"{TITLE}: {config.preset}",
+        title=f"{TITLE}: {config.preset}{', at equal bytes' if config.like else ''}",
         about=_about(config),
         command=command,
         config=asdict(config),
@@ -224,10 +224,11 @@ def _about(config: DeepConfig) -> str:
         else "the statistics of 2,000 training images under the evaluated weights"
     )
     norm = f" Batch norm is evaluated with {statistics}." if config.network in BATCH_NORMED else ""
+    coded = f" Values travel as {config.value_code} unless a method says otherwise." if config.like else ""
     steps = "" if config.local_steps == 1 else f", {config.local_steps} local steps a round ({config.sends})"
     return (
         f"{config.network} on {config.data_set}, {config.num_workers} workers, batches of "
         f"{config.batch_size}{steps}, split {config.split}, {config.optimizer} with lr {config.lr:g}, "
         f"{config.precision}. All methods of a seed start from the same model and see the same batches. "
-        f"Accuracy is the mean of the last five evaluations on the test set.{norm}"
+        f"Accuracy is the mean of the last five evaluations on the test set.{norm}{coded}"
     )

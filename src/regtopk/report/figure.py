@@ -1,25 +1,28 @@
-"""Draws a run's panels with matplotlib."""
+"""Lays out a run's panels with matplotlib, as files and for a page."""
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.errors import MissingExtraError
+from regtopk.report.frontier import TITLE, draw_frontier, frontier_inches, frontier_of
+from regtopk.report.panels import draw_panel, line_of, methods_of
 from regtopk.report.style import GRID, INK, Style, styles_of
-from regtopk.runs import Panel, Record
+from regtopk.runs import Panel, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.3, 3.2)
 BAR_INCHES = 0.24  # of height for each row of a panel with bars
+LETTER_INCHES = 0.07  # of width for a letter of a method's name
+LINE_INCHES = 0.2  # of height for a line of the legend
+TITLE_INCHES = 0.25  # of height for the title of a panel
 LEGEND_INCHES = 6.5  # the least width that all labels of a legend fit into
-MAX_CIRCLES = 25  # of published points on one curve
 STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
@@ -43,142 +46,93 @@ STYLE = {
 }
 
 
-def draw_files(panels: Sequence[Panel], records: Sequence[Record], png: Path, svg: Path) -> None:
-    """All panels side by side with a legend, as a picture and as a drawing for print."""
-    figure = _draw(panels, records, styles_of(methods_of(records)), with_frame=True)
+class Drawing(NamedTuple):
+    """One set of axes: its title, its size in inches, how it is drawn, and whether it has a row to itself."""
+
+    title: str
+    size: tuple[float, float]
+    draw: Callable[["Axes"], None]
+    is_wide: bool = False
+
+
+def styles_of_run(run: Run) -> dict[str, Style]:
+    """The look of each of its methods."""
+    return styles_of(methods_of(run.records), run.summary.get("base"))
+
+
+def drawings_of(run: Run) -> list[Drawing]:
+    """The panels of a run, and what each method reaches with how many bytes where that was measured."""
+    styles = styles_of_run(run)
+    drawings = [
+        Drawing(panel.title, _panel_inches(panel, styles), partial(draw_panel, panel, run.records, styles))
+        for panel in run.panels
+    ]
+    frontier = frontier_of(run)
+    if frontier is not None:
+        size = frontier_inches(frontier)
+        draw = partial(draw_frontier, frontier, styles)
+        drawings.append(Drawing(TITLE, size, draw, is_wide=True))
+    return drawings
+
+
+def _panel_inches(panel: Panel, styles: Mapping[str, Style]) -> tuple[float, float]:
+    """Panels with names of methods beside them grow with these."""
+    width, height = PANEL_INCHES
+    if panel.marks != "bars":
+        return width, height
+    longest = max(len(style.label) for style in styles.values())
+    return width + max(0.0, LETTER_INCHES * longest - 0.9), max(height, BAR_INCHES * len(styles) + 0.7)
+
+
+def draw_files(run: Run, png: Path, svg: Path) -> None:
+    """All panels with a legend, as a picture and as a drawing for print."""
+    figure = draw_all(drawings_of(run), list(styles_of_run(run).values()))
     figure.savefig(png, dpi=160, facecolor="white")
     figure.set_layout_engine("none")  # everything has its place now; finding it takes half of the time
-    svg.write_text(_to_svg(figure, salt=panels[0].y), encoding="utf-8")
+    svg.write_text(_to_svg(figure, salt=run.panels[0].y), encoding="utf-8")
 
 
-def draw_inline(panel: Panel, records: Sequence[Record], styles: Mapping[str, Style], *, salt: str) -> str:
+def draw_inline(drawing: Drawing, *, salt: str) -> str:
     """One panel as an SVG element for a page: no ground, no title, no legend.
 
     Args:
-        panel: what to draw.
-        records: of the run.
-        styles: of its methods.
+        drawing: what to draw.
         salt: different for every drawing of a page, so that their inner names do not clash.
     """
-    drawing = _to_svg(_draw([panel], records, styles, with_frame=False), salt=salt)
-    return drawing[drawing.index("<svg") :]
-
-
-def methods_of(records: Sequence[Record]) -> list[str]:
-    """The methods in order of appearance."""
-    return list(dict.fromkeys(record["method"] for record in records))
-
-
-def _draw(
-    panels: Sequence[Panel], records: Sequence[Record], styles: Mapping[str, Style], *, with_frame: bool
-) -> "Figure":
     matplotlib = _import_matplotlib()
     with matplotlib.rc_context(STYLE):
-        width, height = PANEL_INCHES
-        height = max(height, BAR_INCHES * len(styles)) if any(p.marks == "bars" for p in panels) else height
-        size = (width * len(panels), height)
-        if with_frame:
-            size = (max(width * len(panels), LEGEND_INCHES), height + 0.35)
-        figure: Figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            _draw_panel(axes, panel, records, styles)
-            if with_frame:
-                axes.set_title(panel.title)
-        if with_frame:
-            handles, labels = figure.axes[0].get_legend_handles_labels()
-            longest = max(map(len, labels))
-            num_columns = max(1, min(len(labels), int(size[0] / (0.075 * longest + 0.6))))
-            place = "outside lower center"
-            figure.legend(handles, labels, loc=place, ncols=num_columns, frameon=False, fontsize=9)
+        figure: Figure = matplotlib.figure.Figure(figsize=drawing.size, layout="constrained")
+        drawing.draw(figure.subplots())
+    text = _to_svg(figure, salt=salt)
+    return text[text.index("<svg") :]
+
+
+def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
+    """Rows of panels, the wide ones below, and the legend in a strip of its own that is high enough."""
+    matplotlib = _import_matplotlib()
+    rows = _rows(drawings)
+    width = max(LEGEND_INCHES, *(sum(drawing.size[0] for drawing in row) for row in rows))
+    heights = [max(drawing.size[1] for drawing in row) + TITLE_INCHES for row in rows]
+    longest = max(len(style.label) for style in styles)
+    num_columns = max(1, min(len(styles), int(width / (LETTER_INCHES * longest + 0.65))))
+    heights.append(LINE_INCHES * math.ceil(len(styles) / num_columns) + 0.15)
+    with matplotlib.rc_context(STYLE):
+        figure: Figure = matplotlib.figure.Figure((width, sum(heights)), layout="constrained")
+        *strips, last = figure.subfigures(len(heights), 1, height_ratios=heights)
+        for strip, row in zip(strips, rows, strict=True):
+            for axes, drawing in zip(strip.subplots(1, len(row), squeeze=False)[0], row, strict=True):
+                drawing.draw(axes)
+                axes.set_title(drawing.title)
+        keys = [matplotlib.lines.Line2D([], [], label=style.label, **line_of(style)) for style in styles]
+        last.legend(handles=keys, loc="center", ncols=num_columns, frameon=False, fontsize=9)
     return figure
 
 
-def _draw_panel(axes: "Axes", panel: Panel, records: Sequence[Record], styles: Mapping[str, Style]) -> None:
-    shown = [r for r in records if all(r[key] in (value, None) for key, value in panel.where.items())]
-    if panel.x_max is not None:
-        shown = [record for record in shown if record[panel.x] <= panel.x_max]
-    curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
-    if panel.marks == "bars":
-        _draw_bars(axes, panel, curves, styles)
-        return
-    for method, curve in curves.items():
-        _draw_curve(axes, panel, curve, styles[method])
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
-    axes.margins(x=0.02)
-    if panel.log_x:
-        axes.set_xscale("log", nonpositive="mask")
-    if panel.log_y:
-        axes.set_yscale("log")
-    axes.set_ylim(bottom=panel.y_min)
-    if panel.log_x:
-        _label_log_axis(axes.xaxis, *axes.get_xlim())
-    if panel.log_y:
-        _label_log_axis(axes.yaxis, *axes.get_ylim())
-
-
-def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
-    x = [record[panel.x] for record in curve]
-    seeds = [_as_list(record[panel.y]) for record in curve]
-    y = [median(values) for values in seeds]
-    if panel.marks == "stems":
-        _draw_stems(axes, panel, x, y, style)
-        return
-    (line,) = axes.plot(x, y, style.dashes, color=style.light, label=style.label)
-    line.set(linewidth=style.width, alpha=style.opacity)
-    if len(seeds[0]) > 1:
-        low, high = [min(values) for values in seeds], [max(values) for values in seeds]
-        axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
-    if panel.dots is not None:
-        dotted = [record for record in curve if panel.dots in record]
-        dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
-        at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
-        axes.plot(*at, "o", ms=5, mfc="none", mec=style.light, mew=0.9, zorder=3)
-
-
-def _draw_bars(
-    axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style]
-) -> None:
-    """One row a method: the median over seeds of its last record, and the range."""
-    seeds = {method: _as_list(curve[-1][panel.y]) for method, curve in curves.items()}
-    ranked = sorted(seeds, key=lambda method: median(seeds[method]))
-    for row, method in enumerate(ranked):
-        style, values = styles[method], seeds[method]
-        axes.plot([min(values), max(values)], [row, row], color=style.light, lw=2.5, alpha=0.5)
-        axes.plot([median(values)], [row], "o", ms=6, color=style.light, mew=0)
-    axes.set_yticks(range(len(ranked)), [styles[method].label for method in ranked])
-    axes.set_xlabel(panel.x_label)
-    if panel.log_x:
-        axes.set_xscale("log")
-
-
-def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:
-    floor = panel.y_min or 0.0
-    taken = [(at, length) for at, length in zip(x, y, strict=True) if length > floor]
-    at, lengths = [at for at, _ in taken], [length for _, length in taken]
-    axes.vlines(at, floor, lengths, color=style.light, lw=0.9, alpha=0.6)
-    axes.plot(at, lengths, "o", ms=4, color=style.light, label=style.label, mew=0)
-
-
-def _label_log_axis(axis: "Axis", low: float, high: float) -> None:
-    """Powers of ten as 10⁻⁶: plain text, which takes the page's font and a third of the time."""
-    shown_between = "235" if high / low < 100 else ""
-
-    def label_between(at: float, _: float) -> str:
-        return f"{at:.3g}" if f"{at:e}"[0] in shown_between else ""
-
-    axis.set_major_formatter(lambda at, _: _power_of_ten(round(math.log10(at))))
-    axis.set_minor_formatter(label_between)
-
-
-def _power_of_ten(exponent: int) -> str:
-    if -2 <= exponent <= 3:
-        return f"{10.0**exponent:g}"
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def _as_list(value: Any) -> list[float]:
-    return value if isinstance(value, list) else [value]
+def _rows(drawings: Sequence[Drawing]) -> list[list[Drawing]]:
+    narrow = [drawing for drawing in drawings if not drawing.is_wide]
+    num_columns = 2 if len(narrow) == 4 else 3
+    rows = [narrow[at : at + num_columns] for at in range(0, len(narrow), num_columns)]
+    return rows + [[drawing] for drawing in drawings if drawing.is_wide]
 
 
 def _to_svg(figure: "Figure", *, salt: str) -> str:
@@ -193,6 +147,7 @@ def _import_matplotlib() -> Any:
     try:
         import matplotlib
         import matplotlib.figure
+        import matplotlib.lines
     except ImportError as error:
         raise MissingExtraError(
             "figures need matplotlib: pip install 'regtopk[plots]', then regtopk report DIR"

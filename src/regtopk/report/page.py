@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from regtopk.report.figure import draw_files, draw_inline, methods_of
-from regtopk.report.style import GRID, INK, Style, format_number, label_of, styles_of
+from regtopk.report.figure import draw_files, draw_inline, drawings_of, styles_of_run
+from regtopk.report.style import GRID, INK, Style, format_number, label_of
 from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, read_header, read_run
 
 LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
@@ -25,23 +25,24 @@ p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}
 pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;padding:.6rem .9rem;
  overflow-x:auto;font:.85rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1.2rem}
-.panels:has(>:nth-child(4):last-child){grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr))}
+.panels:has(>:nth-child(4):last-child:not(.row)),.panels:has(>.row:nth-child(5)){
+ grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr))}
 figure{margin:0;background:var(--raised);border:1px solid var(--grid);border-radius:.75rem;padding:1rem}
+.row{grid-column:1/-1}
 figure svg{width:100%;height:auto;display:block;max-height:30rem}
 figure svg text{font-family:system-ui,sans-serif!important}
 .legend{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:1rem 0 .7rem;padding:0;list-style:none;
  font-size:.9rem}
-.legend svg{width:1.9rem;height:.7rem;margin-right:.45rem;vertical-align:-.05rem}
+.key{width:1.9rem;height:.7rem;margin-right:.45rem;vertical-align:-.05rem}
 .wide{overflow-x:auto;margin:1.4rem 0}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
-th,td{text-align:right;padding:.45rem .8rem;border-bottom:1px solid var(--grid);white-space:nowrap}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.85rem}
+th,td{text-align:right;padding:.4rem .45rem;border-bottom:1px solid var(--grid);white-space:nowrap}
 th{font-weight:600;color:var(--quiet)}
-th:first-child,td:first-child{text-align:left;padding-left:0;white-space:normal;min-width:13rem}
+th:first-child,td:first-child{text-align:left;padding-left:0}
 details{margin-top:1rem;color:var(--quiet);font-size:.9rem}
 summary{cursor:pointer}
 footer{margin-top:3rem;padding-top:1rem;border-top:1px solid var(--grid);color:var(--quiet);font-size:.85rem}
 """
-DASHES = {"-": "none", "--": "6 3", "-.": "7 3 2 3", ":": "2 3"}
 
 
 def write_report(folder: Path) -> Path:
@@ -60,7 +61,7 @@ def write_report(folder: Path) -> Path:
         write_report(part)
     runs = [read_run(part) for part in parts or [folder]]
     if not parts:
-        draw_files(runs[0].panels, runs[0].records, folder / FIGURE_PNG, folder / FIGURE_SVG)
+        draw_files(runs[0], folder / FIGURE_PNG, folder / FIGURE_SVG)
     page = folder / PAGE
     page.write_text(_page(header, runs), encoding="utf-8")
     return page
@@ -76,7 +77,7 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
         if "finding" in run.summary:
             at = 1 if is_single else len(body)
             body.insert(at, f"<p class=finding>{escape(run.summary['finding'])}</p>")
-        body += [_legend(run), _panels(run), _table(run.summary["table"]), _settings(run)]
+        body += [_legend(run), _panels(run), _table(run), _settings(run)]
     versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -87,16 +88,12 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
     )
 
 
-def _styles(run: Run) -> dict[str, Style]:
-    return styles_of(methods_of(run.records))
-
-
 def _variable(style: Style) -> str:
     return f"c{style.light[1:]}"
 
 
 def _colours(runs: Sequence[Run]) -> str:
-    styles = [style for run in runs for style in _styles(run).values()]
+    styles = [style for run in runs for style in styles_of_run(run).values()]
     light = {**LIGHT, "ink": INK[0], "grid": GRID[0]} | {_variable(style): style.light for style in styles}
     dark = {**DARK, "ink": INK[1], "grid": GRID[1]} | {_variable(style): style.dark for style in styles}
     return f":root{{{_variables(light)}}}@media(prefers-color-scheme:dark){{:root{{{_variables(dark)}}}}}"
@@ -107,22 +104,26 @@ def _variables(colours: dict[str, str]) -> str:
 
 
 def _legend(run: Run) -> str:
-    keys = []
-    for style in _styles(run).values():
-        line = f'<path d="M0 5h30" stroke="var(--{_variable(style)})" stroke-width="{1.6 * style.width}"'
-        look = f' stroke-opacity="{style.opacity}" stroke-dasharray="{DASHES[style.dashes]}"'
-        key = f'<svg viewBox="0 0 30 10" aria-hidden="true">{line}{look}/></svg>'
-        keys.append(f"<li>{key}{escape(style.label)}</li>")
+    keys = [f"<li>{_key(style)}{escape(style.label)}</li>" for style in styles_of_run(run).values()]
     return f'<ul class="legend">{"".join(keys)}</ul>'
+
+
+def _key(style: Style) -> str:
+    """A piece of the method's line."""
+    width = 1.6 * style.width
+    dashes = " ".join(f"{width * length:.1f}" for length in style.dashes) or "none"
+    line = f'<path d="M0 5h30" stroke="var(--{_variable(style)})" stroke-width="{width:.1f}"'
+    look = f' stroke-opacity="{style.opacity}" stroke-dasharray="{dashes}"'
+    return f'<svg class="key" viewBox="0 0 30 10" aria-hidden="true">{line}{look}/></svg>'
 
 
 def _panels(run: Run) -> str:
     figures = []
-    styles = _styles(run)
-    for number, panel in enumerate(run.panels):
-        salt = f"{run.header['experiment']}{number}"
-        drawing = _adaptive(draw_inline(panel, run.records, styles, salt=salt), styles)
-        figures.append(f"<figure><h3>{escape(panel.title)}</h3>{drawing}</figure>")
+    styles = styles_of_run(run)
+    for number, drawing in enumerate(drawings_of(run)):
+        picture = draw_inline(drawing, salt=f"{run.header['experiment']}{number}")
+        kind = ' class="row"' if drawing.is_wide else ""
+        figures.append(f"<figure{kind}><h3>{escape(drawing.title)}</h3>{_adaptive(picture, styles)}</figure>")
     return f'<div class="panels">{"".join(figures)}</div>'
 
 
@@ -135,14 +136,20 @@ def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
     return drawing
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+def _table(run: Run) -> str:
+    """All rows, and the columns that say something; methods have their line before them."""
+    rows, styles = run.summary["table"], styles_of_run(run)
+    columns = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
     head = "".join(f"<th>{escape(_heading(column))}</th>" for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(format_number(row.get(key)))}</td>" for key in columns) + "</tr>"
-        for row in rows
-    )
+    body = "".join(f"<tr>{''.join(_cell(row.get(key), styles) for key in columns)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(content: object, styles: Mapping[str, Style]) -> str:
+    if isinstance(content, str) and content in styles:
+        style = styles[content]
+        return f'<td title="{escape(content)}">{_key(style)}{escape(style.label)}</td>'
+    return f"<td>{escape(format_number(content))}</td>"
 
 
 def _heading(column: str) -> str:

@@ -1,27 +1,39 @@
 """How methods and numbers look, in tables, figures and pages alike."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Style:
-    """A method's look: its label, its colour on light and on dark ground, and its line."""
+    """A method's look: its label, its colour on light and on dark ground, and its line.
+
+    Args:
+        label: what the method is called in print.
+        light, dark: colours.
+        dashes: lengths of strokes and gaps, in line widths; none is a solid line.
+        width: of the line, in points.
+        opacity: of the line.
+    """
 
     label: str
     light: str
     dark: str
-    dashes: str = "-"
-    width: float = 1.6
+    dashes: tuple[float, ...] = ()
+    width: float = 1.3
     opacity: float = 1.0
 
 
+DOTS, DASH_DOT = (1.0, 1.65), (6.4, 1.6, 1.0, 1.6)
+DASHES = ((), (3.7, 1.6), DASH_DOT, DOTS, (8.0, 2.0), (3.7, 1.6, 1.0, 1.6, 1.0, 1.6))
+
+# those that every comparison is read by are thick, and wide ones lie under the others: none hides another
 METHODS = {
     "dense": Style("dense", "#5b6472", "#a3adba", width=4.5, opacity=0.45),
-    "topk": Style("Top-k", "#d4500f", "#ff9a62"),
-    "regtopk": Style("RegTop-k", "#1f5fd6", "#7fb0ff"),
-    "regtopk-current": Style("RegTop-k, current", "#8a4fd0", "#c39bff", "-."),
-    "global-topk": Style("global Top-k (oracle)", "#0d8a63", "#4fd6a6", ":"),
+    "topk": Style("Top-k", "#d4500f", "#ff9a62", width=3.0),
+    "regtopk": Style("RegTop-k", "#1f5fd6", "#7fb0ff", width=1.9),
+    "regtopk-current": Style("RegTop-k, current", "#8a4fd0", "#c39bff", DASH_DOT, width=1.6),
+    "global-topk": Style("global Top-k (oracle)", "#0d8a63", "#4fd6a6", DOTS, width=2.6),
     "randomk": Style("Random-k", "#a8790a", "#e8bd4f"),
 }
 # for methods without a look of their own: (on light, on dark)
@@ -37,30 +49,61 @@ SPARE = (
     ("#3d6a8f", "#93bfe2"),
     ("#7a6f00", "#d6c940"),
 )
-SPARE_DASHES = ("-", "--", "-.", ":")
+SELF_EXPLAINING = ("value_code", "index_code", "reference")  # options whose value says enough
 
 # ink, lines and ground of figures: (on light, on dark)
 INK = ("#20242b", "#e6e9ee")
 GRID = ("#dfe3e9", "#333a45")
 
 
-def styles_of(methods: Sequence[str]) -> dict[str, Style]:
-    """Each method's look; those without one of their own get spare colours in turn, then other dashes."""
+def styles_of(methods: Sequence[str], base: str | None = None) -> dict[str, Style]:
+    """Each method's look: one colour for all variants of an algorithm, which differ by their dashes.
+
+    Args:
+        methods: as specified, NAME or NAME:OPTION=VALUE:...
+        base: the one that others are compared with.
+    """
+    families: dict[str, list[str]] = {}
+    for method in sorted(methods, key=lambda method: (method != base, method not in METHODS)):
+        families.setdefault(method.partition(":")[0], []).append(method)
     styles, num_spare = {}, 0
-    for method in methods:
-        if method in METHODS:
-            styles[method] = METHODS[method]
-            continue
-        light, dark = SPARE[num_spare % len(SPARE)]
-        dashes = SPARE_DASHES[num_spare // len(SPARE) % len(SPARE_DASHES)]
-        styles[method] = Style(method, light, dark, dashes)
-        num_spare += 1
-    return styles
+    for name in dict.fromkeys(method.partition(":")[0] for method in methods):
+        for number, method in enumerate(families[name]):
+            nth = number % len(DASHES)
+            if number == 0 and name in METHODS:
+                first = METHODS[name]
+            elif nth == 0:
+                first = _spare(num_spare)
+                num_spare += 1
+            label = label_of(method) + (" (base)" if method == base else "")
+            styles[method] = replace(first if nth == 0 else _variant(first, nth), label=label)
+    return {method: styles[method] for method in methods}
 
 
-def label_of(name: str) -> str:
-    """What a method is called in print; anything else is called what it is."""
-    return METHODS[name].label if name in METHODS else name
+def _variant(style: Style, number: int) -> Style:
+    """The same colour, thin and with other dashes."""
+    others = [dashes for dashes in DASHES if dashes != style.dashes]
+    return Style(style.label, style.light, style.dark, others[number - 1])
+
+
+def _spare(number: int) -> Style:
+    """A look for what has none of its own: other colours first, then other dashes."""
+    light, dark = SPARE[number % len(SPARE)]
+    return Style("", light, dark, DASHES[number // len(SPARE) % len(DASHES)])
+
+
+def label_of(method: str) -> str:
+    """What a method is called in print, shortly; anything else is called what it is."""
+    name, *options = method.split(":")
+    label = METHODS[name].label if name in METHODS else name
+    return ", ".join([label, *map(_short, options)])
+
+
+def _short(option: str) -> str:
+    key, _, value = option.partition("=")
+    if key == "density":
+        return f"{100 * float(value):g} %"
+    return value if key in SELF_EXPLAINING else option
 
 
 def format_number(number: object) -> str:

@@ -20,7 +20,8 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
         "regtopk:mu=1": [0, 1],
     }
     assert all(r["mean"] > 90 and not r["diverged"] for r in summary["results"])
-    assert summary["finding"].startswith("RegTop-k against Top-k: regtopk:mu=1")
+    topk = next(r["mean"] for r in summary["results"] if r["method"] == "topk")
+    assert summary["finding"].startswith(f"RegTop-k against Top-k ({topk:.1f} %): regtopk:mu=1")
     assert (tmp_path / "index.html").exists()
     again = [*command, "--methods", "dense", "--resume"]
     assert json.loads(runner.invoke(app, again, catch_exceptions=False).stdout) == summary

@@ -42,7 +42,7 @@ def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
         "base": base,
         "results": results,
         "claim": claim if config.like else None,
-        "finding": finding(config, results, claim if config.like else None),
+        "finding": finding(config, results, base, claim if config.like else None),
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
@@ -141,7 +141,9 @@ def _claim(
     }
 
 
-def finding(config: DeepConfig, results: Sequence[dict[str, Any]], claim: dict[str, Any] | None) -> str:
+def finding(
+    config: DeepConfig, results: Sequence[dict[str, Any]], base: str | None, claim: dict[str, Any] | None
+) -> str:
     """What came out, in a sentence; what was published and did not come out is said first."""
     if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
         own, base = (round(claim["bytes_per_step"][claim[key]]) for key in ("method", "against"))
@@ -152,7 +154,8 @@ def finding(config: DeepConfig, results: Sequence[dict[str, Any]], claim: dict[s
     ours = [r for r in results if r["method"].startswith("regtopk") and r["difference_from_topk"]]
     said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in ours)
     if not config.is_as_published or not ours:
-        return f"RegTop-k against Top-k: {said or 'not run'}."
+        topk = next((f" ({r['mean']:.1f} %)" for r in results if r["method"] == base), "")
+        return f"RegTop-k against Top-k{topk}: {said or 'not run'}."
     gap = published_gap()
     highest = max(_highest(r["difference_from_topk"]) for r in ours)
     verdict = "does not show here" if highest < gap else "is not excluded here"

@@ -1,0 +1,121 @@
+"""Draws one panel of a run: curves, stems, or where each method ended."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from regtopk.report.style import Style
+from regtopk.runs import Panel, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+LABEL_POINTS = 8.5  # size of the names of methods beside their marks
+LARGE = 10_000  # numbers from here on are written with powers of ten
+MAX_CIRCLES = 25  # of published points on one curve
+
+
+def methods_of(records: Sequence[Record]) -> list[str]:
+    """The methods in order of appearance."""
+    return list(dict.fromkeys(record["method"] for record in records))
+
+
+def line_of(style: Style) -> dict[str, Any]:
+    """A method's line, as matplotlib is told."""
+    dashes = (0, style.dashes or None)
+    return {"color": style.light, "lw": style.width, "alpha": style.opacity, "ls": dashes}
+
+
+def draw_panel(panel: Panel, records: Sequence[Record], styles: Mapping[str, Style], axes: "Axes") -> None:
+    """What the panel shows of the records, with its axes."""
+    shown = [r for r in records if all(r[key] in (value, None) for key, value in panel.where.items())]
+    if panel.x_max is not None:
+        shown = [record for record in shown if record[panel.x] <= panel.x_max]
+    curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
+    if panel.marks == "bars":
+        _draw_bars(axes, panel, curves, styles)
+        return
+    for method, curve in curves.items():
+        _draw_curve(axes, panel, curve, styles[method])
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.margins(x=0.02)
+    if panel.log_x:
+        axes.set_xscale("log", nonpositive="mask")
+    if panel.log_y:
+        axes.set_yscale("log")
+    axes.set_ylim(bottom=panel.y_min)
+    if panel.log_x:
+        label_log_axis(axes.xaxis, *axes.get_xlim())
+    if panel.log_y:
+        label_log_axis(axes.yaxis, *axes.get_ylim())
+
+
+def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
+    x = [record[panel.x] for record in curve]
+    seeds = [_as_list(record[panel.y]) for record in curve]
+    y = [median(values) for values in seeds]
+    if panel.marks == "stems":
+        _draw_stems(axes, panel, x, y, style)
+        return
+    mark = "o" if len(x) == 1 else ""
+    axes.plot(x, y, marker=mark, zorder=3 - style.width / 10, **line_of(style))
+    if len(seeds[0]) > 1:
+        low, high = [min(values) for values in seeds], [max(values) for values in seeds]
+        axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
+    if panel.dots is not None:
+        dotted = [record for record in curve if panel.dots in record]
+        dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
+        at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
+        axes.plot(*at, "o", ms=5, mfc="none", mec=style.light, mew=0.9, zorder=3)
+
+
+def _draw_bars(
+    axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style]
+) -> None:
+    """One row a method: the median over seeds of its last record, and the range."""
+    seeds = {method: _as_list(curve[-1][panel.y]) for method, curve in curves.items()}
+    ranked = sorted(seeds, key=lambda method: median(seeds[method]))
+    for row, method in enumerate(ranked):
+        style, values = styles[method], seeds[method]
+        axes.plot([min(values), max(values)], [row, row], color=style.light, lw=2.5, alpha=0.5)
+        axes.plot([median(values)], [row], "o", ms=6, color=style.light, mew=0)
+    axes.set_yticks(range(len(ranked)), [styles[method].label for method in ranked], fontsize=LABEL_POINTS)
+    axes.set_ylim(-0.7, len(ranked) - 0.3)
+    axes.set_xlabel(panel.x_label)
+    if panel.log_x:
+        axes.set_xscale("log")
+
+
+def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:
+    floor = panel.y_min or 0.0
+    taken = [(at, length) for at, length in zip(x, y, strict=True) if length > floor]
+    at, lengths = [at for at, _ in taken], [length for _, length in taken]
+    axes.vlines(at, floor, lengths, color=style.light, lw=0.9, alpha=0.6)
+    axes.plot(at, lengths, "o", ms=4, color=style.light, mew=0)
+
+
+def label_log_axis(axis: "Axis", low: float, high: float) -> None:
+    """Powers of ten as 10⁻⁶: plain text, which takes the page's font and a third of the time."""
+    shown_between = ("235" if high < LARGE else "3") if high / low < 100 else ""
+
+    def label_between(at: float, _: float) -> str:
+        mantissa, exponent = f"{at:.0e}".split("e")
+        if mantissa not in shown_between:
+            return ""
+        return f"{at:g}" if 0.01 <= at < LARGE else f"{mantissa}·{_power_of_ten(int(exponent))}"
+
+    axis.set_major_formatter(lambda at, _: _power_of_ten(round(math.log10(at))))
+    axis.set_minor_formatter(label_between)
+
+
+def _power_of_ten(exponent: int) -> str:
+    if -2 <= exponent <= 3:
+        return f"{10.0**exponent:g}"
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _as_list(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
