@@ -5,6 +5,7 @@ folder. A (method, seed) that is finished there is never run again.
 """
 
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -207,6 +208,8 @@ def hardware(device: str) -> str:
 @contextmanager
 def _kernels(config: DeepConfig) -> Iterator[None]:
     """Reproducible kernels if asked for, fast ones otherwise."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
     was = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic

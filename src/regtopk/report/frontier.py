@@ -81,10 +81,10 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
         for point, place in zip(group, places, strict=True):
             _draw_point(axes, point, floor, (column, place), styles[point.method])
     axes.set_ylabel("test accuracy, %")
-    axes.set_xlabel("bytes a worker sends each step")
+    axes.set_xlabel("bytes a worker contributes each step")
     if frontier.budget is not None:
         axes.axvline(frontier.budget, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
-        axes.set_xlabel(f"bytes a worker sends each step; dashed: the budget, {frontier.budget:,.0f}")
+        axes.set_xlabel(f"bytes a worker contributes each step; dashed: the budget, {frontier.budget:,.0f}")
 
 
 def _set_x_axis(axes: "Axes", points: Sequence[Point], label_width: float) -> float:
