@@ -63,6 +63,11 @@ def test_labels() -> None:
     assert label_of("density") == "density"
 
 
+def test_labels_say_the_code_of_values_where_it_is_left_open() -> None:
+    styles = styles_of(["topk", "topk:value_code=int8"], "topk", "4bit")
+    assert [style.label for style in styles.values()] == ["Top-k, 4bit (base)", "Top-k, int8"]
+
+
 def test_light_colours_are_told_apart() -> None:
     # pages turn them into variables by replacing the text, so no two may be equal
     colours = [style.light for style in METHODS.values()] + [light for light, _ in SPARE]

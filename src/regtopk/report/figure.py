@@ -56,8 +56,10 @@ class Drawing(NamedTuple):
 
 
 def styles_of_run(run: Run) -> dict[str, Style]:
-    """The look of each of its methods."""
-    return styles_of(methods_of(run.records), run.summary.get("base"))
+    """The look of each of its methods; at equal bytes the code of values is half of a method."""
+    config = run.header["config"]
+    value_code = config.get("value_code", "") if config.get("like") else ""
+    return styles_of(methods_of(run.records), run.summary.get("base"), value_code)
 
 
 def drawings_of(run: Run) -> list[Drawing]:

@@ -56,12 +56,13 @@ INK = ("#20242b", "#e6e9ee")
 GRID = ("#dfe3e9", "#333a45")
 
 
-def styles_of(methods: Sequence[str], base: str | None = None) -> dict[str, Style]:
+def styles_of(methods: Sequence[str], base: str | None = None, value_code: str = "") -> dict[str, Style]:
     """Each method's look: one colour for all variants of an algorithm, which differ by their dashes.
 
     Args:
         methods: as specified, NAME or NAME:OPTION=VALUE:...
         base: the one that others are compared with.
+        value_code: of methods whose words do not say, if that is worth telling.
     """
     families: dict[str, list[str]] = {}
     for method in sorted(methods, key=lambda method: (method != base, method not in METHODS)):
@@ -75,7 +76,9 @@ def styles_of(methods: Sequence[str], base: str | None = None) -> dict[str, Styl
             elif nth == 0:
                 first = _spare(num_spare)
                 num_spare += 1
-            label = label_of(method) + (" (base)" if method == base else "")
+            is_open = value_code and "value_code=" not in method
+            label = label_of(f"{method}:value_code={value_code}" if is_open else method)
+            label += " (base)" if method == base else ""
             styles[method] = replace(first if nth == 0 else _variant(first, nth), label=label)
     return {method: styles[method] for method in methods}
 
