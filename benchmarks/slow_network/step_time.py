@@ -103,7 +103,7 @@ def measure_method(rank: Rank, method: Method, compute_s: float) -> None:
 def measure_steps(rank: Rank, stepper: Stepper) -> list[Measured]:
     """As many steps as there is time for, without those that other processes disturbed.
 
-    For these there is more time; if all steps were disturbed, all count.
+    For these there is more time; if all steps were disturbed, the first count.
     """
     steps: list[Measured] = []
     job = rank.job
@@ -113,7 +113,7 @@ def measure_steps(rank: Rank, stepper: Stepper) -> list[Measured]:
         spent_s = sum(step.step_s for step in steps)
         quiet_s = sum(step.step_s for step in quiet)
         is_enough = len(quiet) >= job["most_steps"] or quiet_s > job["seconds"]
-        counted = quiet or steps
+        counted = quiet or steps[: max(job["least_steps"], job["most_steps"])]
         if (is_enough or spent_s > PATIENCE * job["seconds"]) and len(counted) >= job["least_steps"]:
             return counted
 

@@ -29,8 +29,8 @@ FIELDS = {
 @needs_namespaces
 def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
     path = tmp_path / "slow.json"
-    words = "steps --workers 2 --links 100Mbit --model small --most-steps 3 --methods dense regtopk:0.1"
-    assert main([*words.split(), "--out", str(path)]) == 0
+    words = "steps --workers 2 --links 100Mbit --model small --most-steps 3 --seconds 2"
+    assert main([*words.split(), "--methods", "dense", "regtopk:0.1", "--out", str(path)]) == 0
     content = json.loads(path.read_text())
     assert content["command"].startswith("python -m benchmarks.slow_network steps")
     assert content["time_to_accuracy"] == []
@@ -38,7 +38,8 @@ def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
     for row in (dense, sparse):
         assert set(row) == FIELDS
         assert (row["workers"], row["bandwidth_bits_per_s"], row["params"]) == (2, 1e8, 244_410)
-        assert len(row["step_s_all"]) == 3 and min(row["step_s_all"]) > 0
+        # fewer than 3 where other processes disturb the others
+        assert 1 <= len(row["step_s_all"]) <= 3 and min(row["step_s_all"]) > 0
         for way, other in (("sent", "received"), ("received", "sent")):
             moved = row[f"interface_{way}_bytes"]
             expected = with_headers(row[f"{way}_bytes"], row[f"{other}_bytes"])
