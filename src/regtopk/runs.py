@@ -142,14 +142,20 @@ class RunWriter:
 
 
 def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of a run that goes on: as it was, with the new command after the old ones."""
+    """The header of a run that goes on: as it was, with the new settings and, after the old ones, command."""
     old = read_header(folder)
     for key, value in shared.items():
         was = old.get("config", {}).get(key, value)
         if was != value:
             raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
     commands = [*old["command"].splitlines(), header["command"]]
-    return {**old, **header, "versions": old["versions"], "command": "\n".join(dict.fromkeys(commands))}
+    return {
+        **old,
+        **header,
+        "versions": old["versions"],
+        "command": "\n".join(dict.fromkeys(commands)),
+        "config": {**old.get("config", {}), **header["config"]},
+    }
 
 
 def _drop_torn_line_(path: Path) -> None:

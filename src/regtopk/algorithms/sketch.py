@@ -41,7 +41,8 @@ class Sketch(Sparsifier[ResidualState]):
 
     The hash functions turn: the entries are cut into blocks as long as a row of the sketch, and h_r turns
     each block by a random number of cells. Two entries then meet with probability 1 / columns (those of one
-    block never), as if a cell were drawn for each, but a sketch is made by reading memory in order.
+    block never), as if a cell were drawn for each, but a sketch is made by reading memory in order. Not so
+    for more than two: neighbours meet neighbours, so that errors of one step are large or small together.
 
     Args:
         density: k / J in (0, 1], of the support; or give ``k``.

@@ -108,7 +108,8 @@ def reproduce(
     experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(REPRODUCED)}.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the run; out/EXPERIMENT if not given.")] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="How many data seeds, from 0 on; of fig3 also which: 3,4,5 or 2-6.")
+        str | None,
+        typer.Option(help="How many data seeds, from 0 on; of fig3 also which: 3,4,5 or 2-6 or 3,"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     preset: Annotated[

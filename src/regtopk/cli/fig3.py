@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from regtopk.cli.parts import as_typed, show
+from regtopk.errors import ArgumentError
 from regtopk.experiments import parse_settings
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.fig3 import record
@@ -33,6 +34,8 @@ def reproduce_fig3(
     as_json: bool,
 ) -> None:
     """Run a slice, and show all that its folder holds."""
+    if resume and force:
+        raise ArgumentError("--resume adds to what --force would replace: give one of them, got both")
     preset = given.get("preset") or "paper"
     check_word("preset", preset, PRESETS)
     chosen = [f"{key}={value}" for key, value in given.items() if value is not None and key != "preset"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from regtopk._version import __version__
+from regtopk.core.words import counted
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
@@ -27,6 +28,7 @@ from regtopk.experiments.deep.results import is_finished, panels, published_figu
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.settings import check_device
+from regtopk.experiments.splits import divide
 from regtopk.experiments.threads import threads_for
 from regtopk.runs import Record, RunWriter, make_header, read_records
 
@@ -47,15 +49,16 @@ def record(
     say: Say = lambda fraction, words: None,
 ) -> Summary:
     """Run what of a slice is not yet in the folder; summarise all that is there."""
+    done = read_records(folder) if resume else []
     header = make_header(
         "fig3",
         title=f"{TITLE}: {config.preset}{', at equal bytes' if config.like else ''}",
         about=_about(config),
         command=command,
-        config=asdict(config),
+        config={**asdict(config), **_methods_and_seeds(config, done)},
         panels=panels(config),
     )
-    examples = _load(config) if _open_groups(config, read_records(folder) if resume else []) else None
+    examples = _load(config) if _open_groups(config, done) else None
     shared = dict(config.protocol)
     if examples is not None:
         header["config"]["examples"] = shared["examples"] = examples.fingerprint
@@ -68,6 +71,15 @@ def record(
         summary = summarise(config, read_records(folder))
         writer.finish(summary)
     return summary
+
+
+def _methods_and_seeds(config: DeepConfig, records: list[Record]) -> dict[str, str]:
+    """As settings: those of this slice, and of the slices before."""
+    methods = [*(record["method"] for record in records), *(m.label for m in config.parsed_methods)]
+    seeds = sorted({*(record["seed"] for record in records), *config.parsed_seeds})
+    is_count = seeds == list(range(len(seeds)))
+    words = str(len(seeds)) if is_count else f"{seeds[0]}-{seeds[0]}" if len(seeds) == 1 else ""
+    return {"methods": ",".join(dict.fromkeys(methods)), "seeds": words or ",".join(map(str, seeds))}
 
 
 def _open_groups(config: DeepConfig, records: list[Record]) -> list[tuple[Method, list[int]]]:
@@ -93,7 +105,20 @@ def _load(config: DeepConfig) -> Examples:
             f"network must take examples of data_set {config.data_set!r}, got {config.network!r}: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    _check_fits(config, examples, num_entries=sum(p.numel() for p in network.parameters()))
     return examples
+
+
+def _check_fits(config: DeepConfig, examples: Examples, num_entries: int) -> None:
+    """Refuse a split that these examples do not have, and a k that is larger than the network."""
+    divide(examples.labels, config.num_workers, config.split, config.parsed_seeds[0])
+    for method in config.parsed_methods:
+        algorithm = method.algorithm(config.density if method.takes_density else None, config.value_code)
+        k = getattr(algorithm, "k", None)
+        if k is not None and k > num_entries:
+            raise ArgumentError(
+                f"k of {method.label!r} must be at most the network's entries, {num_entries}, got {k}"
+            )
 
 
 def _run(
@@ -202,7 +227,7 @@ def hardware(device: str) -> str:
     """What a run ran on."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 @contextmanager

@@ -21,9 +21,9 @@ h1{font-size:1.9rem;line-height:1.2;margin:0 0 .4rem;letter-spacing:-.01em}
 h2{font-size:1.3rem;margin:3rem 0 .3rem;padding-top:1.6rem;border-top:1px solid var(--grid)}
 h3{font-size:.95rem;font-weight:600;margin:0 0 .4rem}
 p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}
-.finding{max-width:60rem;color:var(--ink);font-weight:600}
+.finding{max-width:60rem;color:var(--ink);font-weight:600;overflow-wrap:anywhere}
 pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;padding:.6rem .9rem;
- overflow-x:auto;font:.85rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
+ white-space:pre-wrap;overflow-wrap:anywhere;font:.8rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1.2rem}
 .panels:has(>:nth-child(4):last-child:not(.row)),.panels:has(>.row:nth-child(5)){
  grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr))}
@@ -35,8 +35,8 @@ figure svg text{font-family:system-ui,sans-serif!important}
  font-size:.9rem}
 .key{width:1.9rem;height:.7rem;margin-right:.45rem;vertical-align:-.05rem}
 .wide{overflow-x:auto;margin:1.4rem 0}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.85rem}
-th,td{text-align:right;padding:.4rem .45rem;border-bottom:1px solid var(--grid);white-space:nowrap}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.8rem}
+th,td{text-align:right;padding:.4rem .35rem;border-bottom:1px solid var(--grid);white-space:nowrap}
 th{font-weight:600;color:var(--quiet)}
 th:first-child,td:first-child{text-align:left;padding-left:0}
 details{margin-top:1rem;color:var(--quiet);font-size:.9rem}

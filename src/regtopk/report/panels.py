@@ -33,6 +33,9 @@ def draw_panel(panel: Panel, records: Sequence[Record], styles: Mapping[str, Sty
     shown = [r for r in records if all(r[key] in (value, None) for key, value in panel.where.items())]
     if panel.x_max is not None:
         shown = [record for record in shown if record[panel.x] <= panel.x_max]
+    shown = [
+        record for record in shown if _as_list(record[panel.y])
+    ]  # where all seeds diverged there is none
     curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
     if panel.marks == "bars":
         _draw_bars(axes, panel, curves, styles)

@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.fig3 import record
+from regtopk.report import write_report
 from regtopk.runs import read_records
 
 QUICK = DeepConfig(
@@ -81,6 +83,28 @@ def test_another_protocol_does_not_mix_with_a_folder(tmp_path: Path) -> None:
         run(QUICK, tmp_path)
 
 
+def test_other_data_do_not_mix_with_a_folder_even_after_a_slice_with_nothing_to_run(tmp_path: Path) -> None:
+    texts = tmp_path / "a.txt", tmp_path / "b.txt"
+    for path, line in zip(texts, ("one and two\n", "two and one\n"), strict=True):
+        path.write_text(line * 500)
+    config = replace(
+        DeepConfig(**{**PRESETS["gpt"], "preset": "gpt"}),
+        methods="topk", seeds="1", data=str(texts[0]), num_rounds=1, batch_size=1, num_workers=2,
+    )  # fmt: skip
+    run(config, tmp_path / "out")
+    run(config, tmp_path / "out", resume=True)
+    with pytest.raises(OutputError, match="examples must be"):
+        run(replace(config, methods="dense", data=str(texts[1])), tmp_path / "out", resume=True)
+
+
+def test_the_settings_of_a_folder_name_all_methods_and_seeds(tmp_path: Path) -> None:
+    run(replace(QUICK, methods="topk", seeds="3-3"), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["seeds"] == "3-3"
+    run(replace(QUICK, methods="regtopk", seeds="1"), tmp_path, resume=True)
+    settings = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert (settings["methods"], settings["seeds"]) == ("topk,regtopk", "0,3")
+
+
 def test_a_torn_last_line_is_run_again(tmp_path: Path) -> None:
     config = replace(QUICK, methods="topk", seeds="1")
     whole = run(config, tmp_path)
@@ -93,6 +117,7 @@ def test_a_seed_that_diverges_is_said_and_leaves_the_others(tmp_path: Path) -> N
     run(replace(QUICK, lr=1e30, methods="topk"), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["results"][0]["diverged"] == [0, 1]
+    assert write_report(tmp_path).exists()
 
 
 def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_fresh_seeds(
@@ -183,8 +208,20 @@ def test_bad_settings_are_refused(setting: dict[str, object], message: str) -> N
         replace(QUICK, **setting)  # type: ignore[arg-type]
 
 
+def test_what_does_not_fit_leaves_no_folder(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"methods": "dense,topk:k=100000"}, "k of 'topk:k=100000' must be at most the network's entries"),
+        ({"split": "sorted:9999"}, "split='sorted:9999' need at least"),
+        ({"data": "/nowhere"}, "data must be empty for digits"),
+    ]
+    for setting, message in cases:
+        with pytest.raises(ArgumentError, match=message):
+            run(replace(QUICK, **setting), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
 def test_seeds_are_read_in_three_ways() -> None:
-    for text, seeds in {"3": [0, 1, 2], "4,2": [4, 2], "2-6": [2, 3, 4, 5, 6]}.items():
+    for text, seeds in {"3": [0, 1, 2], "4,2": [4, 2], "3,": [3], "2-6": [2, 3, 4, 5, 6]}.items():
         assert replace(QUICK, seeds=text).parsed_seeds == seeds
 
 

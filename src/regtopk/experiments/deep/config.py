@@ -26,7 +26,7 @@ class DeepConfig:
     Args:
         preset: the protocol that the other settings started from; see `PRESETS`.
         methods: with commas, NAME[:OPTION=VALUE]...; beside an algorithm's options, lr and index_code.
-        seeds: how many, from 0; or which: 3,4,5 or 2-6.
+        seeds: how many, from 0; or which: 3,4,5 or 2-6, and of one alone: 3, (with the comma) or 3-3.
         network: one of `NETWORKS`.
         data_set: cifar10, digits or text.
         data: where it is.
@@ -142,7 +142,7 @@ class DeepConfig:
         """The seeds."""
         try:
             if "," in self.seeds:
-                seeds = [int(word) for word in self.seeds.split(",")]
+                seeds = [int(word) for word in self.seeds.rstrip(",").split(",")]
             elif "-" in self.seeds:
                 first, _, last = self.seeds.partition("-")
                 seeds = list(range(int(first), int(last) + 1))

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.text import load_text, windows
 from regtopk.experiments.images import Images, load_images
 from regtopk.experiments.tasks import standardised
 
 DATA_SETS = ("cifar10", "digits", "text")
+NUM_FINGERPRINTED = 500  # images
 
 
 class Examples(NamedTuple):
     """Images (n, height, width, channels) in float32 with labels (n,), or tokens (n, length) with the next.
 
     `labels` is what splits sort by, on the CPU: the class of an image, the place of a text window.
+    `fingerprint` tells data sets apart, and orders of one: where it differs, so do the batches of a seed.
     """
 
     train: Tensor
@@ -27,12 +30,7 @@ class Examples(NamedTuple):
     test_targets: Tensor
     labels: Tensor
     num_classes: int
-
-    @property
-    def fingerprint(self) -> str:
-        """Tells data sets apart, and orders of one: where it differs, so do the batches of a seed."""
-        targets = self.train_targets.cpu().contiguous().numpy().tobytes()
-        return sha256(targets).hexdigest()[:16]
+    fingerprint: str = ""
 
     def read(self, inputs: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         """As a network takes them: images in its precision, channels last in memory, `size` wide (0: any)."""
@@ -56,11 +54,14 @@ def load_examples(
         pixels: mean and standard deviation that images are shifted and scaled by; None: their own.
     """
     path = Path(data) if data else None
+    if path is not None and data_set == "digits":
+        raise ArgumentError(f"data must be empty for digits, which come with scikit-learn, got {data!r}")
     return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device, pixels)
 
 
 def _of_images(data_set: str, path: Path | None, device: str, pixels: tuple[float, float] | None) -> Examples:
     images = load_images(data_set, path, device)
+    fingerprint = _fingerprint(*images)  # before arithmetic that a device may round in its own way
     if pixels is None:
         images = standardised(images)
     else:
@@ -68,7 +69,8 @@ def _of_images(data_set: str, path: Path | None, device: str, pixels: tuple[floa
         images = images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
     if data_set == "digits":
         images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))
-    return Examples(*_channels_last(images), images.train_labels.cpu(), int(images.train_labels.max()) + 1)
+    labels = images.train_labels.cpu()
+    return Examples(*_channels_last(images), labels, int(labels.max()) + 1, fingerprint)
 
 
 def _channels_last(images: Images) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,4 +85,15 @@ def _of_text(path: Path | None, device: str) -> Examples:
     return Examples(
         train[:, :-1].contiguous(), train[:, 1:].contiguous(),
         test[:, :-1].contiguous(), test[:, 1:].contiguous(), places, text.vocabulary_size,
+        _fingerprint(train, test),
     )  # fmt: skip
+
+
+def _fingerprint(*tensors: Tensor) -> str:
+    """Of labels and tokens all, of images some."""
+    found = sha256()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor = (255 * tensor[:: max(1, len(tensor) // NUM_FINGERPRINTED)]).round().to(torch.uint8)
+        found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]

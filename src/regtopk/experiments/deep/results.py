@@ -46,7 +46,7 @@ def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
-        "table": _table(results),
+        "table": _table(results, "from base" if config.like else "from Top-k"),
     }
 
 
@@ -188,7 +188,7 @@ def _points(found: dict[str, Any]) -> str:
     return f"{found['mean']:+.1f} points (95 % {found['low']:+.1f} … {found['high']:+.1f}, {seeds})"
 
 
-def _table(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _table(results: Sequence[dict[str, Any]], difference_name: str) -> list[dict[str, Any]]:
     rows = []
     for result in sorted(results, key=lambda r: (bool(r["diverged"]), -r["mean"])):  # diverged ones last
         found = result["difference_from_topk"]
@@ -202,7 +202,7 @@ def _table(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "accuracy": result["mean"],
                 "± std": result["std"],
                 "seeds": len(result["seeds"]),
-                "from Top-k": None if found is None else found["mean"],
+                difference_name: None if found is None else found["mean"],
                 "95 % interval": f"{found['low']:+.2f} … {found['high']:+.2f}" if has_interval else None,
                 "diverged": len(result["diverged"]) or None,
                 "s a run": result["seconds_a_run"],

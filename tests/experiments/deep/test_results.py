@@ -1,0 +1,105 @@
+"""From records to accuracies, differences and the claim, on numbers written by hand."""
+
+from typing import Any
+
+import pytest
+
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.results import summarise
+from regtopk.runs import Record
+
+BASE = "topk:density=0.01:index_code=raw32:value_code=float32"
+NUM_EVALUATIONS, EVERY, BUDGET = 7, 10, 1000
+EQUAL_BYTES = DeepConfig(
+    **{
+        **PRESETS["smoke"],
+        "preset": "smoke",
+        "methods": BASE,
+        "num_rounds": NUM_EVALUATIONS * EVERY,
+        "evaluate_every": EVERY,
+        "like": "topk:0.01:raw32:float32",
+        "value_code": "4bit",
+    }
+)
+
+
+def curve(method: str, seed: int, final: float, num_bytes: float = BUDGET) -> list[Record]:
+    """Two poor evaluations, then five around the final accuracy."""
+    accuracies = [0.0, 5.0, final - 2, final + 2, final - 1, final + 1, final]
+    return [
+        {
+            "method": method,
+            "seed": seed,
+            "step": EVERY * n,
+            "accuracy": accuracy,
+            "payload_bytes": num_bytes * EVERY * n,
+            "density": 0.01,
+            "lr": 0.1,
+            "diverged": False,
+            "time_s": 60.0,
+            "compress_s": 6.0,
+            "hardware": "a machine",
+            "software": "a version",
+        }
+        for n, accuracy in enumerate(accuracies, 1)
+    ]
+
+
+def summary_of(finals: dict[str, list[float]], num_bytes: dict[str, float] | None = None) -> dict[str, Any]:
+    """Of methods with the final accuracies of seeds 0, 1, 2, ..."""
+    sizes = num_bytes or {}
+    records = [
+        record
+        for method, own in finals.items()
+        for seed, final in enumerate(own)
+        for record in curve(method, seed, final, sizes.get(method, BUDGET))
+    ]
+    return summarise(EQUAL_BYTES, records)
+
+
+def test_accuracy_is_the_mean_of_the_last_five_evaluations() -> None:
+    (result,) = summary_of({BASE: [40.0, 44.0]})["results"]
+    assert result["final"] == [40.0, 44.0] and result["mean"] == 42.0
+    assert result["std"] == pytest.approx(8**0.5)
+    assert result["payload_bytes_per_step"] == BUDGET and result["compress_share"] == pytest.approx(0.1)
+
+
+def test_the_best_is_picked_on_two_seeds_and_measured_on_the_others() -> None:
+    """`consensus` is best on seeds 0 and 1, `topk` on all four together."""
+    finals = {BASE: [40, 40, 41, 43], "topk": [50, 50, 80, 80], "consensus": [52, 52, 50, 54]}
+    claim = summary_of({method: list(map(float, own)) for method, own in finals.items()})["claim"]
+    assert (claim["method"], claim["against"]) == ("consensus", BASE)
+    assert claim["picked_on"] == [0, 1] and claim["accuracy_there"] == 52
+    assert claim["gain"]["seeds"] == [2, 3]
+    assert claim["gain"]["mean"] == pytest.approx(10)
+    # the differences 9 and 11: mean 10, and 12.706 (t of one degree of freedom) standard errors of 1
+    assert claim["gain"]["low"] == pytest.approx(10 - 12.706, abs=1e-2)
+    assert claim["gain"]["high"] == pytest.approx(10 + 12.706, abs=1e-2)
+
+
+def test_what_sends_more_or_cannot_be_built_is_not_picked() -> None:
+    finals = {BASE: [40.0] * 3, "topk": [50.0] * 3, "consensus": [60.0] * 3}
+    finals |= {
+        "global-topk": [70.0] * 3,
+        "dense:value_code=float16": [70.0] * 3,
+        "randomk": [65.0, 65.0, 65.0],
+    }
+    claim = summary_of(finals, {"consensus": 1.03 * BUDGET, "topk": 1.02 * BUDGET, "randomk": 2.0 * BUDGET})[
+        "claim"
+    ]
+    assert claim["method"] == "topk" and claim["gain"]["mean"] == pytest.approx(10)
+
+
+def test_what_has_not_run_on_both_seeds_is_not_picked() -> None:
+    records = [r for seed in (0, 1, 2) for r in curve(BASE, seed, 40.0) + curve("topk", seed, 50.0)]
+    records += curve("consensus", 0, 90.0) + curve("consensus", 1, 90.0)[:-1]  # not finished
+    claim = summarise(EQUAL_BYTES, records)["claim"]
+    assert claim["method"] == "topk"
+
+
+def test_differences_are_of_the_seeds_that_both_have() -> None:
+    records = [r for seed in (0, 1, 2) for r in curve(BASE, seed, 40.0 + seed)]
+    records += [r for seed in (1, 2, 5) for r in curve("topk", seed, 45.0 + seed)]
+    found = {r["method"]: r["difference_from_topk"] for r in summarise(EQUAL_BYTES, records)["results"]}
+    assert found[BASE] is None
+    assert found["topk"]["seeds"] == [1, 2] and found["topk"]["mean"] == pytest.approx(5)
