@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
+from regtopk.kernels.triton import _TILE
+from regtopk.kernels.triton_plan import plan_for
+from regtopk.kernels.triton_words import NUM_CANDIDATES, NUM_LOST, words_per_row
 
 
 def check_take_largest_(
@@ -74,6 +77,15 @@ def check_taken_at(residual: Tensor, accumulated: Tensor, indices: Tensor, value
     """The values are those of a at the indices, bit for bit; the residual is a, but zero there."""
     assert torch.equal(bits(values), bits(accumulated.gather(-1, indices)))
     assert torch.equal(bits(residual), bits(accumulated.scatter(-1, indices, 0.0)))
+
+
+def candidates_do(words: Tensor, numel: int, k: int) -> list[bool]:
+    """Whether each row of a call of Triton's kernels took its k from the candidates, not from all entries."""
+    item_bytes = 4 if words.shape[1] == words_per_row(31) else 8
+    capacity = plan_for(numel, k, _TILE, item_bytes).capacity
+    num, num_lost = words[:, NUM_CANDIDATES.value], words[:, NUM_LOST.value]
+    do: list[bool] = ((num <= capacity) & (num - num_lost >= k)).tolist()
+    return do
 
 
 def bits(x: Tensor) -> Tensor:

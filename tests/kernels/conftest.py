@@ -3,9 +3,11 @@
 import os
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from regtopk.kernels import cpu, cpu_rows
 
@@ -17,6 +19,21 @@ if not torch.cuda.is_available():
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(cpu_rows, "_SMALL_STRETCH", 1 << 12)  # small vectors too go to several threads
     return import_module(f"regtopk.kernels.{request.param}")
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The words of Triton's calls, (rows, words) each, which say what was found (see `triton_words`)."""
+    triton = import_module("regtopk.kernels.triton")
+    rows_of, found = triton.rows_of, []
+
+    def keep_words(*arguments: Any, **options: Any) -> Any:
+        rows = rows_of(*arguments, **options)
+        found.append(rows.work)
+        return rows
+
+    monkeypatch.setattr(triton, "rows_of", keep_words)
+    return found
 
 
 @pytest.fixture

@@ -57,6 +57,9 @@ def boundaries() -> None:
             checks.check_take_largest_(kernel, torch.zeros_like(grad), grad, k, damped, damping)
         exact = grad[order[k - 1]].abs() / grad[damped].abs()
         checks.check_take_largest_(kernel, torch.zeros_like(grad), grad, k, damped, exact)
+    for num_damped in (k // 2, 20_000):  # candidates that damping takes away: some, and all
+        damped, nothing = order[:num_damped].sort().values, torch.zeros(num_damped, device="cuda")
+        checks.check_take_largest_(kernel, torch.zeros_like(grad), grad, k, damped, nothing)
 
 
 def dtypes() -> None:

@@ -4,9 +4,11 @@ import logging
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from regtopk import kernels
 from regtopk.errors import ArgumentError
@@ -77,6 +79,15 @@ def test_large_vectors_on_a_gpu_use_triton() -> None:
     assert choice.kernel == "triton" and "cuda tensors, triton" in choice.reason
 
 
+def test_more_rows_than_a_gpu_numbers_go_to_the_reference() -> None:
+    with FakeTensorMode():  # tensors without memory, so also without a GPU
+        few, many = torch.empty(65_535, 65, device="cuda"), torch.empty(65_536, 65, device="cuda")
+        assert dispatch.kernel_for(few, few).__name__ == "regtopk.kernels.triton"
+        assert dispatch.kernel_for(few.view(-1, 5, 65), None).__name__ == "regtopk.kernels.triton"
+        for either in ((many, many), (many.view(2, -1, 65), None), (None, many.half())):
+            assert dispatch.kernel_for(*either) is reference
+
+
 def test_reasons_for_the_reference() -> None:
     assert kernels.describe("meta") == dispatch.Choice("reference", "no fast kernel for device type 'meta'")
     assert "torch.float16" in kernels.describe("cpu", torch.float16).reason
@@ -96,6 +107,17 @@ def test_without_numba_one_line_says_so_and_the_reference_runs(
     dispatch._describe_type.cache_clear()
     assert len(caplog.records) == 1
     assert "pip install 'regtopk[kernels]'" in caplog.records[0].getMessage()
+
+
+def test_a_broken_numba_is_said_and_the_reference_runs(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise RuntimeError('numpy is too new')")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import regtopk; print(regtopk.kernels.describe('cpu'))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "kernel='reference'" in answer.stdout
+    assert "numba cannot be imported (RuntimeError: numpy is too new)" in answer.stdout
 
 
 def test_importing_regtopk_imports_neither_numba_nor_triton() -> None:

@@ -1,12 +1,15 @@
 """Every fast kernel against the reference: sizes, dtypes, layouts, and inputs chosen to hurt."""
 
+import math
 from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 
-from regtopk.kernels import cpu, reference
-from tests.kernels.checks import ADVERSARIAL, bits, check_take_largest_, choose_damped
+from regtopk.kernels import cpu, cpu_rows, cpu_threshold, reference
+from regtopk.kernels.triton_words import NUM_CANDIDATES, NUM_LOST
+from tests.kernels.checks import ADVERSARIAL, bits, candidates_do, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
 LARGE = [65535, 65536, 65537, 2**17 - 1, 2**17, 2**17 + 1, 999_983]
@@ -60,9 +63,11 @@ def test_an_overflowing_sum_is_taken_first(kernel: ModuleType, numel: int) -> No
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.5])
-def test_damped_entries_at_the_boundary(kernel: ModuleType, numel: int, factor: float) -> None:
+@pytest.mark.parametrize("k", [40, 100])
+def test_damped_entries_at_the_boundary(
+    kernel: ModuleType, numel: int, words: list[Tensor], k: int, factor: float
+) -> None:
     """Damping moves entries onto, over and below the k-th score, exactly."""
-    k = 100
     torch.manual_seed(1)
     grad = torch.randn(numel)
     order = grad.abs().argsort(descending=True)
@@ -71,6 +76,26 @@ def test_damped_entries_at_the_boundary(kernel: ModuleType, numel: int, factor: 
         check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((60,), factor))
         exact = grad[order[k - 1]].abs() / grad[damped].abs()  # scores within an ulp of the k-th
         check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, exact)
+    assert all(candidates_do(of_call, numel, k) == [k == 40] for of_call in words)
+    assert len(words) == (0 if kernel is cpu else 4)
+
+
+@pytest.mark.parametrize(("num_damped", "factor"), [(20, 1.0), (20, 0.0), (1500, 0.0)])
+def test_candidates_that_damping_takes_away_are_counted(
+    kernel: ModuleType, numel: int, words: list[Tensor], num_damped: int, factor: float
+) -> None:
+    """Without 20 there are enough others. Without 1,500 none is left: the k-th score is below the guess."""
+    k = 40
+    torch.manual_seed(1)
+    grad = torch.randn(numel)
+    damped = grad.abs().argsort(descending=True)[:num_damped].sort().values
+    check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((num_damped,), factor))
+    for of_call in words:
+        num_candidates, num_lost = of_call[0, [NUM_CANDIDATES.value, NUM_LOST.value]].tolist()
+        assert k + 20 < num_candidates < 1500
+        assert num_lost == (0 if factor else min(num_damped, num_candidates))
+        assert candidates_do(of_call, numel, k) == [num_damped == 20]
+    assert len(words) == (0 if kernel is cpu else 1)
 
 
 @pytest.mark.parametrize("density", [1e-3, 0.5])
@@ -88,7 +113,13 @@ def test_more_entries_damped_than_taken_and_in_any_order(
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("grad_dtype", DTYPES)
-def test_dtypes(kernel: ModuleType, numel: int, residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_dtypes(
+    kernel: ModuleType,
+    numel: int,
+    words: list[Tensor],
+    residual_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+) -> None:
     k = 33
     torch.manual_seed(3)
     damped, damping = choose_damped(numel, k)
@@ -97,7 +128,20 @@ def test_dtypes(kernel: ModuleType, numel: int, residual_dtype: torch.dtype, gra
         residual = torch.randn(numel, dtype=residual_dtype) * scale
         grad = (torch.randn(numel, dtype=torch.float64) * scale).to(grad_dtype)
         check_take_largest_(kernel, residual, grad, k, damped, damping)
+    assert all(candidates_do(of_call, numel, k) == [True] for of_call in words)
+    words.clear()
     check_take_largest_(kernel, residual * 0, grad, numel // 2)
+    assert all(candidates_do(of_call, numel, numel // 2) == [False] for of_call in words)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_candidates_on_a_cpu_take_a_sixteenth_of_a_byte_an_entry(dtype: torch.dtype) -> None:
+    residual = torch.ones(1 << 22, dtype=dtype)
+    (row,) = cpu_rows.rows_of(residual, residual, None, None)
+    for density in (1e-3, 0.004, 0.01):
+        _, capacity = cpu_threshold.guess(row, round(density * row.numel))
+        assert capacity * residual.itemsize <= row.numel / 16
+        assert (capacity > 0) == (density <= 0.04 / residual.itemsize)  # as docs/kernels.md says
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,7 +154,7 @@ def test_every_finite_half_is_read_exactly(kernel: ModuleType, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("batch", [(1,), (5,), (2, 3)])
-def test_batches(kernel: ModuleType, numel: int, batch: tuple[int, ...]) -> None:
+def test_batches(kernel: ModuleType, numel: int, words: list[Tensor], batch: tuple[int, ...]) -> None:
     k = 50
     torch.manual_seed(4)
     damped, damping = choose_damped(numel, k, batch)
@@ -118,6 +162,8 @@ def test_batches(kernel: ModuleType, numel: int, batch: tuple[int, ...]) -> None
     grad.view(-1, numel)[0] = 0.25  # rows of different kinds in one call
     residual.view(-1, numel)[0] = 0.0
     check_take_largest_(kernel, residual, grad, k, damped, damping)
+    for of_call in words:
+        assert candidates_do(of_call, numel, k) == [row > 0 for row in range(math.prod(batch))]
 
 
 def test_rows_of_a_wider_matrix(kernel: ModuleType, numel: int) -> None:

@@ -50,7 +50,9 @@ def _show(found: dict[str, Any]) -> None:
     typer.echo(f"{counted(found['num_threads'], 'thread')} on {found['machine']}")
     for device in found["devices"]:
         typer.echo(f"{device['device']} ({device['name']}): {device['kernel']} kernels: {device['reason']}")
-        if device["failure"] is None:
+        if device["kernel"] == "reference":
+            typer.echo("  which is what other kernels are compared with")
+        elif device["failure"] is None:
             typer.echo(f"  agrees with the reference in {counted(device['num_cases'], 'random case')}")
         else:
             typer.echo(f"  DIFFERS from the reference at {device['failure']}", err=True)

@@ -13,17 +13,23 @@ from regtopk.kernels.threads import side_by_side
 _NUM_SAMPLES = 1 << 14
 
 
+def position_type(numel: int) -> np.dtype[Any]:
+    """The integer that holds a place in a row."""
+    return np.dtype(np.uint32 if numel <= 2**32 else np.uint64)
+
+
 def guess(row: Row, k: int) -> tuple[Any, int]:
     """A key that somewhat more than k entries should reach, and how many to collect at most.
 
-    They are kept in arrays below J / 16 bytes each, up to density 0.001 all together. Where they would
-    not fit, nothing is collected.
+    They are kept in arrays below J / 16 bytes each (or 128 KiB), of float32 up to density 0.001 all
+    together. Where they would not fit, nothing is collected.
     """
     num_samples = min(_NUM_SAMPLES, row.numel // 16) // 8 * 8
     expected = k * num_samples / row.numel
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
     num_wanted = rank / max(1, num_samples) * row.numel
-    capacity = max(row.numel // 256, min(row.numel // 64, math.ceil(1.2 * num_wanted)), 1 << 14)
+    largest = row.numel // (16 * max(row.bits.itemsize, position_type(row.numel).itemsize))
+    capacity = max(row.numel // 256, min(largest, math.ceil(1.2 * num_wanted)), 1 << 14)
     if rank > num_samples // 2 or num_wanted > 0.9 * capacity:
         return row.mask, 0
     sample = np.empty(num_samples, row.accumulated.dtype)
@@ -38,7 +44,7 @@ def collect_(row: Row, guess: Any, capacity: int) -> list[tuple[int, Array, Arra
 
     def collect(start: int, stop: int) -> tuple[int, Array, Array]:
         room = min(capacity, stop - start)
-        positions = np.empty(room, np.uint32 if row.numel <= 2**32 else np.uint64)
+        positions = np.empty(room, position_type(row.numel))
         keys = np.empty(room, row.bits.dtype)
         num = loops.accumulate_and_collect_(
             row.accumulated, row.bits, row.grad, row.kind, row.mask, guess,

@@ -16,6 +16,8 @@ from regtopk.kernels import reference, small_rows
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
+MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
+
 _MODULES = {"cpu": ("cpu", "numba"), "cuda": ("triton", "triton")}  # module here, and what it needs
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
 _GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -49,6 +51,8 @@ def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
     size = either.numel() if device == "cuda" else either.shape[-1]  # a launch serves all rows
     if size < SMALL_NUMEL.get(device, 0):
         return _kernel_for_short(either)
+    if device in MAX_ROWS and either.numel() > MAX_ROWS[device] * either.shape[-1]:
+        return reference
     if residual is not None and not _is_rows(residual, _RESIDUAL_DTYPES):
         return reference
     if grad is not None and not _is_rows(grad, _GRAD_DTYPES):
@@ -74,7 +78,7 @@ def _kernel_for_short(residual: Tensor) -> ModuleType:
 
 def _wanted() -> str:
     wanted = os.environ[VARIABLE] if VARIABLE in os.environ else "auto"  # noqa: SIM401 (get takes thrice as long)
-    if wanted not in ("auto", "reference"):
+    if wanted not in ("", "auto", "reference"):
         raise ArgumentError(f"{VARIABLE} must be 'auto' or 'reference', got {wanted!r}")
     return wanted
 
@@ -98,6 +102,8 @@ def _describe_type(device: str) -> Choice:
     except ImportError as error:
         extra = "regtopk[kernels]" if needs == "numba" else needs
         return Choice("reference", f"{needs} is missing ({error}); try: pip install '{extra}'")
+    except Exception as error:  # a package that does not fit the others may raise anything
+        return Choice("reference", f"{needs} cannot be imported ({type(error).__name__}: {error})")
     return Choice(kernel, f"{device} tensors, {needs} {import_module(needs).__version__}")
 
 

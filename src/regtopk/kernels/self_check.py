@@ -25,7 +25,7 @@ class SelfCheck:
 
 
 def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> SelfCheck:
-    """Compare the kernel of a device with the reference until the time is over, at least once.
+    """Compare the kernel of a device with the reference until the time is over, at least once a dtype.
 
     Args:
         device: where the tensors lie.
@@ -45,7 +45,7 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
         if not _agrees(kernel, grad.to(device), k, generator):
             return SelfCheck(num_cases, f"J = {numel}, k = {k}, gradient of {dtype}")
         num_cases += 1
-        if num_cases == 1:
+        if num_cases == len(_GRAD_DTYPES):
             stop = time.perf_counter() + seconds
     return SelfCheck(num_cases, None)
 

@@ -6,7 +6,8 @@ do not do (the guess was wrong, many entries are equal, or k is a large part of 
 entries are counted instead. Which of the two is decided on the device, so a step can be captured in a
 CUDA graph. Of equal scores at the threshold the first in the row are taken.
 
-Temporaries: each at most J / 16 bytes, and up to density 0.001 all of them together about as much.
+Temporaries of a row: each at most J / 16 bytes (in whole tiles of 2,048 entries), or 32 KiB where that is
+more; up to density 0.001 all of them together about as much. What is k long does not count.
 """
 
 import math
@@ -57,7 +58,7 @@ def take_largest_(
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad, is_checked=non_finite is not None)
         damp = _damped(rows, damped, damping)
-        plan = plan_for(rows.numel, k, _TILE)
+        plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
         if plan.rank or rows.is_checked:
             _guess_and_check(rows, plan)
         if damp is not None:
@@ -158,8 +159,8 @@ def _accumulate_(rows: Rows, room: int) -> Tiles:
 
 def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
     """The candidates, if they are enough."""
-    offsets = rows.empty(capacity, torch.int32 if rows.numel < 2**31 else torch.int64)
-    candidates = Candidates(capacity, offsets, rows.empty(capacity, rows.key_dtype))
+    offsets, keys = rows.empty(capacity, rows.offset_dtype), rows.empty(capacity, rows.key_dtype)
+    candidates = Candidates(capacity, offsets, keys)
     if capacity > 0:
         own = {"slots": tiles.slots, "ROOM": tiles.room, "k": k, "NUM_TILES": _TILES_TOGETHER}
         grid = math.ceil(tiles.counts.shape[1] / _TILES_TOGETHER), rows.num

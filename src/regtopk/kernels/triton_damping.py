@@ -5,7 +5,30 @@ import triton.language as tl
 
 from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, is_refused, key_of, lead_of
 
-FEW = tl.constexpr(8)
+COMPARED_AT_ONCE = tl.constexpr(8)  # candidates; with fewer, more waits for memory one after another
+
+
+@triton.jit
+def _find_in_tile(offsets, num, j, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where j is among the first `num` offsets, which are in order, or -1: for BLOCK different j.
+
+    By bisection down to a few, and those all at once, which waits for memory only once.
+    """
+    low = tl.zeros((BLOCK,), tl.int64)  # of the last few that start at or before j, the first
+    width = tl.full((), TILE // 2, tl.int64)
+    most = tl.max(num)
+    while (width >= most) & (width >= COMPARED_AT_ONCE):
+        width = width // 2
+    while width >= COMPARED_AT_ONCE:
+        probe = low + width
+        at = tl.load(offsets + probe, mask=probe < num, other=0)
+        low = tl.where((probe < num) & (at <= j), probe, low)
+        width = width // 2
+    position = tl.full((BLOCK,), -1, tl.int64)
+    for step in tl.static_range(COMPARED_AT_ONCE):
+        at = tl.load(offsets + low + step, mask=low + step < num, other=-1)
+        position = tl.where(at == j, low + step, position)
+    return position
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -77,8 +100,7 @@ def damp_after(
 ):
     """Where the candidates do: put a back, and the score's key among theirs. Else put the score there.
 
-    A damped entry is looked for among the candidates of its tile, which are in order: by bisection down to a
-    few, and those all at once, which waits for memory only once.
+    A damped entry is looked for among the candidates of its tile.
     """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
@@ -94,20 +116,7 @@ def damp_after(
             at_tile = row * num_tiles + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
             num = tl.load(tile_counts + at_tile, mask=mask, other=0)
             first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
-            low = tl.zeros((BLOCK,), tl.int64)  # of the last few that start at or before j, the first
-            width = tl.full((), TILE // 2, tl.int64)
-            most = tl.max(num)
-            while (width >= most) & (width >= FEW):
-                width = width // 2
-            while width >= FEW:
-                probe = low + width
-                at = tl.load(offsets + first + probe, mask=probe < num, other=0)
-                low = tl.where((probe < num) & (at <= j), probe, low)
-                width = width // 2
-            position = tl.full((BLOCK,), -1, tl.int64)
-            for step in tl.static_range(FEW):
-                at = tl.load(offsets + first + low + step, mask=low + step < num, other=-1)
-                position = tl.where(at == j, low + step, position)
+            position = _find_in_tile(offsets + first, num, j, TILE, BLOCK)
             tl.store(keys + first + position, key_of(score, KEY_BITS), mask=position >= 0)
         else:
             tl.store(here, score, mask=mask)

@@ -16,6 +16,16 @@ from regtopk.kernels.triton_words import (
 
 
 @triton.jit
+def offset_of_sample(i, num_groups):
+    """Where in the row a sample's i-th entry is: groups of 4 neighbours, at multiples of the golden ratio.
+
+    The product stays below 2^63 up to 2^37 entries, whose residual alone would be 512 GiB.
+    """
+    fraction = (((i // 4).to(tl.int64) * 2654435769) & 0xFFFFFFFF) >> 4  # of 2^28
+    return (fraction * num_groups >> 28) * 4 + i % 4
+
+
+@triton.jit
 def _sample(
     residual,
     grad,
@@ -27,16 +37,11 @@ def _sample(
     PER_KEY: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Keys of a sample of a: SIZE of NUM_KEYS, from `first` on, each the largest of PER_KEY entries'.
-
-    The sample is groups of 4 neighbours, spread over the row like the multiples of the golden ratio.
-    """
+    """Keys of a sample of a: SIZE of NUM_KEYS, from `first` on, each the largest of PER_KEY entries'."""
     at = first + tl.arange(0, SIZE)
     largest = tl.zeros((SIZE,), keys.dtype.element_ty)
     for part in tl.static_range(PER_KEY):
-        i = part * NUM_KEYS + at
-        fraction = ((i // 4).to(tl.int64) * 2654435769) & 0xFFFFFFFF  # of 2^32
-        offsets = (fraction * num_groups >> 32) * 4 + i % 4
+        offsets = offset_of_sample(part * NUM_KEYS + at, num_groups)
         r = tl.load(residual + offsets)
         largest = tl.maximum(largest, key_of((r + tl.load(grad + offsets)).to(r.dtype), KEY_BITS))
     tl.store(keys + at, largest)

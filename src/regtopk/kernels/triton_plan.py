@@ -12,7 +12,8 @@ from regtopk.kernels.triton_words import words_per_row
 
 _MAX_SAMPLES = 1 << 15
 _PER_KEY = 8  # samples of which the largest stands for all
-_LARGEST_SHARE = 64  # of J: room for candidates takes at most J / 16 bytes, of float32
+_LEAST_CAPACITY = 1 << 12
+_ENTRIES_PER_BYTE = 16  # of a temporary, at least: room for candidates takes J / 16 bytes at most
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class Rows:
     def key_dtype(self) -> torch.dtype:
         """The integer that holds a key."""
         return torch.int32 if self.key_bits == 31 else torch.int64
+
+    @property
+    def offset_dtype(self) -> torch.dtype:
+        """The integer that holds a place in the row."""
+        return torch.int32 if self.numel < 2**31 else torch.int64
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a candidate's key or of its offset, whichever are more."""
+        return max(self.key_dtype.itemsize, self.offset_dtype.itemsize)
 
     @property
     def grad_or_any(self) -> Tensor:
@@ -117,15 +128,23 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def plan_for(numel: int, k: int, tile: int) -> Plan:
-    """A guess that k entries reach, but for 4 sigma of bad luck, and no more than there is room for."""
+def plan_for(numel: int, k: int, tile: int, item_bytes: int) -> Plan:
+    """A guess that k entries reach, but for 4 sigma of bad luck, and no more than there is room for.
+
+    Args:
+        numel: J.
+        k: how many are to be taken.
+        tile: entries that one program accumulates.
+        item_bytes: of a candidate's key or of its offset, whichever are more.
+    """
     num_samples = min(_MAX_SAMPLES, 1 << (numel // 16).bit_length() >> 1)
     if num_samples < _PER_KEY:
         return Plan()
     expected = k * num_samples / numel
     wanted = expected + 4 * math.sqrt(expected) + 8  # samples that reach the guess
     most = wanted + 5 * math.sqrt(wanted) + 8
-    capacity = max(1 << 12, min(numel // _LARGEST_SHARE, math.ceil(most / num_samples * numel)))
+    largest = numel // (_ENTRIES_PER_BYTE * item_bytes)
+    capacity = max(_LEAST_CAPACITY, min(largest, math.ceil(most / num_samples * numel)))
     num_keys = num_samples // _PER_KEY
     rank = math.ceil(num_keys * (1 - max(0.0, 1 - wanted / num_samples) ** _PER_KEY))
     if wanted + 4 * math.sqrt(wanted) > capacity / numel * num_samples or rank > num_keys // 2:

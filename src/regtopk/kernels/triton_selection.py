@@ -18,7 +18,7 @@ from regtopk.kernels.triton_words import (
     lead_of,
 )
 
-FEW = tl.constexpr(32)  # keys of a block that are counted faster one by one
+COUNTED_SINGLY = tl.constexpr(32)  # keys of a block, at most, that are faster counted one by one
 PART = tl.constexpr(1024)
 
 
@@ -168,7 +168,7 @@ def count_digit(
                 is_counted = is_counted & ((key >> (shift + 8)) == prefix)
             num_counted = tl.sum(is_counted.to(tl.int32))
             digit = tl.where(is_counted, (key >> shift) & (BINS - 1), 0).to(tl.int32)
-            if num_counted > FEW:
+            if num_counted > COUNTED_SINGLY:
                 counts += tl.histogram(digit, BINS)
                 counts -= tl.where(tl.arange(0, BINS) == 0, BLOCK - num_counted, 0)
             elif num_counted > 0:
@@ -236,6 +236,15 @@ def _sum_before(counts, here, NUM_STRETCHES: tl.constexpr):
     return total
 
 
+@triton.jit
+def _write_first(indices, values, k, BLOCK: tl.constexpr):
+    """What a refused row takes: its first k entries, with value 0."""
+    for start in range(tl.program_id(0) * BLOCK, k, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(indices + i, i.to(tl.int64), mask=i < k)
+        tl.store(values + i, tl.zeros((BLOCK,), values.dtype.element_ty), mask=i < k)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def write_taken(
     residual,
@@ -266,10 +275,7 @@ def write_taken(
     if IS_CHECKED and here == 0:
         tl.store(non_finite + row, is_bad.to(tl.uint8))
     if is_bad:
-        for start in range(here * BLOCK, k, tl.num_programs(0) * BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            tl.store(indices + i, i.to(tl.int64), mask=i < k)
-            tl.store(values + i, tl.zeros((BLOCK,), values.dtype.element_ty), mask=i < k)
+        _write_first(indices, values, k, BLOCK)
     else:
         work += row * num_words
         is_fast = is_enough(work, k, capacity)

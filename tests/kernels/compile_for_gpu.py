@@ -1,0 +1,71 @@
+"""Compiles every Triton program as the kernels launch it, for a GPU that need not be there.
+
+`python -m tests.kernels.compile_for_gpu` prints the programs (PYTHONPATH=src where regtopk is not installed).
+The interpreter that the other tests use takes what the compiler refuses.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from regtopk.kernels import triton as kernel
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+def compile_only(
+    program: Any,
+    grid: tuple[int, int],
+    arguments: dict[str, Any],
+    num_warps: int = 4,
+    max_registers: int | None = None,
+) -> None:
+    """In the place of `triton_launch.launch`."""
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(program.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(place,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = "*" + TYPES[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    compiled = triton.compile(ASTSource(program, signature, constants, attributes), TARGET, options)
+    assert compiled.asm["cubin"]
+    print(program.__name__, flush=True)
+
+
+def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """Nothing is launched, so what the tensors hold does not matter."""
+    num_rows, numel, k = 2, 50_003, 50
+    residual = torch.zeros(num_rows, numel, dtype=residual_dtype)
+    grad = torch.zeros(num_rows, numel, dtype=grad_dtype)
+    damped = torch.arange(k).expand(num_rows, k)
+    damping = torch.zeros(num_rows, k, dtype=residual_dtype)
+    flags = torch.zeros(num_rows, dtype=torch.bool)
+    kernel.take_largest_(residual, grad, k, damped=damped, damping=damping, non_finite=flags)
+    kernel.take_largest_(residual, grad, numel // 2)
+    kernel.take_above_(residual, grad, 1.0, k)
+    kernel.take_above_(residual, None, 1.0, k)
+    kernel.take_largest_per_chunk_(residual, grad, 4096, 4, damped=damped, damping=damping)
+    kernel.take_largest_per_chunk_(residual, grad, 4096, 4)
+
+
+def main() -> None:
+    vars(kernel)["launch"] = compile_only
+    compile_all(torch.float32, torch.float32)
+    compile_all(torch.float64, torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The Triton programs compile for a GPU, on any machine."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+MODULES = ("triton_accumulate", "triton_damping", "triton_guess", "triton_selection")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton's compiler is for Linux")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests on the GPU compile them too")
+def test_every_program_compiles(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compile_for_gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    modules = [import_module(f"regtopk.kernels.{name}") for name in MODULES]
+    programs = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if hasattr(value, "arg_names") and not name.startswith("_")
+    }
+    helpers = {
+        "key_of",
+        "lead_of",
+        "start_of",
+        "is_enough",
+        "is_refused",
+        "leading_bits_of_rank",
+        "offset_of_sample",
+    }
+    assert programs - helpers == set(done.stdout.split())

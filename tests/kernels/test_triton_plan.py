@@ -1,0 +1,69 @@
+"""What Triton's calls plan, also for rows that no memory here would hold: sizes alone are looked at."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import triton as triton_itself
+import triton.language as tl
+from torch import Tensor
+
+from regtopk.kernels import triton
+from regtopk.kernels.triton_guess import offset_of_sample
+from regtopk.kernels.triton_plan import Plan, plan_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_SAMPLES = 1 << 15
+GIVEN_OR_K_LONG = {"residual", "grad", "damped", "damping", "saved", "indices", "values", "non_finite"}
+
+
+@pytest.mark.parametrize("item_bytes", [4, 8])
+@pytest.mark.parametrize("numel", [2**19, 2**22 + 1, 124_000_000, 2**31, 2**35])
+@pytest.mark.parametrize("density", [1e-5, 1e-3, 0.004, 0.01])
+def test_candidates_take_a_sixteenth_of_a_byte_an_entry(item_bytes: int, numel: int, density: float) -> None:
+    plan = plan_for(numel, round(density * numel), 1 << 11, item_bytes)
+    assert plan.capacity * item_bytes <= numel / 16
+    assert (plan != Plan()) == (density <= 0.04 / item_bytes)  # as docs/kernels.md says
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [2**16, 2**19, 124_000_000, 2**31 - 1, 2**31])
+@pytest.mark.parametrize("density", [1e-3, 0.004, 0.01, 0.1])
+def test_no_temporary_is_larger_than_promised(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, numel: int, density: float
+) -> None:
+    temporaries: dict[str, int] = {}
+
+    def note_sizes(_program: Any, _grid: Any, arguments: dict[str, Any], *_options: Any) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and name not in GIVEN_OR_K_LONG:
+                temporaries[name] = max(value.nbytes, temporaries.get(name, 0))
+
+    monkeypatch.setattr(triton, "launch", note_sizes)
+    residual, k = torch.empty(numel, dtype=dtype, device="meta"), round(density * numel)
+    damped, damping = torch.empty(k, dtype=torch.int64, device="meta"), residual[:k]
+    flag = torch.empty((), dtype=torch.bool, device="meta")
+    triton.take_largest_(residual, residual, k, damped=damped, damping=damping, non_finite=flag)
+    assert {"work", "keys", "offsets", "slots", "tile_counts", "tile_stops", "num_above"} <= set(temporaries)
+    for name, num_bytes in temporaries.items():
+        assert num_bytes <= max(math.ceil(numel / 2048) * 128, 1 << 15), name
+
+
+def test_samples_lie_all_over_rows_of_any_size() -> None:
+    for numel in (4, 5_003, 124_000_000, 2**31, 2**33, 2**33 + 12_345, 2**36, 2**37 - 1):
+        num_groups = numel // 4
+        offsets = torch.empty(NUM_SAMPLES, dtype=torch.int64, device=DEVICE)
+        _store_offsets[(1,)](offsets, num_groups, NUM_SAMPLES)
+        group, place = (offsets // 4).cpu(), (offsets % 4).cpu()
+        assert torch.equal(place, torch.arange(NUM_SAMPLES) % 4)
+        assert bool(((group >= 0) & (group < num_groups)).all())
+        if num_groups > 10 * NUM_SAMPLES:
+            gaps = group[place == 0].sort().values.diff() / num_groups * (NUM_SAMPLES // 4)
+            assert bool(((gaps > 0.5) & (gaps < 1.5)).all())  # of the mean
+
+
+@triton_itself.jit  # type: ignore[untyped-decorator]
+def _store_offsets(out, num_groups, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, NUM)
+    tl.store(out + i, offset_of_sample(i, num_groups))
