@@ -4,7 +4,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
 # two parts that take about as long, one for each of two cores
-FIRST := tests/algorithms tests/core tests/distributed
+FIRST := tests/algorithms tests/core tests/distributed tests/report
 
 .PHONY: demo test test-first test-second lint format clean
 .DELETE_ON_ERROR:
