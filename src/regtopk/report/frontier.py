@@ -66,7 +66,7 @@ def frontier_inches(frontier: Frontier) -> tuple[float, float]:
 
 
 def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes") -> None:
-    """Points with their range over seeds, each labelled at the right of those that are near it."""
+    """Points with their range over seeds, each labelled at the right of those that are beside it."""
     points = sorted(frontier.points, key=lambda point: point.mean)
     longest = max(len(styles[point.method].label) for point in points)
     label_width = min(0.7, (LETTER_INCHES * (longest + 8) + 0.2) / AXES_INCHES)
@@ -74,12 +74,16 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
     floor = _set_y_axis(axes, points)
     bottom, top = axes.get_ylim()
     gap = (top - bottom) * LINE_INCHES / (frontier_inches(frontier)[1] - BELOW_INCHES)
-    for group in _groups(points, (label_width + 2 * MARGIN) * decades):
-        column = max(point.num_bytes for point in group) * 10 ** (MARGIN * decades)
+    columns = {
+        point.method: max(other.num_bytes for other in near) * 10 ** (MARGIN * decades)
+        for near in _groups(points, 2 * MARGIN * decades)
+        for point in near
+    }
+    for group in _groups(points, (label_width + 2 * MARGIN) * decades):  # whose labels could overlap
         shown = [max(point.mean, floor) for point in group]
         places = spread_apart(shown, gap, bottom + gap / 2, top - gap / 2)
         for point, place in zip(group, places, strict=True):
-            _draw_point(axes, point, floor, (column, place), styles[point.method])
+            _draw_point(axes, point, floor, (columns[point.method], place), styles[point.method])
     axes.set_ylabel("test accuracy, %")
     axes.set_xlabel("bytes a worker contributes each step")
     if frontier.budget is not None:
@@ -110,7 +114,7 @@ def _set_y_axis(axes: "Axes", points: Sequence[Point]) -> float:
 
 
 def _groups(points: Sequence[Point], least_decades: float) -> list[list[Point]]:
-    """Points whose bytes are too near for labels between them, each group in the order of the points."""
+    """Points whose bytes are nearer than that to those of another, each group in the order of the points."""
     by_bytes = sorted(point.num_bytes for point in points)
     ends = [at for at, after in pairwise(by_bytes) if math.log10(after / at) > least_decades]
     bounds = pairwise([0.0, *ends, math.inf])
