@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from regtopk._version import __version__
+from regtopk.core.algorithm import WithDensity
 from regtopk.core.words import counted
+from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
@@ -78,8 +80,8 @@ def _methods_and_seeds(config: DeepConfig, records: list[Record]) -> dict[str, s
     methods = [*(record["method"] for record in records), *(m.label for m in config.parsed_methods)]
     seeds = sorted({*(record["seed"] for record in records), *config.parsed_seeds})
     is_count = seeds == list(range(len(seeds)))
-    words = str(len(seeds)) if is_count else f"{seeds[0]}-{seeds[0]}" if len(seeds) == 1 else ""
-    return {"methods": ",".join(dict.fromkeys(methods)), "seeds": words or ",".join(map(str, seeds))}
+    which = "".join(f"{seed}," for seed in seeds)
+    return {"methods": ",".join(dict.fromkeys(methods)), "seeds": str(len(seeds)) if is_count else which}
 
 
 def _open_groups(config: DeepConfig, records: list[Record]) -> list[tuple[Method, list[int]]]:
@@ -112,13 +114,12 @@ def _load(config: DeepConfig) -> Examples:
 def _check_fits(config: DeepConfig, examples: Examples, num_entries: int) -> None:
     """Refuse a split that these examples do not have, and a k that is larger than the network."""
     divide(examples.labels, config.num_workers, config.split, config.parsed_seeds[0])
+    anyone = torch.ones(()), torch.zeros((), dtype=torch.int64), config.num_workers, 0
+    worker = Worker(*anyone, Layout.anonymous(num_entries))
     for method in config.parsed_methods:
-        algorithm = method.algorithm(config.density if method.takes_density else None, config.value_code)
-        k = getattr(algorithm, "k", None)
-        if k is not None and k > num_entries:
-            raise ArgumentError(
-                f"k of {method.label!r} must be at most the network's entries, {num_entries}, got {k}"
-            )
+        algorithm = method.algorithm(config.density, config.value_code)
+        if isinstance(algorithm, WithDensity):
+            algorithm.num_selected(worker)
 
 
 def _run(

@@ -99,10 +99,10 @@ def test_other_data_do_not_mix_with_a_folder_even_after_a_slice_with_nothing_to_
 
 def test_the_settings_of_a_folder_name_all_methods_and_seeds(tmp_path: Path) -> None:
     run(replace(QUICK, methods="topk", seeds="3-3"), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["config"]["seeds"] == "3-3"
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["seeds"] == "3,"
     run(replace(QUICK, methods="regtopk", seeds="1"), tmp_path, resume=True)
     settings = json.loads((tmp_path / "config.json").read_text())["config"]
-    assert (settings["methods"], settings["seeds"]) == ("topk,regtopk", "0,3")
+    assert (settings["methods"], settings["seeds"]) == ("topk,regtopk", "0,3,")
 
 
 def test_a_torn_last_line_is_run_again(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_bad_settings_are_refused(setting: dict[str, object], message: str) -> N
 
 def test_what_does_not_fit_leaves_no_folder(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"methods": "dense,topk:k=100000"}, "k of 'topk:k=100000' must be at most the network's entries"),
+        ({"methods": "dense,topk:k=100000"}, "k must be at most the number of entries, J = 19546"),
         ({"split": "sorted:9999"}, "split='sorted:9999' need at least"),
         ({"data": "/nowhere"}, "data must be empty for digits"),
     ]

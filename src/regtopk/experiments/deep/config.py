@@ -122,7 +122,7 @@ class DeepConfig:
         check_density(self.density)
         check_value_code(self.value_code)
         for method in methods:
-            method.algorithm(self.density if method.takes_density else None, self.value_code)
+            method.algorithm(self.density, self.value_code)
         if self.like:
             parse_like(self.like)
         if self.sends == "difference" and self.optimizer == "adam":
