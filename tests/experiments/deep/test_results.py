@@ -97,6 +97,12 @@ def test_what_has_not_run_on_both_seeds_is_not_picked() -> None:
     assert claim["method"] == "topk"
 
 
+def test_without_fresh_seeds_nothing_is_claimed() -> None:
+    finding = summary_of({BASE: [40.0], "topk": [50.0], "regtopk": [51.0]})["finding"]
+    expected = f"against {BASE}: topk +10.0 points (1 seed); regtopk +11.0 points (1 seed)."
+    assert finding == f"At equal bytes, not tried on fresh seeds, {expected}"
+
+
 def test_differences_are_of_the_seeds_that_both_have() -> None:
     records = [r for seed in (0, 1, 2) for r in curve(BASE, seed, 40.0 + seed)]
     records += [r for seed in (1, 2, 5) for r in curve("topk", seed, 45.0 + seed)]
