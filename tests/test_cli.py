@@ -152,14 +152,13 @@ def test_demo_runs_again_but_spares_other_runs(tmp_path: Path, monkeypatch: pyte
     assert code == 2 and "--force" in err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_and_the_progress_bar(tmp_path: Path) -> None:
     words = ["reproduce", "fig2", "--out", str(tmp_path / "run"), "--set", "num_iterations=1000000"]
     terminal, stderr = pty.openpty()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so
-    process = subprocess.Popen(  # would what it starts
+    process = subprocess.Popen(
         [sys.executable, "-m", "regtopk", *words], stderr=stderr, stdout=subprocess.PIPE, text=True
     )
-    signal.signal(signal.SIGINT, before)
     os.close(stderr)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 20_000):

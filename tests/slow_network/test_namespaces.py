@@ -109,6 +109,7 @@ def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @needs_namespaces
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_remove_what_was_made(number: signal.Signals) -> None:
     words = [sys.executable, "-m", "benchmarks.slow_network", "steps", "--workers", "2", "--model", "small"]
