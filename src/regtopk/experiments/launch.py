@@ -68,7 +68,8 @@ def launch(entry: Entry, settings: Mapping[str, Any], num_workers: int) -> Gener
 
 def emit(record: Record) -> None:
     """Hand a record to the process that called `launch`."""
-    print(json.dumps(record), flush=True)
+    sys.stdout.write(json.dumps(record) + "\n")  # in one piece: where nothing is buffered, print makes two,
+    sys.stdout.flush()  # and another rank's may come between
 
 
 def main() -> None:
