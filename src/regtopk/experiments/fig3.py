@@ -20,7 +20,7 @@ from regtopk.core.algorithm import WithDensity
 from regtopk.core.words import counted
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
-from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
@@ -54,7 +54,7 @@ def record(
     done = read_records(folder) if resume else []
     header = make_header(
         "fig3",
-        title=f"{TITLE}: {config.preset}{', at equal bytes' if config.like else ''}",
+        title=_title(config),
         about=_about(config),
         command=command,
         config={**asdict(config), **_methods_and_seeds(config, done)},
@@ -244,6 +244,18 @@ def _kernels(config: DeepConfig) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0])
         torch.backends.cudnn.benchmark = was[1]
+
+
+def _title(config: DeepConfig) -> str:
+    """The preset, and what of it was changed."""
+    free = {"device", "deterministic", "compiled", "precision", "evaluate_every", "like", "value_code"}
+    preset = DeepConfig(preset=config.preset, **PRESETS[config.preset]).protocol
+    changed = {
+        key: value for key, value in config.protocol.items() if key not in free and value != preset[key]
+    }
+    words = [key if value is True else f"{key}={value}" for key, value in changed.items()]
+    budget = [f"at the bytes of {config.like}"] if config.like else []
+    return f"{TITLE}: {', '.join([config.preset, *words, *budget])}"
 
 
 def _about(config: DeepConfig) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WIDTH_INCHES = 9.5
 AXES_INCHES = 8.4  # what of the width is left to the axes
 LINE_INCHES = 0.17  # between two labels
-LETTER_INCHES = 0.068
+LETTER_INCHES = 0.052
 LEAST_HEIGHT_INCHES = 2.6  # of the axes
 BELOW_INCHES = 0.8  # for the axis and its label
 TITLE = "Accuracy against bytes a step: mean and range over seeds"

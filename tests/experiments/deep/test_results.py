@@ -109,3 +109,19 @@ def test_differences_are_of_the_seeds_that_both_have() -> None:
     found = {r["method"]: r["difference_from_topk"] for r in summarise(EQUAL_BYTES, records)["results"]}
     assert found[BASE] is None
     assert found["topk"]["seeds"] == [1, 2] and found["topk"]["mean"] == pytest.approx(5)
+
+
+def test_the_base_has_the_lr_that_is_best_for_it() -> None:
+    """As the method that is held against it may have: both are chosen on the picking seeds."""
+    finals = {
+        BASE: [40.0] * 4,
+        f"{BASE}:lr=0.3": [45.0, 45.0, 46.0, 48.0],
+        "topk": [50.0] * 4,
+        "topk:lr=0.3": [52.0, 52.0, 55.0, 57.0],
+    }
+    summary = summary_of(finals)
+    assert summary["base"] == summary["claim"]["against"] == f"{BASE}:lr=0.3"
+    assert summary["claim"]["method"] == "topk:lr=0.3"
+    assert summary["claim"]["gain"]["mean"] == pytest.approx(9)
+    found = {r["method"]: r["difference_from_topk"] for r in summary["results"]}
+    assert found[f"{BASE}:lr=0.3"] is None and found[BASE]["mean"] == pytest.approx(-6)

@@ -33,16 +33,18 @@ def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
     """Every finished method: accuracy by seed, mean, spread, bytes, time, and the difference from Top-k."""
     finals = _finals(config, records)
     is_base = _is_like if config.like else _is_topk
-    base = next((label for label in finals if is_base(config, label)), None)
+    bases = [label for label in finals if is_base(config, label)]
+    base = _best(finals, bases) if config.like else next(iter(bases), None)
     results = [_result(config, records, label, finals, base) for label in finals]
-    claim = _claim(finals, base, {r["method"]: r["payload_bytes_per_step"] for r in results})
+    num_bytes = {r["method"]: r["payload_bytes_per_step"] for r in results}
+    claim = _claim(finals, bases, num_bytes) if config.like else None
     return {
         "preset": config.preset,
         "metric": "accuracy",
         "base": base,
         "results": results,
-        "claim": claim if config.like else None,
-        "finding": finding(config, results, base, claim if config.like else None),
+        "claim": claim,
+        "finding": finding(config, results, base, claim),
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
@@ -55,11 +57,23 @@ def _is_topk(config: DeepConfig, label: str) -> bool:
 
 
 def _is_like(config: DeepConfig, label: str) -> bool:
-    """Whether a method is the one whose bytes all of them have."""
+    """Whether a method is the one whose bytes all of them have, with any lr."""
     method = Method.parse(label, lr=config.lr)
     name, options = parse_method(method.spec)
     own = name, options.get("density"), method.index_code, options.get("value_code", config.value_code)
     return own == parse_like(config.like)
+
+
+def _best(finals: dict[str, dict[int, float]], labels: Sequence[str]) -> str | None:
+    """The most accurate on the picking seeds, of those that ran on them all; without such, the first."""
+    picked = [label for label in labels if all(seed in finals[label] for seed in PICKING_SEEDS)]
+    if not picked:
+        return next(iter(labels), None)
+    return max(picked, key=lambda label: _accuracy_there(finals[label]))
+
+
+def _accuracy_there(own: dict[int, float]) -> float:
+    return fmean(own[seed] for seed in PICKING_SEEDS)
 
 
 def _finals(config: DeepConfig, records: Sequence[Record]) -> dict[str, dict[int, float]]:
@@ -114,27 +128,31 @@ def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] 
 
 
 def _claim(
-    finals: dict[str, dict[int, float]], base: str | None, num_bytes: dict[str, float]
+    finals: dict[str, dict[int, float]], bases: Sequence[str], num_bytes: dict[str, float]
 ) -> dict[str, Any] | None:
-    """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds."""
+    """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds.
+
+    Both sides have the lr, of those that were run, that is best for them on the picking seeds.
+    """
+    base = _best(finals, bases)
     if base is None:
         return None
-    candidates = {
-        label: fmean(own[seed] for seed in PICKING_SEEDS)
+    candidates = [
+        label
         for label, own in finals.items()
-        if label != base
+        if label not in bases
         and num_bytes[label] <= MOST_BYTES * num_bytes[base]
         and all(seed in own for seed in PICKING_SEEDS)
         and Method.parse(label, lr=1.0).spec.split(":")[0] not in NOT_PRACTICAL
-    }
-    if not candidates:
+    ]
+    best = _best(finals, candidates)
+    if best is None:
         return None
-    best = max(candidates, key=lambda label: candidates[label])
     fresh = {seed: value for seed, value in finals[best].items() if seed not in PICKING_SEEDS}
     return {
         "method": best,
         "picked_on": list(PICKING_SEEDS),
-        "accuracy_there": candidates[best],
+        "accuracy_there": _accuracy_there(finals[best]),
         "against": base,
         "bytes_per_step": {label: num_bytes[label] for label in (best, base)},
         "gain": difference(fresh, finals[base]),

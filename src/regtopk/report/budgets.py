@@ -1,0 +1,78 @@
+"""Several budgets in one figure: what methods reach with how many bytes a step.
+
+``python -m regtopk.report.budgets FOLDER FOLDER ... PICTURE``: of runs that differ in their budget alone.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from regtopk.errors import ArgumentError
+from regtopk.report.figure import Drawing, draw_all
+from regtopk.report.frontier import Point, frontier_of
+from regtopk.report.panels import label_log_axis, line_of
+from regtopk.report.style import Style, styles_of
+from regtopk.runs import Run, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLE = "Accuracy against bytes a step, several budgets: mean and range over seeds"
+SIZE_INCHES = (7.0, 4.2)
+
+
+def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
+    """Each method that all the runs have, whatever its density there, by rising bytes.
+
+    Raises:
+        ArgumentError: there are fewer than two runs, one was not made for bytes, or nothing is in them all.
+    """
+    if len(runs) < 2:
+        raise ArgumentError(f"folders must be at least two, got {len(runs)}")
+    found: dict[str, list[Point]] = {}
+    for run in runs:
+        frontier = frontier_of(run)
+        if frontier is None:
+            raise ArgumentError(f"folders must hold runs in which bytes were measured, got {run.folder}")
+        for point in frontier.points:
+            found.setdefault(_without_density(point.method), []).append(point)
+    curves = {
+        method: sorted(points, key=lambda point: point.num_bytes)
+        for method, points in found.items()
+        if len(points) == len(runs) and points[0].num_bytes != points[-1].num_bytes
+    }
+    if not curves:
+        raise ArgumentError("folders must have a method in common whose bytes differ, got none")
+    return curves
+
+
+def _without_density(method: str) -> str:
+    return ":".join(word for word in method.split(":") if not word.startswith("density="))
+
+
+def draw_budgets(runs: Sequence[Run], picture: Path) -> None:
+    """One line a method, over all the budgets."""
+    curves = curves_of(runs)
+    styles = styles_of(list(curves), value_code=runs[0].header["config"].get("value_code", ""))
+    drawing = Drawing(TITLE, SIZE_INCHES, partial(_draw, curves, styles), is_wide=True)
+    draw_all([drawing], list(styles.values())).savefig(picture, dpi=160, facecolor="white")
+
+
+def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes") -> None:
+    for method, points in curves.items():
+        x = [point.num_bytes for point in points]
+        line = line_of(styles[method])
+        axes.plot(x, [point.mean for point in points], marker="o", ms=5, **line)
+        low, high = [point.low for point in points], [point.high for point in points]
+        axes.fill_between(x, low, high, color=line["color"], alpha=0.15, lw=0)
+    axes.set_xscale("log")
+    label_log_axis(axes.xaxis, *axes.get_xlim())
+    axes.set_xlabel("bytes a worker contributes each step")
+    axes.set_ylabel("test accuracy, %")
+
+
+if __name__ == "__main__":
+    *folders, picture = map(Path, sys.argv[1:])
+    draw_budgets([read_run(folder) for folder in folders], picture)

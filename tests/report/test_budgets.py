@@ -1,0 +1,55 @@
+"""Several budgets in one figure."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regtopk.errors import ArgumentError
+from regtopk.report.budgets import curves_of, draw_budgets
+from regtopk.runs import Run
+
+
+def run_of(num_bytes: float, finals: dict[str, list[float]]) -> Run:
+    results: list[dict[str, Any]] = [
+        {
+            "method": method,
+            "payload_bytes_per_step": num_bytes,
+            "mean": sum(final) / len(final),
+            "final": final,
+        }
+        for method, final in finals.items()
+    ]
+    summary = {"metric": "accuracy", "base": next(iter(finals)), "results": results}
+    return Run(
+        Path("here"), {"config": {"like": "topk:0.01:raw32:float32", "value_code": "4bit"}}, [], summary
+    )
+
+
+RUNS = [
+    run_of(400.0, {"topk:density=0.04:lr=1": [60.0, 62.0], "consensus": [70.0], "dgc": [10.0]}),
+    run_of(100.0, {"topk:density=0.01:lr=1": [50.0, 54.0], "consensus": [60.0]}),
+]
+
+
+def test_methods_that_all_runs_have_rise_with_the_bytes() -> None:
+    curves = curves_of(RUNS)
+    assert list(curves) == ["topk:lr=1", "consensus"]
+    points = [(point.num_bytes, point.low, point.mean, point.high) for point in curves["topk:lr=1"]]
+    assert points == [(100.0, 50.0, 52.0, 54.0), (400.0, 60.0, 61.0, 62.0)]
+
+
+def test_what_tells_nothing_of_budgets_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="at least two"):
+        curves_of(RUNS[:1])
+    with pytest.raises(ArgumentError, match="in common"):
+        curves_of([RUNS[0], run_of(100.0, {"randomk": [1.0]})])
+    other = Run(Path("there"), RUNS[0].header, [], {"metric": "gap", "results": []})
+    with pytest.raises(ArgumentError, match="there"):
+        curves_of([RUNS[0], other])
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "budgets.png"
+    draw_budgets(RUNS, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
