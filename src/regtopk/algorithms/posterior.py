@@ -98,20 +98,21 @@ class PosteriorScore:
         else:
             below = worker.weight * accumulated(last.indices)
             above = below + (last.aggregate - last.own)
-        distance = (above.double() / below.double()).abs_().clamp_(max=_LARGEST_X * self.mu)  # |1 + D|
-        is_zero = below == 0
-        distance.masked_fill_(is_zero, 0.0)  # a^t = 0: its score is 0 whatever D is
+        distance = above.double().div_(below).abs_()  # |1 + D|
+        if below is not last.own:
+            distance.masked_fill_(below == 0, 0.0)  # a^t = 0: its score is 0 whatever D is
         factor = self._u(distance)
-        if self.q != math.inf:
-            factor = factor / self._factor_elsewhere()
-        was_zero = is_zero if below is last.own else last.own == 0
-        factor = factor.masked_fill(was_zero, 1.0)  # sent as exactly zero: as if not sent
-        dtype = last.own.dtype
-        return factor.clamp_(max=torch.finfo(dtype).max).to(dtype)  # finite, so that 0 · factor is 0
+        if self.q != math.inf or callable(self.regularizer):  # otherwise it is at most 1
+            largest = torch.finfo(last.own.dtype).max  # finite, so that 0 · factor is 0
+            factor = (factor / self._factor_elsewhere()).clamp_(max=largest)
+        # sent as exactly zero: as if not sent
+        return factor.masked_fill(last.own == 0, 1.0).to(last.own.dtype)
 
     def _u(self, x: Tensor) -> Tensor:
-        u = REGULARIZERS[self.regularizer] if isinstance(self.regularizer, str) else self.regularizer
-        return u(x, self.mu)
+        if isinstance(self.regularizer, str):
+            return REGULARIZERS[self.regularizer](x, self.mu)
+        # nothing was sent where x is NaN, so that its u does not count
+        return self.regularizer(x.nan_to_num(nan=0.0).clamp_(max=_LARGEST_X * self.mu), self.mu)
 
     def _factor_elsewhere(self) -> float:
         """C = u_mu(|1 + Q|), the factor of all entries that were not sent last."""

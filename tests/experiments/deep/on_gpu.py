@@ -1,0 +1,123 @@
+"""Deep trainings on a real GPU: graphs, exactness, and that the host does not wait.
+
+`python -m tests.experiments.deep.on_gpu` runs all of it without pytest (PYTHONPATH=src where regtopk is not
+installed); `pytest -m gpu` does too.
+"""
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.engine import Engine
+from regtopk.experiments.deep.examples import Examples, load_examples
+from regtopk.experiments.deep.flat import flatten
+from regtopk.experiments.deep.networks import NETWORKS
+from regtopk.experiments.deep.plan import first_params, make_engine
+from regtopk.experiments.deep.training import Training
+from regtopk.experiments.fig3 import record
+from regtopk.runs import read_records
+
+DEVICE = "cuda"
+MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
+SMOKE = DeepConfig(**{**PRESETS["smoke"], "preset": "smoke", "device": DEVICE})
+NUM_SEEN = 7  # records, until a run is interrupted
+
+
+class StopHereError(Exception):
+    pass
+
+
+def random_examples(num: int = 200) -> Examples:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(num, 32, 32, 3, generator=generator).to(DEVICE)
+    labels = torch.randint(10, (num,), generator=generator)
+    return Examples(images, labels.to(DEVICE), images[:50], labels[:50].to(DEVICE), labels, 10)
+
+
+def a_graph_computes_what_plain_calls_do() -> None:
+    """With parallel branches, for several models, with weights of their own or not; and again on new rows."""
+    examples = random_examples()
+    for name in ("small-cnn", "resnet18", "resnet18-gn"):
+        torch.manual_seed(0)
+        network = NETWORKS[name](10)
+        params = flatten(network).to(DEVICE).repeat(2, 1)
+        params[1] *= 1.01
+        for has_own_weights in (False, True):
+            given = params.unsqueeze(1).repeat(1, 4, 1) if has_own_weights else params
+            plain, graph = (
+                Engine(
+                    network, examples, num_models=2, num_workers=4, batch_size=5, num_branches=branches,
+                    has_own_weights=has_own_weights,
+                )
+                for branches in (0, 8)
+            )  # fmt: skip
+            for seed in range(3):
+                rows = torch.randint(200, (2, 4, 5), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+                (expected, losses), (found, found_losses) = plain.grads(given, rows), graph.grads(given, rows)
+                torch.testing.assert_close(found_losses, losses, rtol=1e-3, atol=1e-3)
+                error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+                assert float(error.max()) < 0.02, (name, error)  # TF32, and other kernels in a graph
+
+
+def measured(config: DeepConfig, folder: Path, *, resume: bool = False) -> list[tuple[object, ...]]:
+    record(config, folder, command="regtopk reproduce fig3", resume=resume)
+    return sorted({tuple(r[name] for name in MEASURED) for r in read_records(folder)})
+
+
+def deterministic_runs_are_the_same_bits() -> None:
+    """Twice, and interrupted and resumed."""
+    methods = "dense,topk,regtopk:mu=1,dgc,consensus:value_code=4bit,global-topk,randomk,sketch"
+    config = replace(SMOKE, deterministic=True, methods=methods, seeds="2", num_rounds=30, evaluate_every=5)
+    with TemporaryDirectory() as folder:
+        whole = measured(config, Path(folder) / "whole")
+        assert measured(config, Path(folder) / "again") == whole
+        seen: list[str] = []
+
+        def say(fraction: float, words: str) -> None:
+            seen.append(words)
+            if len(seen) == NUM_SEEN:
+                raise StopHereError
+
+        parts = Path(folder) / "parts"
+        with suppress(StopHereError):
+            record(config, parts, command="regtopk reproduce fig3", say=say)
+        assert 0 < len(read_records(parts)) < len(whole)
+        assert measured(config, parts, resume=True) == whole
+
+
+def rounds_never_wait_for_the_device() -> None:
+    config = replace(SMOKE, methods="dense,topk,regtopk:mu=1,dgc,consensus")
+    examples = load_examples(config.data_set, config.data, DEVICE, None)
+    engine = make_engine(config, examples, 1)
+    for method in config.parsed_methods:
+        start = first_params(config, examples, 0).view(1, -1)
+        training = Training(engine, config, method, density=0.01, start=start, seeds=[0])
+        training.run_until(3)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            training._round()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+CHECKS = (
+    a_graph_computes_what_plain_calls_do,
+    deterministic_runs_are_the_same_bits,
+    rounds_never_wait_for_the_device,
+)
+
+
+def main() -> None:
+    for check in CHECKS:
+        start = time.perf_counter()
+        check()
+        print(f"ok  {check.__name__}  {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
