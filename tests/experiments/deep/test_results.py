@@ -125,3 +125,9 @@ def test_the_base_has_the_lr_that_is_best_for_it() -> None:
     assert summary["claim"]["gain"]["mean"] == pytest.approx(9)
     found = {r["method"]: r["difference_from_topk"] for r in summary["results"]}
     assert found[f"{BASE}:lr=0.3"] is None and found[BASE]["mean"] == pytest.approx(-6)
+
+
+def test_a_base_that_is_not_run_is_asked_for() -> None:
+    summary = summary_of({"topk": [50.0] * 3})
+    assert summary["base"] is None and summary["claim"] is None
+    assert f"not run yet: --methods {BASE}." in summary["finding"]

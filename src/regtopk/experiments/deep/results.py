@@ -64,6 +64,12 @@ def _is_like(config: DeepConfig, label: str) -> bool:
     return own == parse_like(config.like)
 
 
+def _like_method(config: DeepConfig) -> str:
+    """The words that `_is_like` looks for."""
+    name, density, index_code, value_code = parse_like(config.like)
+    return f"{name}:density={density:g}:index_code={index_code}:value_code={value_code}"
+
+
 def _best(finals: dict[str, dict[int, float]], labels: Sequence[str]) -> str | None:
     """The most accurate on the picking seeds, of those that ran on them all; without such, the first."""
     picked = [label for label in labels if all(seed in finals[label] for seed in PICKING_SEEDS)]
@@ -170,6 +176,8 @@ def finding(
             f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
         )
     compared = [r for r in results if r["difference_from_topk"]]
+    if config.like and base is None:
+        return f"At equal bytes; what all are compared with is not run yet: --methods {_like_method(config)}."
     if config.like:
         said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in compared)
         return f"At equal bytes, not tried on fresh seeds, against {base}: {said or 'nothing run'}."
