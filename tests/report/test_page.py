@@ -139,3 +139,12 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     message = r"figures need matplotlib: pip install 'regtopk\[plots\]', then regtopk report DIR"
     with pytest.raises(MissingExtraError, match=message):
         write_report(tmp_path)
+
+
+def test_the_page_says_what_it_ran_on_and_keeps_the_columns_in_order(tmp_path: Path) -> None:
+    table = [{"measure": "dense", "density": None, "lr": 1.0}, {"measure": "topk", "density": 0.1, "lr": 1.0}]
+    write_run(tmp_path)
+    write_json(tmp_path / SUMMARY, {"table": table, "hardware": ["A <GPU>"], "minutes": 2.6})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "A &lt;GPU&gt;; 3 minutes of finished runs." in page
+    assert re.findall(r"<th>([^<]*)</th>", page) == ["", "density", "lr"]

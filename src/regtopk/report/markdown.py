@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from regtopk.core.words import counted
-from regtopk.report.style import format_number
+from regtopk.report.style import format_number, hardware_and_time
 from regtopk.runs import read_run
 
 
@@ -16,9 +15,7 @@ def as_markdown(folder: Path) -> str:
     head = ["method" if name == "measure" else name for name in columns]
     lines = [run.summary.get("finding", ""), "", f"| {' | '.join(head)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(format_number(row.get(name)) for name in columns)} |" for row in rows]
-    minutes = counted(round(run.summary["minutes"]), "minute")
-    hardware = ", ".join(run.summary["hardware"])
-    return "\n".join([*lines, "", f"{hardware}; {minutes} of finished runs."]).lstrip() + "\n"
+    return "\n".join([*lines, "", hardware_and_time(run.summary)]).lstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """How methods and numbers look, in tables, figures and pages alike."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from regtopk.core.words import counted
 
 
 @dataclass(frozen=True)
@@ -121,3 +124,9 @@ def format_number(number: object) -> str:
         return f"{number:.3g}"
     mantissa, _, exponent = f"{number:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def hardware_and_time(summary: Mapping[str, Any]) -> str:
+    """What a run ran on, and for how long."""
+    minutes = counted(round(summary["minutes"]), "minute")
+    return f"{', '.join(summary['hardware'])}; {minutes} of finished runs."
