@@ -6,6 +6,7 @@ Run it again with --resume and it goes on from its checkpoint. Needs `pip instal
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -33,14 +34,18 @@ def main() -> None:
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
-    rank = dist.get_rank()
+    train(arguments, device)
+    gc.collect()  # the model goes first: what still holds the group would keep its threads into Python's exit
+    dist.destroy_process_group()
 
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = (torch.tensor(images, dtype=torch.float32) / 16)[order], torch.tensor(labels)[order]
-    train, test = TensorDataset(x[:1437], y[:1437]), (x[1437:].to(device), y[1437:].to(device))
-    sampler = DistributedSampler(train)
-    loader = DataLoader(train, batch_size=32, sampler=sampler)
+    known, test = TensorDataset(x[:1437], y[:1437]), (x[1437:].to(device), y[1437:].to(device))
+    sampler = DistributedSampler(known)
+    loader = DataLoader(known, batch_size=32, sampler=sampler)
 
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -60,12 +65,11 @@ def main() -> None:
             optimizer.step()
         save(arguments.checkpoint, epoch + 1, network, optimizer, exchange)
 
-    if rank == 0:
+    if dist.get_rank() == 0:
         with torch.no_grad():
             accuracy = (network(test[0]).argmax(-1) == test[1]).float().mean()
         print(f"{100 * float(accuracy):.1f} % of the test digits read right")
         print(exchange.summary())
-    dist.destroy_process_group()
 
 
 def save(folder: Path, epoch: int, network: nn.Module, optimizer, exchange: regtopk.Exchange) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from regtopk import ALGORITHMS, __version__
 from regtopk.cli import app
+from tests.processes import ended
 
 QUICK = "--set", "num_iterations=5"
 
@@ -156,18 +157,16 @@ def test_demo_runs_again_but_spares_other_runs(tmp_path: Path, monkeypatch: pyte
 def test_ctrl_c_and_the_progress_bar(tmp_path: Path) -> None:
     words = ["reproduce", "fig2", "--out", str(tmp_path / "run"), "--set", "num_iterations=1000000"]
     terminal, stderr = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "regtopk", *words], stderr=stderr, stdout=subprocess.PIPE, text=True
-    )
-    os.close(stderr)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 20_000):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    shown = read_all(terminal)
-    assert process.wait(timeout=60) == 130
-    with process.stdout or open(os.devnull) as stdout:
-        assert stdout.read() == ""
+    command = [sys.executable, "-m", "regtopk", *words]
+    with ended(subprocess.Popen(command, stderr=stderr, stdout=subprocess.PIPE, text=True)) as process:
+        os.close(stderr)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 20_000):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        shown = read_all(terminal)
+        assert process.wait(timeout=60) == 130
+        assert process.stdout is not None and process.stdout.read() == ""
     assert "fig2" in shown and "Traceback" not in shown
     assert shown.rstrip().endswith("regtopk: interrupted")
     assert all(json.loads(line) for line in metrics.read_text().splitlines())

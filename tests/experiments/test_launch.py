@@ -9,6 +9,7 @@ import pytest
 from regtopk.errors import ClusterError
 from regtopk.experiments.launch import launch
 from tests.experiments import ranks
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 CALLER = """
@@ -56,7 +57,7 @@ def test_every_rank_is_heard_and_ends_when_nobody_listens() -> None:
 
 
 def test_ranks_end_with_their_caller() -> None:
-    with subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True) as caller:
+    with ended(subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True)) as caller:
         assert caller.stdout is not None
         pids = [int(caller.stdout.readline()) for _ in range(2)]
         caller.kill()

@@ -12,6 +12,7 @@ import torch
 from regtopk.errors import GradientError
 from regtopk.experiments import side_by_side as module
 from regtopk.experiments.side_by_side import side_by_side
+from tests.processes import ended
 
 
 @pytest.fixture(params=["forked", "in turn"], autouse=True)
@@ -89,7 +90,7 @@ for here, there in side_by_side([pids, pids]):
 def test_a_caller_that_is_killed_takes_the_processes_with_it(is_forked: bool) -> None:
     if not is_forked or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("no process to end")
-    with subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True) as caller:
+    with ended(subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True)) as caller:
         assert caller.stdout is not None
         process = Path(f"/proc/{int(caller.stdout.readline())}")
         assert process.exists()

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.slow_network.__main__ import links_of, main
 from benchmarks.slow_network.links import token_bucket
 from benchmarks.slow_network.namespaces import PREFIX, Namespaces, command, existing, left_behind
+from tests.processes import ended
 from tests.slow_network.network import interfaces, needs_namespaces
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def round_trip_s(namespaces: Namespaces) -> float:
     """How long the first worker waits for an echo from the second."""
     inside = [["ip", "netns", "exec", worker, sys.executable, "-c"] for worker in namespaces.workers]
     address = namespaces.address(1)
-    with subprocess.Popen([*inside[1], ECHO, address], stdout=subprocess.PIPE, text=True) as echo:
+    with ended(subprocess.Popen([*inside[1], ECHO, address], stdout=subprocess.PIPE, text=True)) as echo:
         assert echo.stdout is not None and echo.stdout.readline() == "listening\n"
         call = subprocess.run([*inside[0], CALL, address], capture_output=True, text=True, check=True)
     return float(call.stdout)
@@ -90,19 +91,20 @@ def test_failure_removes_what_was_made() -> None:
 
 @needs_namespaces
 def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    dead, other = f"{PREFIX}-{ended.pid}-0", f"regtopk-test-{os.getpid()}"
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    dead, other = f"{PREFIX}-{gone.pid}-0", f"regtopk-test-{os.getpid()}"
     with links_of(2):
         command("ip", "netns", "add", dead)
         command("ip", "netns", "add", other)
-        lost = subprocess.Popen(["ip", "netns", "exec", dead, "sleep", "1000"], start_new_session=True)
+        sleep = ["ip", "netns", "exec", dead, "sleep", "1000"]
         try:
-            assert dead in left_behind()
-            assert main(["clean"]) == 0
-            assert dead in capsys.readouterr().out
-            assert dead not in existing() and len(own()) == 3
-            assert lost.wait() == -signal.SIGTERM
+            with ended(subprocess.Popen(sleep, start_new_session=True, text=True)) as lost:
+                assert dead in left_behind()
+                assert main(["clean"]) == 0
+                assert dead in capsys.readouterr().out
+                assert dead not in existing() and len(own()) == 3
+                assert lost.wait() == -signal.SIGTERM
             assert other in command("ip", "netns", "list")
         finally:
             command("ip", "netns", "del", other)
@@ -113,12 +115,14 @@ def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_remove_what_was_made(number: signal.Signals) -> None:
     words = [sys.executable, "-m", "benchmarks.slow_network", "steps", "--workers", "2", "--model", "small"]
-    run = subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    mine = f"{PREFIX}-{run.pid}-"
-    while run.poll() is None and not any(_is_used(name) for name in existing() if name.startswith(mine)):
-        time.sleep(0.05)
-    run.send_signal(number)
-    said = run.communicate()[1]
+    with ended(
+        subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    ) as run:
+        mine = f"{PREFIX}-{run.pid}-"
+        while run.poll() is None and not any(_is_used(name) for name in existing() if name.startswith(mine)):
+            time.sleep(0.05)
+        run.send_signal(number)
+        said = run.communicate()[1]
     assert run.returncode == 130
     assert said.endswith("interrupted; the namespaces are removed\n")
     assert not [name for name in existing() if name.startswith(mine)]

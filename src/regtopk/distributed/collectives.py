@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the world group of that moment as a default, and DDP imports it: after init_process_group
+# that keeps the group, and gloo's threads, for good. A thread that lets go of a tensor while Python exits
+# aborts the rank ("terminate called without an active exception"). Imported now, there is no group to keep.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from regtopk.errors import ClusterError

@@ -4,6 +4,7 @@ Every rank trains a small network on its own rows of the same shuffled batches. 
 a hook; the algorithm is the same script with `regtopk.attach`.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -125,6 +126,13 @@ def train_rank(settings: Mapping[str, Any]) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+    train_both(config, device)
+    gc.collect()  # the models go first: what still holds the group would keep its threads into Python's exit
+    dist.destroy_process_group()
+
+
+def train_both(config: TrainConfig, device: torch.device) -> None:
+    """Dense, then the algorithm, on the group that there is."""
     digits = load_digits(device)
     for algorithm in (None, make_algorithm(config)):
         method = "dense" if algorithm is None else algorithm.name
@@ -147,7 +155,6 @@ def train_rank(settings: Mapping[str, Any]) -> None:
             if step < config.num_steps:
                 for training in trainings:
                     training.step()
-    dist.destroy_process_group()
 
 
 def make_record(
