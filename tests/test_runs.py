@@ -63,6 +63,28 @@ def test_force_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_run_that_is_being_written_is_not_replaced(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"loss": 1.0})
+        with pytest.raises(OutputError, match="must not be written by another process"):
+            RunWriter(tmp_path, HEADER, force=True)
+        writer.add({"loss": 2.0})
+    assert len((tmp_path / METRICS).read_text().splitlines()) == 2
+
+
+def test_a_header_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with (
+        pytest.raises(ValueError, match="Out of range float"),
+        RunWriter(tmp_path, HEADER, resume=True) as writer,
+    ):
+        writer.configure({"lr": float("nan")})
+    assert read_header(tmp_path)["config"] == {"lr": 0.1}
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        writer.configure({"seeds": 3})
+    assert read_header(tmp_path)["config"] == {"lr": 0.1, "seeds": 3}
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match=r"output folder must be writable, got .*file/run: "):

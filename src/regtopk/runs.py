@@ -101,16 +101,19 @@ class RunWriter:
         shared: Mapping[str, Any] | None = None,
     ) -> None:
         is_continued = resume and (folder / CONFIG).exists()
-        if is_continued:
-            header = _continued(folder, header, shared or {})
-        else:
+        if not is_continued:
             claim_folder(folder, force=force)
         self.folder = folder
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
         _lock(self._metrics, folder)
+        try:
+            self._header = _continued(folder, header, shared or {}) if is_continued else dict(header)
+        except OutputError:
+            self._metrics.close()
+            raise
         if is_continued:
             _drop_torn_line_(folder / METRICS)
-        write_json(folder / CONFIG, header)
+        write_json(folder / CONFIG, self._header)
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -135,6 +138,11 @@ class RunWriter:
             raise OutputError(f"records must be finite, got {record}: the run diverged") from None
         self._metrics.write(line + "\n")
         self._metrics.flush()
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Change settings of the header: those that only who has the folder to himself can tell."""
+        self._header["config"] = {**self._header["config"], **settings}
+        write_json(self.folder / CONFIG, self._header)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary: from now on the run counts as finished."""
@@ -187,6 +195,9 @@ def claim_folder(folder: Path, *, force: bool) -> None:
                 f"output folder must not hold a run, but {folder} holds {held[0]}: "
                 "choose another --out, or replace it with --force"
             )
+        if METRICS in held:
+            with (folder / METRICS).open("a", encoding="utf-8") as metrics:
+                _lock(metrics, folder)  # a run that is still being written is not replaced
         for name in held:
             (folder / name).unlink()
         probe = folder / CONFIG
@@ -274,8 +285,10 @@ def _as_lists(records: Sequence[Record]) -> Record:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write readable JSON."""
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write readable JSON, all of it or, at a kill, nothing."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:

@@ -79,7 +79,7 @@ def test_equal_bytes_are_equal() -> None:
 
 
 def test_a_budget_below_the_smallest_message_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="bytes_per_step must be at least the smallest message of topk"):
+    with pytest.raises(ArgumentError, match="bytes a step must be at least the smallest message of topk"):
         compare(algorithms="topk", bytes_per_step=20.0)
 
 

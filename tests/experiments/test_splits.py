@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from regtopk.errors import ArgumentError
-from regtopk.experiments.splits import batch_order, check_split, divide, weights_of
+from regtopk.experiments.splits import _dirichlet_shares, batch_order, check_split, divide, weights_of
 
 SHUFFLE = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(10).repeat_interleave(100)[SHUFFLE]
@@ -57,6 +57,22 @@ def test_a_small_alpha_makes_workers_differ() -> None:
         return max(float(LABELS[p].bincount().max() / len(p)) for p in parts if len(p) > 20)
 
     assert largest_share("dirichlet:0.05") > 0.6 > 0.3 > largest_share("dirichlet:100")
+
+
+def test_the_smallest_alpha_gives_each_label_to_one_worker() -> None:
+    for alpha in ("1e-4", "1e-8"):
+        parts = divide(LABELS, 4, f"dirichlet:{alpha}", seed=0)
+        shares = torch.stack([LABELS[part].bincount(minlength=10) for part in parts]) / 100
+        assert float(shares.max(0).values.min()) > 0.98  # but for the one example of a worker without any
+
+
+def test_shares_have_the_mean_and_variance_of_a_dirichlet_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for alpha in (0.1, 2.0):
+        drawn = torch.stack([_dirichlet_shares(5, alpha, generator) for _ in range(4000)])
+        variance = (1 / 5) * (4 / 5) / (5 * alpha + 1)
+        assert torch.allclose(drawn.mean(0), torch.full((5,), 0.2, dtype=torch.float64), atol=0.02)
+        assert torch.allclose(drawn.var(0), torch.full((5,), variance, dtype=torch.float64), rtol=0.1)
 
 
 def test_seeds_divide_differently_and_again_the_same() -> None:

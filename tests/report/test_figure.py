@@ -141,3 +141,12 @@ def test_page_of_twenty_methods(tmp_path: Path) -> None:
     assert page.count("<figure") == len(PANELS) + 1 and page.count('<figure class="row">') == 1
     assert f'<td title="{BASE}">' in page and "Top-k, 1 %, raw32, float32 (base)</td>" in page
     assert "<th>diverged</th>" not in page  # nothing to say
+
+
+def test_a_method_is_drawn_with_its_best_lr_alone() -> None:
+    run = make_run(2)
+    again = {**run.summary["results"][1], "method": "regtopk:mu=1:lr=0.5", "mean": 99.0}
+    run.summary["results"].append(again)
+    frontier = frontier_of(run)
+    assert frontier is not None
+    assert [point.method for point in frontier.points] == [BASE, "regtopk:mu=1:lr=0.5"]

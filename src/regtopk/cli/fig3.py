@@ -45,15 +45,16 @@ def reproduce_fig3(
     folder = out or Path("out") / f"fig3-{preset}"
     with _progress() as say:
         summary = record(config, folder, command=command, resume=resume, force=force, say=say)
+    if not as_json:
+        typer.echo(summary["finding"])
     show(summary, {f"fig3, {preset}": summary}, write_report(folder), as_json=as_json)
 
 
 def _flags(words: Iterator[str]) -> Iterator[str]:
-    """A flag as one types it: without its value."""
+    """A flag as one types it: without its value, and not at all where that is false."""
     for word in words:
-        yield word
-        if word == "--deterministic":
-            next(words)
+        if word != "--deterministic" or next(words).lower() == "true":
+            yield word
 
 
 @contextmanager

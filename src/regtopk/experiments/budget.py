@@ -62,8 +62,8 @@ class Probe:
         smallest = self.payload(make(math.exp(low)), index_code)
         if smallest > budget:
             raise ArgumentError(
-                f"bytes_per_step must be at least the smallest message of {name}, {smallest:.0f}, "
-                f"got {budget:.0f}"
+                f"the budget of bytes a step must be at least the smallest message of {name}, "
+                f"{smallest:.0f}, got {budget:.0f}"
             )
         if self.payload(make(1.0), index_code) <= budget:
             return 1.0

@@ -24,9 +24,16 @@ from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
-from regtopk.experiments.deep.networks import PIXELS
+from regtopk.experiments.deep.networks import NETWORKS, PIXELS
+from regtopk.experiments.deep.networks.norm import BatchNorm
 from regtopk.experiments.deep.plan import Densities, first_params, make_engine, make_network
-from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
+from regtopk.experiments.deep.results import (
+    LAST_EVALUATIONS,
+    is_finished,
+    panels,
+    published_figure,
+    summarise,
+)
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.settings import check_device
@@ -36,7 +43,6 @@ from regtopk.runs import Record, RunWriter, make_header, read_records
 
 TITLE = "Deep networks"
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
-BATCH_NORMED = ("resnet18", "resnet18-imagenet", "efficientnet-lite0")
 CHECKPOINT = "checkpoint.pt"
 Say = Callable[[float, str], None]  # the fraction done, and a few words
 
@@ -51,28 +57,40 @@ def record(
     say: Say = lambda fraction, words: None,
 ) -> Summary:
     """Run what of a slice is not yet in the folder; summarise all that is there."""
-    done = read_records(folder) if resume else []
     header = make_header(
         "fig3",
         title=_title(config),
         about=_about(config),
         command=command,
-        config={**asdict(config), **_methods_and_seeds(config, done)},
+        config=asdict(config),
         panels=panels(config),
     )
-    examples = _load(config) if _open_groups(config, done) else None
+    groups = _open_groups(config, read_records(folder) if resume else [])
+    examples = _load(config) if groups else None
     shared = dict(config.protocol)
     if examples is not None:
         header["config"]["examples"] = shared["examples"] = examples.fingerprint
-    with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
-        if not resume:
-            (folder / CHECKPOINT).unlink(missing_ok=True)
-        if examples is not None:
-            for record in _run(config, folder, examples, _open_groups(config, read_records(folder)), say):
-                writer.add(record)
-        summary = summarise(config, read_records(folder))
-        writer.finish(summary)
+    with _kernels(config):
+        densities = {} if examples is None else _densities(config, examples, groups)
+        with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
+            if not resume:
+                (folder / CHECKPOINT).unlink(missing_ok=True)
+            done = read_records(folder)
+            writer.configure(_methods_and_seeds(config, done))
+            if examples is not None:
+                for new in _run(config, folder, examples, densities, _open_groups(config, done), say):
+                    writer.add(new)
+            summary = summarise(config, read_records(folder))
+            writer.finish(summary)
     return summary
+
+
+def _densities(
+    config: DeepConfig, examples: Examples, groups: list[tuple[Method, list[int]]]
+) -> dict[str, float | None]:
+    """Of all methods to run, before anything is written: bytes may be too few for one of them."""
+    densities = Densities(config, examples)
+    return {method.label: densities.of(method) for method in dict.fromkeys(method for method, _ in groups)}
 
 
 def _methods_and_seeds(config: DeepConfig, records: list[Record]) -> dict[str, str]:
@@ -123,22 +141,25 @@ def _check_fits(config: DeepConfig, examples: Examples, num_entries: int) -> Non
 
 
 def _run(
-    config: DeepConfig, folder: Path, examples: Examples, groups: list[tuple[Method, list[int]]], say: Say
+    config: DeepConfig,
+    folder: Path,
+    examples: Examples,
+    densities: dict[str, float | None],
+    groups: list[tuple[Method, list[int]]],
+    say: Say,
 ) -> Iterator[Record]:
-    with _kernels(config):
-        densities = Densities(config, examples)
-        engines: dict[int, Engine] = {}
-        for place, (method, seeds) in enumerate(groups):
-            if len(seeds) not in engines:
-                engines[len(seeds)] = make_engine(config, examples, len(seeds))
-            start = torch.stack([first_params(config, examples, seed) for seed in seeds])
-            engine, density = engines[len(seeds)], densities.of(method)
-            training = Training(engine, config, method, density=density, start=start, seeds=seeds)
-            with threads_for(engine.layout.numel):
-                for record in _train(config, folder, training, method, seeds):
-                    fraction = (place + record["step"] / config.num_rounds) / len(groups)
-                    say(fraction, f"{method.label}, seed {record['seed']}: {record['accuracy']:.1f} %")
-                    yield record
+    engines: dict[int, Engine] = {}
+    for place, (method, seeds) in enumerate(groups):
+        if len(seeds) not in engines:
+            engines[len(seeds)] = make_engine(config, examples, len(seeds))
+        start = torch.stack([first_params(config, examples, seed) for seed in seeds])
+        engine, density = engines[len(seeds)], densities[method.label]
+        training = Training(engine, config, method, density=density, start=start, seeds=seeds)
+        with threads_for(engine.layout.numel):
+            for new in _train(config, folder, training, method, seeds):
+                fraction = (place + new["step"] / config.num_rounds) / len(groups)
+                say(fraction, f"{method.label}, seed {new['seed']}: {new['accuracy']:.1f} %")
+                yield new
 
 
 def _train(
@@ -248,7 +269,8 @@ def _kernels(config: DeepConfig) -> Iterator[None]:
 
 def _title(config: DeepConfig) -> str:
     """The preset, and what of it was changed."""
-    free = {"device", "deterministic", "compiled", "precision", "evaluate_every", "like", "value_code"}
+    free = {"device", "deterministic", "compiled", "precision", "evaluate_every", "like"}
+    free |= {"value_code"} if config.like else set()  # which methods then say themselves
     preset = DeepConfig(preset=config.preset, **PRESETS[config.preset]).protocol
     changed = {
         key: value for key, value in config.protocol.items() if key not in free and value != preset[key]
@@ -264,12 +286,15 @@ def _about(config: DeepConfig) -> str:
         if config.batch_statistics
         else "the statistics of 2,000 training images under the evaluated weights"
     )
-    norm = f" Batch norm is evaluated with {statistics}." if config.network in BATCH_NORMED else ""
+    with torch.device("meta"):
+        has_batch_norm = any(isinstance(part, BatchNorm) for part in NETWORKS[config.network](10).modules())
+    norm = f" Batch norm is evaluated with {statistics}." if has_batch_norm else ""
     coded = f" Values travel as {config.value_code} unless a method says otherwise." if config.like else ""
+    num_last = min(LAST_EVALUATIONS, math.ceil(config.num_rounds / config.evaluate_every))
     steps = "" if config.local_steps == 1 else f", {config.local_steps} local steps a round ({config.sends})"
     return (
         f"{config.network} on {config.data_set}, {config.num_workers} workers, batches of "
         f"{config.batch_size}{steps}, split {config.split}, {config.optimizer} with lr {config.lr:g}, "
         f"{config.precision}. All methods of a seed start from the same model and see the same batches. "
-        f"Accuracy is the mean of the last five evaluations on the test set.{norm}{coded}"
+        f"Accuracy is the mean of the last {counted(num_last, 'evaluation')} on the test set.{norm}{coded}"
     )

@@ -84,9 +84,8 @@ def _dirichlet(
     parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
     for label in labels.unique().tolist():
         members = by_label[labels[by_label] == label]
-        concentration = torch.full((num_workers,), alpha, dtype=torch.float64)
-        share = torch._standard_gamma(concentration, generator=generator)
-        cuts = (share.cumsum(0) / share.sum() * len(members)).round().long()[:-1]
+        share = _dirichlet_shares(num_workers, alpha, generator)
+        cuts = (share.cumsum(0) * len(members)).round().long()[:-1]
         for pieces, piece in zip(parts, members.tensor_split(cuts), strict=True):
             pieces.append(piece)
     divided = [torch.cat(pieces) for pieces in parts]
@@ -95,6 +94,16 @@ def _dirichlet(
             donor = max(range(num_workers), key=lambda n: len(divided[n]))
             divided[worker], divided[donor] = divided[donor][:1], divided[donor][1:]
     return divided
+
+
+def _dirichlet_shares(num: int, alpha: float, generator: torch.Generator) -> Tensor:
+    """One draw of `num` shares that sum to one, by logarithms: of a small alpha the gammas underflow.
+
+    Gamma(alpha) = Gamma(alpha + 1) · U^(1 / alpha) with U uniform.
+    """
+    gamma = torch._standard_gamma(torch.full((num,), alpha + 1, dtype=torch.float64), generator=generator)
+    uniform = torch.rand(num, dtype=torch.float64, generator=generator)
+    return (gamma.log() + uniform.log() / alpha).softmax(0)
 
 
 def batch_order(parts: list[Tensor], batch_size: int, num_steps: int, seed: int) -> Tensor:

@@ -19,7 +19,7 @@ from regtopk.runs import Run, read_run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TITLE = "Accuracy against bytes a step, several budgets: mean and range over seeds"
+TITLE = "Accuracy against bytes a step, several budgets: mean and, of several seeds, range"
 SIZE_INCHES = (7.0, 4.2)
 
 
@@ -62,11 +62,12 @@ def draw_budgets(runs: Sequence[Run], picture: Path) -> None:
 
 def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes") -> None:
     for method, points in curves.items():
-        x = [point.num_bytes for point in points]
+        x, means = [point.num_bytes for point in points], [point.mean for point in points]
         line = line_of(styles[method])
-        axes.plot(x, [point.mean for point in points], marker="o", ms=5, **line)
-        low, high = [point.low for point in points], [point.high for point in points]
-        axes.fill_between(x, low, high, color=line["color"], alpha=0.15, lw=0)
+        axes.plot(x, means, marker="o", ms=5, **line)
+        below = [point.mean - point.low for point in points]
+        above = [point.high - point.mean for point in points]
+        axes.errorbar(x, means, (below, above), fmt="none", ecolor=line["color"], elinewidth=1, capsize=4)
     axes.set_xscale("log")
     label_log_axis(axes.xaxis, *axes.get_xlim())
     axes.set_xlabel("bytes a worker contributes each step")

@@ -1,4 +1,4 @@
-"""What each method reaches with how many bytes a step: one labelled point a method."""
+"""What each method reaches with how many bytes a step: one labelled point a method, with its best lr."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """All methods of a run, and the bytes that they were given, if they were."""
+    """The methods of a run, each with its best lr, and the bytes that they were given, if they were."""
 
     points: list[Point]
     budget: float | None
@@ -57,7 +57,12 @@ def frontier_of(run: Run) -> Frontier | None:
     budget = num_bytes.get(run.summary.get("base", "")) if run.header["config"].get("like") else None
     if budget is None and max(num_bytes.values()) < LEAST_RATIO * min(num_bytes.values()):
         return None
-    return Frontier(points, budget)
+    best = {_without_lr(point.method): point for point in sorted(points, key=lambda point: point.mean)}
+    return Frontier([point for point in points if point in best.values()], budget)
+
+
+def _without_lr(method: str) -> str:
+    return ":".join(word for word in method.split(":") if not word.startswith("lr="))
 
 
 def frontier_inches(frontier: Frontier) -> tuple[float, float]:

@@ -128,5 +128,6 @@ def format_number(number: object) -> str:
 
 def hardware_and_time(summary: Mapping[str, Any]) -> str:
     """What a run ran on, and for how long."""
-    minutes = counted(round(summary["minutes"]), "minute")
-    return f"{', '.join(summary['hardware'])}; {minutes} of finished runs."
+    seconds = round(60 * summary["minutes"])
+    time = counted(round(summary["minutes"]), "minute") if seconds >= 90 else counted(seconds, "second")
+    return f"{', '.join(summary['hardware'])}; {time} of finished runs."

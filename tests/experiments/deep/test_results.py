@@ -131,3 +131,29 @@ def test_a_base_that_is_not_run_is_asked_for() -> None:
     summary = summary_of({"topk": [50.0] * 3})
     assert summary["base"] is None and summary["claim"] is None
     assert f"not run yet: --methods {BASE}." in summary["finding"]
+
+
+def test_the_published_advantage_is_judged_at_one_lr_against_plain_topk() -> None:
+    paper = DeepConfig(**{**PRESETS["paper"], "preset": "paper"})
+    finals = {
+        "topk:lr=0.1": 75.0,
+        "topk": 61.0,
+        "topk:value_code=4bit": 62.0,
+        "regtopk:mu=5": 61.2,
+        "regtopk:mu=5:lr=0.1": 75.1,
+    }
+    records = []
+    for method, final in finals.items():
+        for seed in (0, 1):
+            for record in curve(method, seed, final + seed):
+                lr = 0.1 if "lr=" in method else 0.01
+                records.append({**record, "step": record["step"] * 36, "lr": lr})
+    summary = summarise(paper, records)
+    assert summary["base"] == "topk"
+    assert "does not show here: regtopk:mu=5 +0.2 points" in summary["finding"]
+    assert "+14" not in summary["finding"]
+
+
+def test_nothing_is_said_to_be_below_zero_that_rounds_to_it() -> None:
+    summary = summary_of({BASE: [40.0], "topk": [39.99]})
+    assert "topk +0.0 points (1 seed)" in summary["finding"]

@@ -97,9 +97,6 @@ class DeepConfig:
         check_word("sends", self.sends, SENDS)
         check_word("precision", self.precision, PRECISIONS)
         methods = self.parsed_methods
-        labels = [method.label for method in methods]
-        if not labels or len(set(labels)) < len(labels):
-            raise ArgumentError(f"methods must be different and at least one, got {self.methods!r}")
         self.parsed_seeds  # noqa: B018 -- refused here, before anything runs
         check_split(self.split)
         for name in (
@@ -121,8 +118,8 @@ class DeepConfig:
         check_positive("lr", self.lr)
         check_density(self.density)
         check_value_code(self.value_code)
-        for method in methods:
-            method.algorithm(self.density, self.value_code)
+        if not methods or len({self._identity(method) for method in methods}) < len(methods):
+            raise ArgumentError(f"methods must be different and at least one, got {self.methods!r}")
         if self.like:
             parse_like(self.like)
         if self.sends == "difference" and self.optimizer == "adam":
@@ -136,6 +133,11 @@ class DeepConfig:
         """The methods, with their own learning step lengths and index codes."""
         words = [word.strip() for word in self.methods.split(",")]
         return [Method.parse(word, lr=self.lr) for word in words if word]
+
+    def _identity(self, method: Method) -> tuple[Any, ...]:
+        """What two spellings of a method share; at equal bytes an open density is no number yet."""
+        is_open = bool(self.like) and method.takes_density
+        return method.algorithm(self.density, self.value_code), method.lr, method.index_code, is_open
 
     @property
     def parsed_seeds(self) -> list[int]:

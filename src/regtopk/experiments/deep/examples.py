@@ -42,16 +42,21 @@ class Examples(NamedTuple):
         return F.interpolate(images, size=(size, size), mode="bilinear", antialias=False)
 
 
-def load_examples(
-    data_set: str, data: str, device: str, pixels: tuple[float, float] | None = None
-) -> Examples:
+class Pixels(NamedTuple):
+    """What images in 0..1 are shifted and scaled by: one number a channel, or one for all."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def load_examples(data_set: str, data: str, device: str, pixels: Pixels | None = None) -> Examples:
     """Load a data set.
 
     Args:
         data_set: one of `DATA_SETS`.
         data: where it is; empty where it needs no place.
         device: where the examples go.
-        pixels: mean and standard deviation that images are shifted and scaled by; None: their own.
+        pixels: mean and standard deviation that a network expects; None: the images' own.
     """
     path = Path(data) if data else None
     if path is not None and data_set == "digits":
@@ -59,13 +64,15 @@ def load_examples(
     return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device, pixels)
 
 
-def _of_images(data_set: str, path: Path | None, device: str, pixels: tuple[float, float] | None) -> Examples:
+def _of_images(data_set: str, path: Path | None, device: str, pixels: Pixels | None) -> Examples:
     images = load_images(data_set, path, device)
     fingerprint = _fingerprint(*images)  # before arithmetic that a device may round in its own way
     if pixels is None:
         images = standardised(images)
     else:
-        mean, std = pixels
+        mean, std = (torch.tensor(of, device=device).view(-1, 1, 1) for of in pixels)
+        if len(pixels.mean) not in (1, images.train.shape[1]):
+            raise ArgumentError(f"data_set must have {len(pixels.mean)} channels, got {data_set!r}")
         images = images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
     if data_set == "digits":
         images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from statistics import fmean
 from typing import Any
@@ -34,7 +35,7 @@ def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
     finals = _finals(config, records)
     is_base = _is_like if config.like else _is_topk
     bases = [label for label in finals if is_base(config, label)]
-    base = _best(finals, bases) if config.like else next(iter(bases), None)
+    base = _best(finals, bases) if config.like else _plainest(config, bases)
     results = [_result(config, records, label, finals, base) for label in finals]
     num_bytes = {r["method"]: r["payload_bytes_per_step"] for r in results}
     claim = _claim(finals, bases, num_bytes) if config.like else None
@@ -54,6 +55,13 @@ def summarise(config: DeepConfig, records: Sequence[Record]) -> Summary:
 
 def _is_topk(config: DeepConfig, label: str) -> bool:
     return is_topk(Method.parse(label, lr=config.lr).spec)
+
+
+def _plainest(config: DeepConfig, bases: Sequence[str]) -> str | None:
+    """Top-k with the protocol's own settings; without such, the first."""
+    plain = Method("topk", "topk", config.lr)
+    same = [b for b in bases if replace(Method.parse(b, lr=config.lr), label=plain.label) == plain]
+    return next(iter([*same, *bases]), None)
 
 
 def _is_like(config: DeepConfig, label: str) -> bool:
@@ -170,9 +178,10 @@ def finding(
 ) -> str:
     """What came out, in a sentence; what was published and did not come out is said first."""
     if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
-        own, base = (round(claim["bytes_per_step"][claim[key]]) for key in ("method", "against"))
+        sizes = (round(claim["bytes_per_step"][claim[key]]) for key in ("method", "against"))
+        both = " and ".join(f"{size:,}" for size in sizes)
         return (
-            f"At equal bytes ({own:,} and {base:,} a worker and step), {claim['method']}, the best practical "
+            f"At equal bytes ({both} a worker and step), {claim['method']}, the best practical "
             f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
         )
     compared = [r for r in results if r["difference_from_topk"]]
@@ -181,7 +190,8 @@ def finding(
     if config.like:
         said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in compared)
         return f"At equal bytes, not tried on fresh seeds, against {base}: {said or 'nothing run'}."
-    ours = [r for r in compared if r["method"].startswith("regtopk")]
+    base_lr = next((r["lr"] for r in results if r["method"] == base), None)
+    ours = [r for r in compared if r["method"].startswith("regtopk") and r["lr"] == base_lr]
     said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in ours)
     if not config.is_as_published or not ours:
         topk = next((f" ({r['mean']:.1f} %)" for r in results if r["method"] == base), "")
@@ -214,8 +224,14 @@ def _highest(found: dict[str, Any]) -> float:
 def _points(found: dict[str, Any]) -> str:
     seeds = counted(len(found["seeds"]), "seed")
     if found["low"] is None:
-        return f"{found['mean']:+.1f} points ({seeds})"
-    return f"{found['mean']:+.1f} points (95 % {found['low']:+.1f} … {found['high']:+.1f}, {seeds})"
+        return f"{_signed(found['mean'])} points ({seeds})"
+    interval = f"95 % {_signed(found['low'])} … {_signed(found['high'])}"
+    return f"{_signed(found['mean'])} points ({interval}, {seeds})"
+
+
+def _signed(number: float) -> str:
+    """With one digit, and nothing below zero that rounds to it."""
+    return f"{round(number, 1) + 0.0:+.1f}"
 
 
 def _table(results: Sequence[dict[str, Any]], difference_name: str) -> list[dict[str, Any]]:
@@ -243,7 +259,7 @@ def _table(results: Sequence[dict[str, Any]], difference_name: str) -> list[dict
 
 
 def panels(config: DeepConfig) -> Sequence[Panel]:
-    """Accuracy and loss by round (beside the published curves), accuracy by bytes, and where each ended."""
+    """Accuracy and loss by round (beside the published curves), and accuracy by bytes."""
     y_label = "test accuracy, %"
     by_round = Panel("Accuracy, by rounds", "step", "accuracy", "round", y_label)
     if config.is_as_published:
@@ -262,5 +278,4 @@ def panels(config: DeepConfig) -> Sequence[Panel]:
             "Accuracy, by bytes", "payload_bytes", "accuracy", "bytes a worker has contributed", y_label,
             log_x=True,
         ),
-        Panel("Accuracy of the last evaluation", "step", "accuracy", y_label, "", marks="bars"),
     )  # fmt: skip

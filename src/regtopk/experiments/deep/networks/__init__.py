@@ -1,6 +1,6 @@
 """Networks for simulated workers: one module for all, no hidden state, no random layers.
 
-All of them run under bf16 autocast and in channels_last, and can be captured in a CUDA graph.
+All of them run with convolutions in bf16 and in channels_last, and can be captured in a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import nn
 
+from regtopk.experiments.deep.examples import Pixels
 from regtopk.experiments.deep.networks.efficientnet import MEAN, STD, EfficientNetLite0
 from regtopk.experiments.deep.networks.gpt import GPT
 from regtopk.experiments.deep.networks.resnet import resnet18
@@ -27,4 +28,7 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 # mean and standard deviation that published weights expect of pixels; others take the data set's own
-PIXELS: dict[str, tuple[float, float]] = {"efficientnet-lite0": (MEAN, STD)}
+PIXELS = {
+    "efficientnet-lite0": Pixels((MEAN,), (STD,)),
+    "resnet18-imagenet": Pixels((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # as torchvision's weights
+}
