@@ -67,7 +67,7 @@ def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes"
         axes.plot(x, means, marker="o", ms=5, **line)
         below = [point.mean - point.low for point in points]
         above = [point.high - point.mean for point in points]
-        axes.errorbar(x, means, (below, above), fmt="none", ecolor=line["color"], elinewidth=1, capsize=4)
+        axes.errorbar(x, means, (below, above), fmt="none", ecolor=line["color"], elinewidth=2)
     axes.set_xscale("log")
     label_log_axis(axes.xaxis, *axes.get_xlim())
     axes.set_xlabel("bytes a worker contributes each step")
