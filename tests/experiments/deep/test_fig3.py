@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.fig3 import record
+from regtopk.experiments.deep.examples import Examples
+from regtopk.experiments.deep.plan import make_network
+from regtopk.experiments.deep.training import Training
+from regtopk.experiments.fig3 import _check_fits, record
 from regtopk.report import write_report
 from regtopk.runs import read_records
 
@@ -17,6 +21,11 @@ QUICK = DeepConfig(
     **{**PRESETS["smoke"], "preset": "smoke", "num_rounds": 6, "evaluate_every": 2, "methods": "topk,regtopk"}
 )
 MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
+INPUTS = {
+    "cifar10": torch.zeros(2, 32, 32, 3),
+    "digits": torch.zeros(2, 8, 8, 1),
+    "text": torch.zeros(2, 128, dtype=torch.int64),
+}
 
 
 class StopHereError(Exception):
@@ -40,7 +49,21 @@ def run_until(config: DeepConfig, folder: Path, num_records: int) -> None:
         record(config, folder, command="regtopk reproduce fig3", say=say)
 
 
-@pytest.mark.parametrize("num_records", [1, 3, 7])
+def count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever a training makes a round."""
+    original, seen = Training._round, []
+
+    def counted(training: Training) -> None:
+        original(training)
+        seen.append(training.num_rounds)
+
+    monkeypatch.setattr(Training, "_round", counted)
+    return seen
+
+
+# Each method has three evaluations of two seeds. Stopped at record 3 or 10, there is a checkpoint of round 2,
+# of the first method and of the second; at record 6, one that does not fit: a seed of it is already finished.
+@pytest.mark.parametrize(("num_records", "num_left", "num_repeated"), [(3, 10, 0), (6, 12, 2), (10, 4, 1)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -51,12 +74,21 @@ def run_until(config: DeepConfig, folder: Path, num_records: int) -> None:
     ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_bits(
-    tmp_path: Path, num_records: int, settings: dict[str, object]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_records: int,
+    num_left: int,
+    num_repeated: int,
+    settings: dict[str, object],
 ) -> None:
     config = replace(QUICK, **settings)  # type: ignore[arg-type]
     whole = run(config, tmp_path / "whole")
     run_until(config, tmp_path / "parts", num_records)
-    assert sorted(set(run(config, tmp_path / "parts", resume=True))) == sorted(whole)
+    rounds = count_rounds(monkeypatch)
+    records = run(config, tmp_path / "parts", resume=True)
+    assert sorted(set(records)) == sorted(whole)
+    # from scratch, the same records would be there: only what had to be run again tells
+    assert (len(rounds), len(records) - len(whole)) == (num_left, num_repeated)
 
 
 def test_slices_add_to_one_folder_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:
@@ -113,11 +145,26 @@ def test_a_torn_last_line_is_run_again(tmp_path: Path) -> None:
     assert sorted(run(config, tmp_path, resume=True)[-len(whole) :]) == sorted(whole)
 
 
-def test_a_seed_that_diverges_is_said_and_leaves_the_others(tmp_path: Path) -> None:
-    run(replace(QUICK, lr=1e30, methods="topk"), tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["results"][0]["diverged"] == [0, 1]
-    assert write_report(tmp_path).exists()
+def poison_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Training._round
+
+    def poisoned(training: Training) -> None:
+        original(training)
+        training.params[0] = torch.nan
+
+    monkeypatch.setattr(Training, "_round", poisoned)
+
+
+def test_a_seed_that_diverges_is_said_and_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = run(QUICK, tmp_path / "healthy")
+    poison_first_seed(monkeypatch)
+    records = run(QUICK, tmp_path / "poisoned")
+    assert [r for r in records if r[1] == 1] == [r for r in healthy if r[1] == 1]
+    summary = json.loads((tmp_path / "poisoned" / "summary.json").read_text())
+    assert [result["diverged"] for result in summary["results"]] == [[0], [0]]
+    assert write_report(tmp_path / "poisoned").exists()
 
 
 def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_fresh_seeds(
@@ -226,6 +273,11 @@ def test_seeds_are_read_in_three_ways() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_whole(preset: str) -> None:
+def test_the_network_of_a_preset_takes_the_preset_data_and_its_methods_their_share(preset: str) -> None:
     config = DeepConfig(preset=preset, **PRESETS[preset])
-    assert config.protocol["preset"] == preset
+    inputs, labels = INPUTS[config.data_set], torch.arange(50_000) % 10
+    examples = Examples(inputs, labels, inputs, labels, labels, 10)
+    network = make_network(config, 10, seed=0).to("meta")  # which has shapes, and takes no time
+    scores = network(examples.read(inputs, config.image_size, torch.float32).to("meta"))
+    assert scores.shape[-1] == 10
+    _check_fits(config, examples, num_entries=sum(p.numel() for p in network.parameters()))
