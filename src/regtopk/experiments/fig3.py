@@ -20,15 +20,14 @@ from regtopk.core.algorithm import WithDensity
 from regtopk.core.words import counted
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
-from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.deep.description import description_of, title_of
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS, PIXELS
-from regtopk.experiments.deep.networks.norm import BatchNorm
 from regtopk.experiments.deep.plan import Densities, first_params, make_engine, make_network
 from regtopk.experiments.deep.results import (
-    LAST_EVALUATIONS,
     is_finished,
     panels,
     published_figure,
@@ -41,7 +40,6 @@ from regtopk.experiments.splits import divide
 from regtopk.experiments.threads import threads_for
 from regtopk.runs import Record, RunWriter, make_header, read_records
 
-TITLE = "Deep networks"
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
 CHECKPOINT = "checkpoint.pt"
 Say = Callable[[float, str], None]  # the fraction done, and a few words
@@ -59,8 +57,8 @@ def record(
     """Run what of a slice is not yet in the folder; summarise all that is there."""
     header = make_header(
         "fig3",
-        title=_title(config),
-        about=_about(config),
+        title=title_of(config),
+        about=description_of(config),
         command=command,
         config=asdict(config),
         panels=panels(config),
@@ -70,7 +68,7 @@ def record(
     shared = dict(config.protocol)
     if examples is not None:
         header["config"]["examples"] = shared["examples"] = examples.fingerprint
-    with _kernels(config):
+    with _kernels(config), threads_for(0 if examples is None else _num_entries(config, examples)):
         densities = {} if examples is None else _densities(config, examples, groups)
         with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
             if not resume:
@@ -125,15 +123,22 @@ def _load(config: DeepConfig) -> Examples:
             f"network must take examples of data_set {config.data_set!r}, got {config.network!r}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    _check_fits(config, examples, num_entries=sum(p.numel() for p in network.parameters()))
+    _check_fits(config, examples)
     return examples
 
 
-def _check_fits(config: DeepConfig, examples: Examples, num_entries: int) -> None:
+def _num_entries(config: DeepConfig, examples: Examples) -> int:
+    """J, without making the weights."""
+    with torch.device("meta"):
+        network = NETWORKS[config.network](examples.num_classes)
+    return sum(p.numel() for p in network.parameters())
+
+
+def _check_fits(config: DeepConfig, examples: Examples) -> None:
     """Refuse a split that these examples do not have, and a k that is larger than the network."""
     divide(examples.labels, config.num_workers, config.split, config.parsed_seeds[0])
     anyone = torch.ones(()), torch.zeros((), dtype=torch.int64), config.num_workers, 0
-    worker = Worker(*anyone, Layout.anonymous(num_entries))
+    worker = Worker(*anyone, Layout.anonymous(_num_entries(config, examples)))
     for method in config.parsed_methods:
         algorithm = method.algorithm(config.density, config.value_code)
         if isinstance(algorithm, WithDensity):
@@ -155,11 +160,10 @@ def _run(
         start = torch.stack([first_params(config, examples, seed) for seed in seeds])
         engine, density = engines[len(seeds)], densities[method.label]
         training = Training(engine, config, method, density=density, start=start, seeds=seeds)
-        with threads_for(engine.layout.numel):
-            for new in _train(config, folder, training, method, seeds):
-                fraction = (place + new["step"] / config.num_rounds) / len(groups)
-                say(fraction, f"{method.label}, seed {new['seed']}: {new['accuracy']:.1f} %")
-                yield new
+        for new in _train(config, folder, training, method, seeds):
+            fraction = (place + new["step"] / config.num_rounds) / len(groups)
+            say(fraction, f"{method.label}, seed {new['seed']}: {new['accuracy']:.1f} %")
+            yield new
 
 
 def _train(
@@ -265,36 +269,3 @@ def _kernels(config: DeepConfig) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0])
         torch.backends.cudnn.benchmark = was[1]
-
-
-def _title(config: DeepConfig) -> str:
-    """The preset, and what of it was changed."""
-    free = {"device", "deterministic", "compiled", "precision", "evaluate_every", "like"}
-    free |= {"value_code"} if config.like else set()  # which methods then say themselves
-    preset = DeepConfig(preset=config.preset, **PRESETS[config.preset]).protocol
-    changed = {
-        key: value for key, value in config.protocol.items() if key not in free and value != preset[key]
-    }
-    words = [key if value is True else f"{key}={value}" for key, value in changed.items()]
-    budget = [f"at the bytes of {config.like}"] if config.like else []
-    return f"{TITLE}: {', '.join([config.preset, *words, *budget])}"
-
-
-def _about(config: DeepConfig) -> str:
-    statistics = (
-        "each test batch's own statistics"
-        if config.batch_statistics
-        else "the statistics of 2,000 training images under the evaluated weights"
-    )
-    with torch.device("meta"):
-        has_batch_norm = any(isinstance(part, BatchNorm) for part in NETWORKS[config.network](10).modules())
-    norm = f" Batch norm is evaluated with {statistics}." if has_batch_norm else ""
-    coded = f" Values travel as {config.value_code} unless a method says otherwise." if config.like else ""
-    num_last = min(LAST_EVALUATIONS, math.ceil(config.num_rounds / config.evaluate_every))
-    steps = "" if config.local_steps == 1 else f", {config.local_steps} local steps a round ({config.sends})"
-    return (
-        f"{config.network} on {config.data_set}, {config.num_workers} workers, batches of "
-        f"{config.batch_size}{steps}, split {config.split}, {config.optimizer} with lr {config.lr:g}, "
-        f"{config.precision}. All methods of a seed start from the same model and see the same batches. "
-        f"Accuracy is the mean of the last {counted(num_last, 'evaluation')} on the test set.{norm}{coded}"
-    )

@@ -1,6 +1,5 @@
 """Every setting of a deep training reaches what it is a setting of: results against ones computed by hand."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,11 @@ from regtopk.experiments.deep.plan import first_params, make_engine, make_networ
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.fig3 import record
 from regtopk.experiments.splits import batch_order, divide
-from regtopk.experiments.threads import threads_for
 from regtopk.runs import read_records
 
 NUM_EXAMPLES = 60
 LR = 0.1
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    """As an experiment does for models as small as these, which several threads make slower."""
-    with threads_for(19_546):
-        yield
 
 
 def make_config(**settings: Any) -> DeepConfig:
