@@ -143,10 +143,13 @@ def test_page_of_twenty_methods(tmp_path: Path) -> None:
     assert "<th>diverged</th>" not in page  # nothing to say
 
 
-def test_a_method_is_drawn_with_its_best_lr_alone() -> None:
+def test_at_equal_bytes_a_method_is_drawn_with_its_best_lr_alone_and_the_base_always() -> None:
     run = make_run(2)
-    again = {**run.summary["results"][1], "method": "regtopk:mu=1:lr=0.5", "mean": 99.0}
-    run.summary["results"].append(again)
+    for method, mean in (("regtopk:mu=1:lr=0.5", 99.0), (f"{BASE}:lr=0.5", 99.0)):
+        run.summary["results"].append({**run.summary["results"][1], "method": method, "mean": mean})
+        run.records.append({**run.records[-1], "method": method})
     frontier = frontier_of(run)
     assert frontier is not None
     assert [point.method for point in frontier.points] == [BASE, "regtopk:mu=1:lr=0.5"]
+    assert list(styles_of_run(run)) == [BASE, "regtopk:mu=1:lr=0.5"]
+    draw(run)

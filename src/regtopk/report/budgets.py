@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from regtopk.errors import ArgumentError
 from regtopk.report.figure import Drawing, draw_all
-from regtopk.report.frontier import Point, frontier_of
+from regtopk.report.frontier import Point, points_of
 from regtopk.report.panels import label_log_axis, line_of
 from regtopk.report.style import Style, styles_of
 from regtopk.runs import Run, read_run
@@ -33,10 +33,10 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
         raise ArgumentError(f"folders must be at least two, got {len(runs)}")
     found: dict[str, list[Point]] = {}
     for run in runs:
-        frontier = frontier_of(run)
-        if frontier is None:
+        points = points_of(run)
+        if not points:
             raise ArgumentError(f"folders must hold runs in which bytes were measured, got {run.folder}")
-        for point in frontier.points:
+        for point in points:
             found.setdefault(_without_density(point.method), []).append(point)
     curves = {
         method: sorted(points, key=lambda point: point.num_bytes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.errors import MissingExtraError
-from regtopk.report.frontier import TITLE, draw_frontier, frontier_inches, frontier_of
+from regtopk.report.frontier import TITLE, best_lr_of, draw_frontier, frontier_inches, frontier_of
 from regtopk.report.panels import draw_panel, line_of, methods_of
 from regtopk.report.style import GRID, INK, Style, styles_of
 from regtopk.runs import Panel, Run
@@ -56,17 +56,27 @@ class Drawing(NamedTuple):
 
 
 def styles_of_run(run: Run) -> dict[str, Style]:
-    """The look of each of its methods; at equal bytes the code of values is half of a method."""
+    """The look of each method that is drawn; at equal bytes the code of values is half of a method."""
     config = run.header["config"]
     value_code = config.get("value_code", "") if config.get("like") else ""
-    return styles_of(methods_of(run.records), run.summary.get("base"), value_code)
+    return styles_of(_drawn_methods(run), run.summary.get("base"), value_code)
+
+
+def _drawn_methods(run: Run) -> list[str]:
+    """All, but at equal bytes, where there are many, each with one lr."""
+    methods = methods_of(run.records)
+    if not run.header["config"].get("like") or run.summary.get("metric") != "accuracy":
+        return methods
+    left_out = {r["method"] for r in run.summary["results"]} - best_lr_of(run)
+    return [method for method in methods if method not in left_out]
 
 
 def drawings_of(run: Run) -> list[Drawing]:
     """The panels of a run, and what each method reaches with how many bytes where that was measured."""
     styles = styles_of_run(run)
+    records = [record for record in run.records if record["method"] in styles]
     drawings = [
-        Drawing(panel.title, _panel_inches(panel, styles), partial(draw_panel, panel, run.records, styles))
+        Drawing(panel.title, _panel_inches(panel, styles), partial(draw_panel, panel, records, styles))
         for panel in run.panels
     ]
     frontier = frontier_of(run)

@@ -42,23 +42,35 @@ class Frontier(NamedTuple):
     budget: float | None
 
 
-def frontier_of(run: Run) -> Frontier | None:
-    """From the run's summary; None where bytes tell nothing, or a method has several densities."""
+def points_of(run: Run) -> list[Point]:
+    """All methods of a summary of accuracies; none of another, or where a method has several densities."""
     if run.summary.get("metric") != "accuracy":
-        return None
-    results = run.summary["results"]
+        return []
     points = [
         Point(r["method"], r["payload_bytes_per_step"], r["mean"], min(r["final"]), max(r["final"]))
-        for r in results
+        for r in run.summary["results"]
     ]
-    if len({point.method for point in points}) < len(points):
+    return points if len({point.method for point in points}) == len(points) else []
+
+
+def frontier_of(run: Run) -> Frontier | None:
+    """From the run's summary; None where bytes tell nothing."""
+    points = points_of(run)
+    if not points:
         return None
     num_bytes = {point.method: point.num_bytes for point in points}
     budget = num_bytes.get(run.summary.get("base", "")) if run.header["config"].get("like") else None
     if budget is None and max(num_bytes.values()) < LEAST_RATIO * min(num_bytes.values()):
         return None
-    best = {_without_lr(point.method): point for point in sorted(points, key=lambda point: point.mean)}
-    return Frontier([point for point in points if point in best.values()], budget)
+    kept = best_lr_of(run)
+    return Frontier([point for point in points if point.method in kept], budget)
+
+
+def best_lr_of(run: Run) -> set[str]:
+    """Of methods that differ in lr alone the best, or the base if it is one of them; all others."""
+    base = run.summary.get("base")
+    results = sorted(run.summary["results"], key=lambda r: (r["method"] == base, r["mean"]))
+    return set({_without_lr(r["method"]): r["method"] for r in results}.values())
 
 
 def _without_lr(method: str) -> str:

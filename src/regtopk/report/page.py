@@ -153,6 +153,8 @@ def _cell(content: object, styles: Mapping[str, Style]) -> str:
     if isinstance(content, str) and content in styles:
         style = styles[content]
         return f'<td title="{escape(content)}">{_key(style)}{escape(style.label)}</td>'
+    if isinstance(content, str):  # a method that is not drawn, or words
+        return f'<td title="{escape(content)}">{escape(label_of(content))}</td>'
     return f"<td>{escape(format_number(content))}</td>"
 
 
