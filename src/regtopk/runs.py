@@ -193,7 +193,7 @@ def claim_folder(folder: Path, *, force: bool) -> None:
         if held and not force:
             raise OutputError(
                 f"output folder must not hold a run, but {folder} holds {held[0]}: "
-                "choose another --out, or replace it with --force"
+                "choose another --out, go on with --resume (fig3), or replace it with --force"
             )
         if METRICS in held:
             with (folder / METRICS).open("a", encoding="utf-8") as metrics:

@@ -106,7 +106,9 @@ def _plain(default: Any) -> Any:
 @say_errors
 def reproduce(
     experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(REPRODUCED)}.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; out/EXPERIMENT if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; if not given out/EXPERIMENT, or out/fig3-PRESET.")
+    ] = None,
     seeds: Annotated[
         str | None,
         typer.Option(help="How many data seeds, from 0 on; of fig3 also which: 3,4,5 or 2-6 or 3,"),

@@ -36,6 +36,8 @@ def reproduce_fig3(
     """Run a slice, and show all that its folder holds."""
     if resume and force:
         raise ArgumentError("--resume adds to what --force would replace: give one of them, got both")
+    if any(word.startswith("preset=") for word in settings):
+        raise ArgumentError("a preset must be chosen with --preset, got it with --set")
     preset = given.get("preset") or "paper"
     check_word("preset", preset, PRESETS)
     chosen = [f"{key}={value}" for key, value in given.items() if value is not None and key != "preset"]
@@ -43,8 +45,12 @@ def reproduce_fig3(
     words = as_typed([f"preset={preset}", *chosen, *settings], OPTIONS)
     command = shlex.join(["regtopk", "reproduce", "fig3", *_flags(words), *(["--resume"] if resume else [])])
     folder = out or Path("out") / f"fig3-{preset}"
-    with _progress() as say:
-        summary = record(config, folder, command=command, resume=resume, force=force, say=say)
+    try:
+        with _progress() as say:
+            summary = record(config, folder, command=command, resume=resume, force=force, say=say)
+    except KeyboardInterrupt:
+        typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)
+        raise
     if not as_json:
         typer.echo(summary["finding"])
     show(summary, {f"fig3, {preset}": summary}, write_report(folder), as_json=as_json)

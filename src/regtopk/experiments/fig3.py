@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ from regtopk.experiments.threads import threads_for
 from regtopk.runs import Record, RunWriter, make_header, read_records
 
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINTS = "checkpoint-*.pt"  # one a method, so that a slice of others leaves them
 Say = Callable[[float, str], None]  # the fraction done, and a few words
 
 
@@ -72,7 +73,8 @@ def record(
         densities = {} if examples is None else _densities(config, examples, groups)
         with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
             if not resume:
-                (folder / CHECKPOINT).unlink(missing_ok=True)
+                for left in folder.glob(CHECKPOINTS):
+                    left.unlink()
             done = read_records(folder)
             writer.configure(_methods_and_seeds(config, done))
             if examples is not None:
@@ -170,7 +172,7 @@ def _train(
     config: DeepConfig, folder: Path, training: Training, method: Method, seeds: list[int]
 ) -> Iterator[Record]:
     """Train one method's seeds to the end, from where a checkpoint of them stands."""
-    checkpoint = folder / CHECKPOINT
+    checkpoint = folder / CHECKPOINTS.replace("*", sha256(method.label.encode()).hexdigest()[:12])
     is_exact = config.device == "cpu" or config.deterministic
     spent_s = _resume(training, checkpoint, method, seeds) if is_exact else 0.0
     start = time.perf_counter()

@@ -156,7 +156,9 @@ def _load_packed(path: Path) -> Images:
         with path.open("rb") as file:
             packed = dict(np.load(file))
     except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ArgumentError(f"packed file must be a whole .npz file, got {path}: {error}") from error
+        raise ArgumentError(
+            f"packed file must be a whole .npz file, got {path} ({type(error).__name__})"
+        ) from error
     parts = []
     for split in CIFAR_COUNTS:
         names = [f"{split}_{part}" for part in ("jpeg", "offsets", "labels")]

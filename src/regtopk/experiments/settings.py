@@ -51,6 +51,7 @@ def _parse(key: str, text: str, default: Any) -> Any:
         return type(default)(text)
     except (ValueError, KeyError):
         kind = "numbers with commas" if isinstance(default, tuple) else f"of type {type(default).__name__}"
+        kind = "true or false" if isinstance(default, bool) else kind
         raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
 
 

@@ -3,7 +3,7 @@
 ``python -m regtopk.report.budgets FOLDER FOLDER ... PICTURE``: of runs that differ in their budget alone.
 """
 
-import sys
+import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -75,5 +75,8 @@ def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes"
 
 
 if __name__ == "__main__":
-    *folders, picture = map(Path, sys.argv[1:])
-    draw_budgets([read_run(folder) for folder in folders], picture)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+", help="of runs of fig3 at equal bytes")
+    parser.add_argument("picture", type=Path, help="to write")
+    given = parser.parse_args()
+    draw_budgets([read_run(folder) for folder in given.folders], given.picture)

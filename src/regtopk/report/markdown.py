@@ -1,5 +1,6 @@
 """A recorded run's finding and table for a document: python -m regtopk.report.markdown FOLDER."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -19,4 +20,6 @@ def as_markdown(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(as_markdown(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of a run of fig3")
+    sys.stdout.write(as_markdown(parser.parse_args().folder))

@@ -17,7 +17,7 @@ CSS = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--ground);color:var(--ink);font:16px/1.55 system-ui,sans-serif}
 main{max-width:72rem;margin:0 auto;padding:2.5rem 1.25rem 4rem}
-h1{font-size:1.9rem;line-height:1.2;margin:0 0 .4rem;letter-spacing:-.01em}
+h1{font-size:1.9rem;line-height:1.2;margin:0 0 .4rem;letter-spacing:-.01em;overflow-wrap:anywhere}
 h2{font-size:1.3rem;margin:3rem 0 .3rem;padding-top:1.6rem;border-top:1px solid var(--grid)}
 h3{font-size:.95rem;font-weight:600;margin:0 0 .4rem}
 p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}

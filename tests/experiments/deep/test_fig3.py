@@ -185,7 +185,7 @@ def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_f
     assert claim["method"] in ("topk", "consensus") and claim["gain"]["seeds"] == [2, 3]
     assert claim["against"] == summary["base"] == methods.split(",")[0]
     assert claim["bytes_per_step"][claim["method"]] <= 1.02 * budget
-    assert summary["finding"].startswith("At equal bytes (")
+    assert summary["finding"].startswith("Within the same bytes (")
 
 
 def test_the_base_is_the_method_whose_bytes_count_in_whatever_order(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.training import Training
 from regtopk.experiments.fig3 import record
 
 QUICK = DeepConfig(
@@ -95,11 +96,48 @@ def test_title_and_description_say_what_was_changed(tmp_path: Path) -> None:
         replace(QUICK, **{key: PRESETS["smoke"][key] for key in ("evaluate_every",)}), tmp_path / "a"
     )
     assert plain["title"] == "Deep networks: smoke, num_rounds=2"
-    assert "mean of the last 1 evaluation on the test set" in plain["about"]
-    assert "Batch norm is evaluated with the statistics of 2,000 training images" in plain["about"]
+    assert "Accuracy is the last evaluation on the test set" in plain["about"]
+    assert "Batch norm is evaluated with the statistics of (up to) 2,000 training images" in plain["about"]
     coded = header_of(replace(QUICK, value_code="4bit", uniform_weights=True), tmp_path / "b")
     assert coded["title"] == "Deep networks: smoke, uniform_weights, num_rounds=2, value_code=4bit"
     assert "mean of the last 2 evaluations" in coded["about"]
+
+
+def test_a_slice_of_another_method_leaves_a_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = replace(QUICK, num_rounds=4)
+
+    def say(fraction: float, words: str) -> None:
+        if fraction == 0.75:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record(stop, tmp_path, command="", say=say)
+    record(replace(stop, methods="dense"), tmp_path, command="", resume=True)
+    rounds, plain = [], Training._round
+
+    def counted(self: Training) -> None:
+        rounds.append(self.num_rounds)
+        plain(self)
+
+    monkeypatch.setattr(Training, "_round", counted)
+    record(stop, tmp_path, command="", resume=True)
+    assert rounds == [2, 3]  # after the checkpoint of round 2
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("regtopk.cli.fig3.record", interrupted)
+    done = CliRunner().invoke(app, ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)])
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-2:] == [
+        f"regtopk: {tmp_path} keeps what is done; --resume goes on from there",
+        "regtopk: interrupted",
+    ]
 
 
 def test_the_command_says_what_came_out_and_is_kept_as_typed(tmp_path: Path) -> None:

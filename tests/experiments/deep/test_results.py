@@ -99,8 +99,22 @@ def test_what_has_not_run_on_both_seeds_is_not_picked() -> None:
 
 def test_without_fresh_seeds_nothing_is_claimed() -> None:
     finding = summary_of({BASE: [40.0], "topk": [50.0], "regtopk": [51.0]})["finding"]
-    expected = f"against {BASE}: topk +10.0 points (1 seed); regtopk +11.0 points (1 seed)."
-    assert finding == f"At equal bytes, not tried on fresh seeds, {expected}"
+    expected = "topk +10.0 points (1 seed); regtopk +11.0 points (1 seed)."
+    assert finding == f"Within the bytes of {BASE}, not tried on fresh seeds: {expected}"
+
+
+def test_what_sends_more_is_not_said_to_be_within_the_bytes() -> None:
+    finals = {BASE: [40.0], "topk": [50.0], "dense": [60.0]}
+    finding = summary_of(finals, {"dense": 50.0 * BUDGET})["finding"]
+    assert "topk +10.0" in finding and "dense" not in finding
+
+
+def test_two_seeds_have_no_interval() -> None:
+    tables = [summary_of({BASE: [40.0] * num, "topk": [50.0, 52.0, 51.0][:num]})["table"] for num in (2, 3)]
+    assert [row["95 % interval"] for table in tables for row in table if row["measure"] == "topk"] == [
+        None,
+        "+8.52 … +13.48",
+    ]
 
 
 def test_differences_are_of_the_seeds_that_both_have() -> None:

@@ -20,6 +20,7 @@ from regtopk.runs import Panel, Record
 
 LAST_EVALUATIONS = 5  # what a run's accuracy is the mean of
 MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
+LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
 NOT_PRACTICAL = ("global-topk", "dense")  # asks for what no cluster can know; sends everything
 
@@ -178,18 +179,19 @@ def finding(
 ) -> str:
     """What came out, in a sentence; what was published and did not come out is said first."""
     if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
-        sizes = (round(claim["bytes_per_step"][claim[key]]) for key in ("method", "against"))
-        both = " and ".join(f"{size:,}" for size in sizes)
+        both = " and ".join(f"{claim['bytes_per_step'][claim[key]]:,.0f}" for key in ("method", "against"))
         return (
-            f"At equal bytes ({both} a worker and step), {claim['method']}, the best practical "
+            f"Within the same bytes ({both} a worker and step), {claim['method']}, the best practical "
             f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
         )
     compared = [r for r in results if r["difference_from_topk"]]
     if config.like and base is None:
-        return f"At equal bytes; what all are compared with is not run yet: --methods {_like_method(config)}."
-    if config.like:
-        said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in compared)
-        return f"At equal bytes, not tried on fresh seeds, against {base}: {said or 'nothing run'}."
+        return f"What all are compared with is not run yet: --methods {_like_method(config)}."
+    if config.like and base is not None:
+        sizes = {r["method"]: r["payload_bytes_per_step"] for r in results}
+        within = [r for r in compared if sizes[r["method"]] <= MOST_BYTES * sizes[base]]
+        said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in within)
+        return f"Within the bytes of {base}, not tried on fresh seeds: {said or 'nothing run'}."
     base_lr = next((r["lr"] for r in results if r["method"] == base), None)
     ours = [r for r in compared if r["method"].startswith("regtopk") and r["lr"] == base_lr]
     said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in ours)
@@ -223,7 +225,7 @@ def _highest(found: dict[str, Any]) -> float:
 
 def _points(found: dict[str, Any]) -> str:
     seeds = counted(len(found["seeds"]), "seed")
-    if found["low"] is None:
+    if len(found["seeds"]) < LEAST_SEEDS:
         return f"{_signed(found['mean'])} points ({seeds})"
     interval = f"95 % {_signed(found['low'])} … {_signed(found['high'])}"
     return f"{_signed(found['mean'])} points ({interval}, {seeds})"
@@ -238,7 +240,7 @@ def _table(results: Sequence[dict[str, Any]], difference_name: str) -> list[dict
     rows = []
     for result in sorted(results, key=lambda r: (bool(r["diverged"]), -r["mean"])):  # diverged ones last
         found = result["difference_from_topk"]
-        has_interval = found is not None and found["low"] is not None
+        has_interval = found is not None and len(found["seeds"]) >= LEAST_SEEDS
         rows.append(
             {
                 "measure": result["method"],

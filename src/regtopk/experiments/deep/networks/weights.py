@@ -31,7 +31,9 @@ def load_weights(network: nn.Module, path: Path, *, replace_head: bool = False) 
     wanted = {name: tensor for name, tensor in network.state_dict().items() if not name.endswith(UNUSED)}
     if replace_head:
         if not any(name.startswith(HEAD) for name in wanted):
-            raise ArgumentError(f"replace_head needs a network with a layer fc, got {type(network).__name__}")
+            raise ArgumentError(
+                f"weights must be of a classifier, whose last layer is replaced, got {type(network).__name__}"
+            )
         given = {name: tensor for name, tensor in given.items() if not name.startswith(HEAD)}
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(HEAD)}
     _check_fit(given, wanted, path)
@@ -47,7 +49,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         )
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise ArgumentError(
             f"weights must be a file of torch.save that holds tensors alone, got {path} "
             f"({type(error).__name__})"
