@@ -10,7 +10,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -67,11 +67,13 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
         typer.echo(json.dumps(content, indent=2))
         return
     rows = [row for summary in summaries.values() for row in summary["table"]]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         is_label = column == "measure"
-        table.add_column("" if is_label else column, justify="left" if is_label else "right")
+        justify: JustifyMethod = "left" if is_label else "right"
+        table.add_column("" if is_label else column, justify=justify, overflow="fold")  # names stay whole
     for name, summary in summaries.items():
         table.add_section()
         table.add_row(name, style="bold")

@@ -147,5 +147,6 @@ def test_the_command_says_what_came_out_and_is_kept_as_typed(tmp_path: Path) -> 
         folder = tmp_path / str(kept)
         done = CliRunner().invoke(app, [*words, *flags, "--out", str(folder)], catch_exceptions=False)
         assert done.stdout.startswith("RegTop-k against Top-k (")
+        assert "diverged" not in done.stdout  # which none did
         header = json.loads((folder / "config.json").read_text())
         assert ("--deterministic" in header["command"].split()) == header["config"]["deterministic"] == kept
