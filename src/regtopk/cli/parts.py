@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from regtopk.errors import RegtopkError
-from regtopk.report import format_number
+from regtopk.report import columns_of, format_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,8 +67,7 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
         typer.echo(json.dumps(content, indent=2))
         return
     rows = [row for summary in summaries.values() for row in summary["table"]]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         is_label = column == "measure"

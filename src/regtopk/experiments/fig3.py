@@ -28,12 +28,7 @@ from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS, PIXELS
 from regtopk.experiments.deep.plan import Densities, first_params, make_engine, make_network
-from regtopk.experiments.deep.results import (
-    is_finished,
-    panels,
-    published_figure,
-    summarise,
-)
+from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.settings import check_device

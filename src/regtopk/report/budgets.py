@@ -13,7 +13,7 @@ from regtopk.errors import ArgumentError
 from regtopk.report.figure import Drawing, draw_all
 from regtopk.report.frontier import Point, points_of
 from regtopk.report.panels import label_log_axis, line_of
-from regtopk.report.style import Style, styles_of
+from regtopk.report.style import Style, styles_of, without_option
 from regtopk.runs import Run, read_run
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
         if not points:
             raise ArgumentError(f"folders must hold runs in which bytes were measured, got {run.folder}")
         for point in points:
-            found.setdefault(_without_density(point.method), []).append(point)
+            found.setdefault(without_option(point.method, "density"), []).append(point)
     curves = {
         method: sorted(points, key=lambda point: point.num_bytes)
         for method, points in found.items()
@@ -46,10 +46,6 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
     if not curves:
         raise ArgumentError("folders must have a method in common whose bytes differ, got none")
     return curves
-
-
-def _without_density(method: str) -> str:
-    return ":".join(word for word in method.split(":") if not word.startswith("density="))
 
 
 def draw_budgets(runs: Sequence[Run], picture: Path) -> None:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from regtopk.report.style import format_number, hardware_and_time
+from regtopk.report.style import columns_of, format_number, hardware_and_time
 from regtopk.runs import read_run
 
 
@@ -12,7 +12,7 @@ def as_markdown(folder: Path) -> str:
     """The finding, the table, and what it was run on."""
     run = read_run(folder)
     rows = run.summary["table"]
-    columns = [name for name in rows[0] if any(row.get(name) is not None for row in rows)]
+    columns = columns_of(rows)
     head = ["method" if name == "measure" else name for name in columns]
     lines = [run.summary.get("finding", ""), "", f"| {' | '.join(head)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(format_number(row.get(name)) for name in columns)} |" for row in rows]

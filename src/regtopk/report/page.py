@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.report.figure import draw_files, draw_inline, drawings_of, styles_of_run
-from regtopk.report.style import GRID, INK, Style, format_number, hardware_and_time, label_of
+from regtopk.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
 from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, read_header, read_run
 
 LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
@@ -139,8 +139,7 @@ def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
 def _table(run: Run) -> str:
     """All rows, and the columns that say something; methods have their line before them."""
     rows, styles = run.summary["table"], styles_of_run(run)
-    keys = dict.fromkeys(key for row in rows for key in row)
-    columns = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    columns = columns_of(rows)
     head = "".join(f"<th>{escape(_heading(column))}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(_cell(row.get(key), styles) for key in columns)}</tr>" for row in rows)
     ran_on = f"<p>{escape(hardware_and_time(run.summary))}</p>" if "hardware" in run.summary else ""

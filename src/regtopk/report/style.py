@@ -112,6 +112,17 @@ def _short(option: str) -> str:
     return value if key in SELF_EXPLAINING else option
 
 
+def without_option(method: str, key: str) -> str:
+    """A method's words but one: what variants that differ in that option alone have in common."""
+    return ":".join(word for word in method.split(":") if not word.startswith(f"{key}="))
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of a table that say something, in the order in which they first appear."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if any(row.get(key) is not None for row in rows)]
+
+
 def format_number(number: object) -> str:
     """A number for a table: three digits, 1.3e-9 where that is shorter; a dash for nothing."""
     if number is None:
