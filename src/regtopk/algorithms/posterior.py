@@ -106,7 +106,7 @@ class PosteriorScore:
             largest = torch.finfo(last.own.dtype).max  # finite, so that 0 · factor is 0
             factor = (factor / self._factor_elsewhere()).clamp_(max=largest)
         # sent as exactly zero: as if not sent
-        return factor.masked_fill(last.own == 0, 1.0).to(last.own.dtype)
+        return torch.where(last.own == 0, 1.0, factor).to(last.own.dtype)
 
     def _u(self, x: Tensor) -> Tensor:
         if isinstance(self.regularizer, str):

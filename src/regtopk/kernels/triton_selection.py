@@ -60,9 +60,10 @@ def gather(
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
 ):
-    """The candidates of NUM_TILES tiles, offsets and keys, in the order of the row.
+    """The candidates of NUM_TILES tiles, offsets and keys, at their places in the order of the row.
 
-    A tile that had more than there was ROOM for is looked at again.
+    A tile that had more than there was ROOM for is looked at again. Such tiles are neighbours, in the layers
+    with the largest gradients: a program's tiles are therefore far from each other.
     """
     row = tl.program_id(1).to(tl.int64)
     if not is_refused(work, row, num_words, IS_CHECKED):
@@ -78,8 +79,7 @@ def gather(
             residual += row * residual_stride
             offsets += row * capacity
             keys += row * capacity
-            first_tile = tl.program_id(0) * NUM_TILES
-            tile = first_tile + tl.arange(0, NUM_TILES)
+            tile = tl.program_id(0) + tl.arange(0, NUM_TILES) * tl.num_programs(0)
             num = tl.load(tile_counts + tile, mask=tile < num_tiles, other=0)
             first = tl.load(tile_stops + tile, mask=tile < num_tiles, other=0) - num
             slot = tl.arange(0, ROOM)[None, :]
@@ -92,7 +92,7 @@ def gather(
             if tl.max(num) > ROOM:
                 guess = tl.load(work + GUESS)
                 for n in range(NUM_TILES):
-                    again = first_tile + n
+                    again = tl.program_id(0) + n * tl.num_programs(0)
                     count = tl.load(tile_counts + again, mask=again < num_tiles, other=0)
                     if count > ROOM:
                         at = tl.load(tile_stops + again) - count
