@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from regtopk.errors import OutputError
-from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, read_header, read_run
+from regtopk.run_writer import RunWriter
+from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, make_header, read_header, read_run
 
 PANEL = Panel(title="t", x="iteration", y="loss", x_label="iteration", y_label="loss", where={"a": 1})
 HEADER = make_header("e", title="T", about="A", command="c", config={"lr": 0.1}, panels=[PANEL])
@@ -70,6 +71,21 @@ def test_a_run_that_is_being_written_is_not_replaced(tmp_path: Path) -> None:
             RunWriter(tmp_path, HEADER, force=True)
         writer.add({"loss": 2.0})
     assert len((tmp_path / METRICS).read_text().splitlines()) == 2
+
+
+def test_the_file_that_holds_the_lock_is_never_replaced(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    before = (tmp_path / METRICS).stat().st_ino
+    write_run(tmp_path, force=True)
+    assert (tmp_path / METRICS).stat().st_ino == before
+    assert len((tmp_path / METRICS).read_text().splitlines()) == 2
+
+
+def test_records_that_never_began_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / METRICS).touch()  # what a kill leaves before the settings are written
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        assert not writer.is_continued
+    assert read_header(tmp_path) == HEADER
 
 
 def test_a_header_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

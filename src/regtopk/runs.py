@@ -10,13 +10,11 @@ A folder may instead hold several runs in subfolders, named as ``parts`` in its 
 """
 
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -74,141 +72,6 @@ class Run:
     def panels(self) -> list[Panel]:
         """The panels of its figure."""
         return [Panel(**panel) for panel in self.header["panels"]]
-
-
-class RunWriter:
-    """Writes one run into a folder that is claimed first, before anything is computed.
-
-    Args:
-        folder: made if missing; refused if it holds a run.
-        header: what config.json will say.
-        force: replace a run that is there.
-        resume: go on with a run that is there, if there is one.
-        shared: settings in which it must agree with the new header.
-
-    Raises:
-        OutputError: the folder cannot be written, holds a run and neither is on, or holds one of other
-            settings.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        header: Mapping[str, Any],
-        *,
-        force: bool = False,
-        resume: bool = False,
-        shared: Mapping[str, Any] | None = None,
-    ) -> None:
-        is_continued = resume and (folder / CONFIG).exists()
-        if not is_continued:
-            claim_folder(folder, force=force)
-        self.folder = folder
-        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
-        _lock(self._metrics, folder)
-        try:
-            self._header = _continued(folder, header, shared or {}) if is_continued else dict(header)
-        except OutputError:
-            self._metrics.close()
-            raise
-        if is_continued:
-            _drop_torn_line_(folder / METRICS)
-        write_json(folder / CONFIG, self._header)
-
-    def __enter__(self) -> "RunWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._metrics.close()
-
-    def add(self, record: Record) -> None:
-        """Append one record, at once on disk.
-
-        Raises:
-            OutputError: a number in it is not finite, which JSON cannot say: the run diverged.
-        """
-        try:
-            line = json.dumps(record, allow_nan=False)
-        except ValueError:
-            raise OutputError(f"records must be finite, got {record}: the run diverged") from None
-        self._metrics.write(line + "\n")
-        self._metrics.flush()
-
-    def configure(self, settings: Mapping[str, Any]) -> None:
-        """Change settings of the header: those that only who has the folder to himself can tell."""
-        self._header["config"] = {**self._header["config"], **settings}
-        write_json(self.folder / CONFIG, self._header)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary: from now on the run counts as finished."""
-        write_json(self.folder / SUMMARY, summary)
-
-
-def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of a run that goes on: as it was, with the new settings and, after the old ones, command."""
-    old = read_header(folder)
-    for key, value in shared.items():
-        was = old.get("config", {}).get(key, value)
-        if was != value:
-            raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
-    commands = [*old["command"].splitlines(), header["command"]]
-    return {
-        **old,
-        **header,
-        "versions": old["versions"],
-        "command": "\n".join(dict.fromkeys(commands)),
-        "config": {**old.get("config", {}), **header["config"]},
-    }
-
-
-def _drop_torn_line_(path: Path) -> None:
-    """Remove the half-written record that a kill can leave at the end: what it was of runs again."""
-    content = path.read_bytes()
-    os.truncate(path, content.rfind(b"\n") + 1)
-
-
-def _lock(file: TextIO, folder: Path) -> None:
-    """Only one process writes a folder at a time; the lock goes with the process."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise OutputError(f"output folder must not be written by another process, got {folder}") from None
-
-
-def claim_folder(folder: Path, *, force: bool) -> None:
-    """Make the folder and make sure that it can be written and holds no run (or remove that)."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = [name for name in FILES if (folder / name).exists()]
-        if held and not force:
-            raise OutputError(
-                f"output folder must not hold a run, but {folder} holds {held[0]}: "
-                "choose another --out, go on with --resume (fig3), or replace it with --force"
-            )
-        if METRICS in held:
-            with (folder / METRICS).open("a", encoding="utf-8") as metrics:
-                _lock(metrics, folder)  # a run that is still being written is not replaced
-        for name in held:
-            (folder / name).unlink()
-        probe = folder / CONFIG
-        probe.touch()
-        probe.unlink()
-    except OutputError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"output folder must be writable, got {folder}: {error.strerror or error}"
-        ) from error
 
 
 def make_header(

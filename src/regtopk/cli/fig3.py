@@ -18,6 +18,7 @@ from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.fig3 import record
 from regtopk.experiments.settings import check_word
 from regtopk.report import write_report
+from regtopk.runs import CONFIG
 
 OPTIONS = {
     name: f"--{name}" for name in ("preset", "methods", "seeds", "data", "weights", "device", "deterministic")
@@ -49,7 +50,8 @@ def reproduce_fig3(
         with _progress() as say:
             summary = record(config, folder, command=command, resume=resume, force=force, say=say)
     except KeyboardInterrupt:
-        typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)
+        if (folder / CONFIG).exists():
+            typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)
         raise
     if not as_json:
         typer.echo(summary["finding"])

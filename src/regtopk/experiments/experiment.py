@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from regtopk.experiments.settings import ConfigT
-from regtopk.runs import Panel, Record, RunWriter, make_header
+from regtopk.run_writer import RunWriter
+from regtopk.runs import Panel, Record, make_header
 
 Progress = Callable[[float], None]
 Summary = dict[str, Any]

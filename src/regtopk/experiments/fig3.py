@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,23 +21,30 @@ from regtopk.core.algorithm import WithDensity
 from regtopk.core.words import counted
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
+from regtopk.experiments.deep.checkpoints import Checkpoints
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.description import description_of, title_of
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import Examples, load_examples
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS, PIXELS
-from regtopk.experiments.deep.plan import Densities, first_params, make_engine, make_network
+from regtopk.experiments.deep.plan import (
+    Densities,
+    first_params,
+    make_engine,
+    make_network,
+    weights_file,
+)
 from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import divide
 from regtopk.experiments.threads import threads_for
-from regtopk.runs import Record, RunWriter, make_header, read_records
+from regtopk.run_writer import RunWriter, check_holds_no_run
+from regtopk.runs import Record, make_header, read_records
 
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
-CHECKPOINTS = "checkpoint-*.pt"  # one a method, so that a slice of others leaves them
 Say = Callable[[float, str], None]  # the fraction done, and a few words
 
 
@@ -59,21 +66,27 @@ def record(
         config=asdict(config),
         panels=panels(config),
     )
-    groups = _open_groups(config, read_records(folder) if resume else [])
+    if not (resume or force):
+        check_holds_no_run(folder)  # before the data are read, which takes long
+    recorded = read_records(folder) if resume else []
+    replace(config, methods=_methods_and_seeds(config, recorded)["methods"])  # refuses one in two spellings
+    groups = _open_groups(config, recorded)
     examples = _load(config) if groups else None
     shared = dict(config.protocol)
     if examples is not None:
-        header["config"]["examples"] = shared["examples"] = examples.fingerprint
+        contents = {"examples": examples.fingerprint, **_fingerprint_of_weights(config)}
+        header["config"] |= contents
+        shared |= contents
     with _kernels(config), threads_for(0 if examples is None else _num_entries(config, examples)):
         densities = {} if examples is None else _densities(config, examples, groups)
         with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
-            if not resume:
-                for left in folder.glob(CHECKPOINTS):
-                    left.unlink()
+            checkpoints = Checkpoints(folder, shared)
+            if not writer.is_continued:
+                checkpoints.clear()
             done = read_records(folder)
             writer.configure(_methods_and_seeds(config, done))
             if examples is not None:
-                for new in _run(config, folder, examples, densities, _open_groups(config, done), say):
+                for new in _run(config, checkpoints, examples, densities, _open_groups(config, done), say):
                     writer.add(new)
             summary = summarise(config, read_records(folder))
             writer.finish(summary)
@@ -124,6 +137,12 @@ def _load(config: DeepConfig) -> Examples:
     return examples
 
 
+def _fingerprint_of_weights(config: DeepConfig) -> dict[str, str]:
+    """Of the file to start from, if there is one: another under the same name is another start."""
+    path = weights_file(config)
+    return {} if path is None else {"weights_sha256": sha256(path.read_bytes()).hexdigest()[:16]}
+
+
 def _num_entries(config: DeepConfig, examples: Examples) -> int:
     """J, without making the weights."""
     with torch.device("meta"):
@@ -144,7 +163,7 @@ def _check_fits(config: DeepConfig, examples: Examples) -> None:
 
 def _run(
     config: DeepConfig,
-    folder: Path,
+    checkpoints: Checkpoints,
     examples: Examples,
     densities: dict[str, float | None],
     groups: list[tuple[Method, list[int]]],
@@ -157,19 +176,18 @@ def _run(
         start = torch.stack([first_params(config, examples, seed) for seed in seeds])
         engine, density = engines[len(seeds)], densities[method.label]
         training = Training(engine, config, method, density=density, start=start, seeds=seeds)
-        for new in _train(config, folder, training, method, seeds):
+        for new in _train(config, checkpoints, training, method, seeds):
             fraction = (place + new["step"] / config.num_rounds) / len(groups)
             say(fraction, f"{method.label}, seed {new['seed']}: {new['accuracy']:.1f} %")
             yield new
 
 
 def _train(
-    config: DeepConfig, folder: Path, training: Training, method: Method, seeds: list[int]
+    config: DeepConfig, checkpoints: Checkpoints, training: Training, method: Method, seeds: list[int]
 ) -> Iterator[Record]:
     """Train one method's seeds to the end, from where a checkpoint of them stands."""
-    checkpoint = folder / CHECKPOINTS.replace("*", sha256(method.label.encode()).hexdigest()[:12])
     is_exact = config.device == "cpu" or config.deterministic
-    spent_s = _resume(training, checkpoint, method, seeds) if is_exact else 0.0
+    spent_s = checkpoints.load(training, method, seeds) if is_exact else 0.0
     start = time.perf_counter()
     stops = {*range(config.evaluate_every, config.num_rounds, config.evaluate_every), config.num_rounds}
     for stop in sorted(stop for stop in stops if stop > training.num_rounds):
@@ -178,10 +196,8 @@ def _train(
         time_s = spent_s + time.perf_counter() - start
         yield from _records(config, training, method, seeds, qualities, time_s)
         if is_exact:
-            state = {"method": method.label, "seeds": seeds, "time_s": time_s, **training.state_dict()}
-            torch.save(state, checkpoint.with_suffix(".new"))
-            checkpoint.with_suffix(".new").replace(checkpoint)
-    checkpoint.unlink(missing_ok=True)
+            checkpoints.save(training, method, seeds, time_s)
+    checkpoints.remove(method)
 
 
 def _records(
@@ -219,17 +235,6 @@ def _records(
 
 def _or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def _resume(training: Training, checkpoint: Path, method: Method, seeds: list[int]) -> float:
-    """Go on from a checkpoint, if it is of these runs; returns the time they had taken."""
-    if not checkpoint.exists():
-        return 0.0
-    state = torch.load(checkpoint, map_location=training.params.device, weights_only=True)
-    if (state["method"], state["seeds"]) != (method.label, seeds):
-        return 0.0
-    training.load_state_dict(state)
-    return float(state["time_s"])
 
 
 def _published(config: DeepConfig, method: Method) -> dict[int, float]:

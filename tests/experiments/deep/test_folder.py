@@ -132,7 +132,11 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr("regtopk.cli.fig3.record", interrupted)
-    done = CliRunner().invoke(app, ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)])
+    words = ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)]
+    nothing = CliRunner().invoke(app, words)
+    assert (nothing.exit_code, nothing.stderr) == (130, "regtopk: interrupted\n")
+    (tmp_path / "config.json").touch()
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 130
     assert done.stderr.splitlines()[-2:] == [
         f"regtopk: {tmp_path} keeps what is done; --resume goes on from there",

@@ -158,7 +158,7 @@ def test_the_published_advantage_is_judged_at_one_lr_against_plain_topk() -> Non
     }
     records = []
     for method, final in finals.items():
-        for seed in (0, 1):
+        for seed in (0, 1, 2):
             for record in curve(method, seed, final + seed):
                 lr = 0.1 if "lr=" in method else 0.01
                 records.append({**record, "step": record["step"] * 36, "lr": lr})
@@ -166,6 +166,11 @@ def test_the_published_advantage_is_judged_at_one_lr_against_plain_topk() -> Non
     assert summary["base"] == "topk"
     assert "does not show here: regtopk:mu=5 +0.2 points" in summary["finding"]
     assert "+14" not in summary["finding"]
+    few = summarise(paper, [r for r in records if r["seed"] < 2])
+    start = "Published: 8.0 points over Top-k. Here, on too few seeds for a verdict: regtopk:mu=5 +0.2"
+    assert few["finding"].startswith(start)
+    other = DeepConfig(**{**PRESETS["paper"], "preset": "paper", "double_softmax": True})
+    assert summarise(other, records)["finding"].endswith(". Published, in its own setting: +8.0.")
 
 
 def test_nothing_is_said_to_be_below_zero_that_rounds_to_it() -> None:

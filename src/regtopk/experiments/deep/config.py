@@ -122,6 +122,10 @@ class DeepConfig:
             raise ArgumentError(f"methods must be different and at least one, got {self.methods!r}")
         if self.like:
             parse_like(self.like)
+        if self.data_set == "text" and self.split.startswith("dirichlet"):
+            raise ArgumentError(
+                f"split must be iid, sorted or unequal for text, which has no classes, got {self.split!r}"
+            )
         if self.sends == "difference" and self.optimizer == "adam":
             raise ArgumentError(
                 "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, and "

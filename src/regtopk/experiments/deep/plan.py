@@ -25,10 +25,17 @@ def make_network(config: DeepConfig, num_classes: int, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = NETWORKS[config.network](num_classes)
-    if config.weights:
-        path = published_weights() if config.weights == PUBLISHED else Path(config.weights)
+    path = weights_file(config)
+    if path is not None:
         load_weights(network, path, replace_head=True)
     return network
+
+
+def weights_file(config: DeepConfig) -> Path | None:
+    """Where the weights to start from are; None: from scratch."""
+    if config.weights == PUBLISHED:
+        return published_weights()
+    return Path(config.weights) if config.weights else None
 
 
 def make_engine(config: DeepConfig, examples: Examples, num_models: int) -> Engine:

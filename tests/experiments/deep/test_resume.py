@@ -1,0 +1,98 @@
+"""What a resumed run must not go on from: other settings, other weights, a damaged file."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from regtopk.errors import ArgumentError, OutputError
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.networks import NETWORKS
+from regtopk.experiments.fig3 import record
+from regtopk.runs import read_records
+
+QUICK = DeepConfig(
+    **{
+        **PRESETS["smoke"],
+        "preset": "smoke",
+        "num_rounds": 4,
+        "evaluate_every": 1,
+        "methods": "topk",
+        "seeds": "1",
+    }
+)
+
+
+def interrupt(config: DeepConfig, folder: Path) -> Path:
+    """Stop a run in the middle; returns its checkpoint."""
+
+    def say(fraction: float, words: str) -> None:
+        if fraction == 0.75:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record(config, folder, command="", say=say)
+    (checkpoint,) = folder.glob("checkpoint-*.pt")
+    return checkpoint
+
+
+def accuracies(folder: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["test_loss"]) for r in read_records(folder)]
+
+
+@pytest.mark.parametrize("has_records", [False, True])
+def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path: Path, has_records: bool) -> None:
+    checkpoint = interrupt(QUICK, tmp_path / "old")
+    other = replace(QUICK, lr=0.01)
+    if has_records:  # a run of the other settings, interrupted as well
+        interrupt(other, tmp_path / "new")
+    (tmp_path / "new").mkdir(exist_ok=True)
+    shutil.copy(checkpoint, tmp_path / "new")
+    record(other, tmp_path / "new", command="", resume=True)
+    record(other, tmp_path / "clean", command="")
+    assert dict(accuracies(tmp_path / "new")) == dict(accuracies(tmp_path / "clean"))
+    assert not list((tmp_path / "new").glob("checkpoint-*"))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    checkpoint = interrupt(QUICK, tmp_path)
+    checkpoint.write_bytes(checkpoint.read_bytes()[:500])
+    with pytest.raises(OutputError, match=rf"checkpoint must be whole, but {checkpoint} cannot be read: "):
+        record(QUICK, tmp_path, command="", resume=True)
+    checkpoint.unlink()
+    record(QUICK, tmp_path, command="", resume=True)
+    assert {step for step, _ in accuracies(tmp_path)} == {1, 2, 3, 4}
+
+
+def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
+    def save_weights(seed: int) -> str:
+        torch.manual_seed(seed)
+        torch.save(NETWORKS["small-cnn"](10).state_dict(), tmp_path / "weights.pt")
+        return str(tmp_path / "weights.pt")
+
+    record(replace(QUICK, weights=save_weights(0)), tmp_path / "run", command="")
+    other = replace(QUICK, methods="dense", weights=save_weights(1))
+    with pytest.raises(OutputError, match=r"weights_sha256 must be '.*' as in the run that .* holds, got"):
+        record(other, tmp_path / "run", command="", resume=True)
+
+
+def test_a_method_of_the_folder_in_other_words_is_refused(tmp_path: Path) -> None:
+    record(QUICK, tmp_path, command="")
+    with pytest.raises(ArgumentError, match="methods must be different and at least one, got 'topk,topk:lr="):
+        record(replace(QUICK, methods="topk:lr=0.2"), tmp_path, command="", resume=True)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(QUICK, tmp_path, command="")
+    monkeypatch.setattr("regtopk.experiments.fig3._load", lambda config: pytest.fail("read the data"))
+    with pytest.raises(OutputError, match="must not hold a run"):
+        record(QUICK, tmp_path, command="")
+
+
+def test_text_has_no_classes_to_split_by() -> None:
+    with pytest.raises(ArgumentError, match="split must be iid, sorted or unequal for text"):
+        DeepConfig(**{**PRESETS["gpt"], "preset": "gpt", "split": "dirichlet:0.1"})
