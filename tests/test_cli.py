@@ -1,6 +1,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from regtopk import ALGORITHMS, __version__
 from regtopk.cli import app
+from regtopk.cli.parts import show
 from tests.processes import ended
 
 QUICK = "--set", "num_iterations=5"
@@ -184,3 +186,15 @@ def read_all(terminal: int) -> str:
         shown += piece
     os.close(terminal)
     return shown.decode()
+
+
+def test_a_narrow_terminal_cuts_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    row = {"measure": "topk:value_code=4bit", "bytes a step": 1234567, "95 % interval": "+11.49 … +13.26"}
+    for columns in ("30", "70", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        show({}, {"run": {"table": [row]}}, Path("page"), as_json=False)
+        words = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).split()
+        assert {"1,234,567", "+11.49", "+13.26", "interval", "bytes", "topk:value_code=4bit"} <= set(words)

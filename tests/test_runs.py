@@ -5,7 +5,7 @@ import pytest
 
 from regtopk.errors import OutputError
 from regtopk.run_writer import RunWriter
-from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, make_header, read_header, read_run
+from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, make_header, read_header, read_records, read_run
 
 PANEL = Panel(title="t", x="iteration", y="loss", x_label="iteration", y_label="loss", where={"a": 1})
 HEADER = make_header("e", title="T", about="A", command="c", config={"lr": 0.1}, panels=[PANEL])
@@ -127,3 +127,10 @@ def test_a_damaged_run_to_read(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text('{"experiment": ')
     with pytest.raises(OutputError, match=r"config.json cannot be read: not JSON, Expecting value"):
         read_header(tmp_path)
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / METRICS).write_text('{"a": 1}\n{"a": \n{"a": 2}\n')
+    with pytest.raises(OutputError, match=r"must hold a run, but .* cannot be read: not JSON, record 2: "):
+        read_records(tmp_path)

@@ -122,7 +122,7 @@ def read_run(folder: Path) -> Run:
 
 def read_records(folder: Path) -> list[Record]:
     """The records of a run so far; none if it has not begun."""
-    return _read(folder, METRICS, _parse_lines) if (folder / METRICS).exists() else []
+    return _read(folder, METRICS, _parse_lines, "a run") if (folder / METRICS).exists() else []
 
 
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
@@ -154,7 +154,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
+def _read(folder: Path, name: str, parse: Callable[[str], T], what: str = "a finished run") -> T:
     path = folder / name
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -162,7 +162,7 @@ def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
         reason = error.strerror or str(error)
     except ValueError as error:
         reason = f"not JSON, {error}"
-    raise OutputError(f"folder must hold a finished run, but {path} cannot be read: {reason}")
+    raise OutputError(f"folder must hold {what}, but {path} cannot be read: {reason}")
 
 
 def _parse_object(text: str) -> dict[str, Any]:
@@ -172,4 +172,10 @@ def _parse_object(text: str) -> dict[str, Any]:
 
 def _parse_lines(text: str) -> list[Record]:
     """A line that a kill left torn is not read."""
-    return [_parse_object(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    records = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            records.append(_parse_object(line))
+        except ValueError as error:
+            raise ValueError(f"record {number}: {error}") from None
+    return records

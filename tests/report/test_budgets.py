@@ -1,5 +1,7 @@
 """Several budgets in one figure."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,26 @@ def test_what_tells_nothing_of_budgets_is_refused() -> None:
         curves_of(RUNS[:1])
     with pytest.raises(ArgumentError, match="in common"):
         curves_of([RUNS[0], run_of(100.0, {"randomk": [1.0]})])
+    coded = run_of(100.0, {"consensus": [60.0]})
+    coded.header["config"]["value_code"] = "2bit"
+    with pytest.raises(ArgumentError, match="budget alone, got value_code '4bit' in here and '2bit' in here"):
+        curves_of([RUNS[0], coded])
     other = Run(Path("there"), RUNS[0].header, [], {"metric": "gap", "results": []})
     with pytest.raises(ArgumentError, match="there"):
         curves_of([RUNS[0], other])
+
+
+@pytest.mark.parametrize("module", ["budgets", "markdown"])
+def test_errors_are_one_line(tmp_path: Path, module: str) -> None:
+    words = [str(tmp_path / "none"), *(["picture.png"] if module == "budgets" else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", f"regtopk.report.{module}", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{module}.py: error: folder must hold a finished run")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -25,6 +25,10 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
+
+_LEAST_NAME = 24  # columns of a name before it is folded
+_GAP = 2  # between columns
+_FILE_WIDTH = 160  # a file has no edge to cut names at
 
 
 def say_errors(command: Callable[P, T]) -> Callable[P, T]:
@@ -70,9 +74,7 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
     columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        is_label = column == "measure"
-        justify: JustifyMethod = "left" if is_label else "right"
-        table.add_column("" if is_label else column, justify=justify, overflow="fold")  # names stay whole
+        _add_column(table, column, [format_number(row.get(column)) for row in rows])
     for name, summary in summaries.items():
         table.add_section()
         table.add_row(name, style="bold")
@@ -80,6 +82,29 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
             table.add_row(*(format_number(row.get(column)) for column in columns))
     console = Console()
     if not console.is_terminal:
-        console.width = max(console.width, 160)  # a file has no edge to cut names at
+        console.width = max(console.width, _FILE_WIDTH)
+    _fit(table, console)
     console.print(table)
     typer.echo(f"{page}")
+
+
+def _add_column(table: Table, name: str, cells: Sequence[str]) -> None:
+    """Numbers to the right; a column is as wide as its longest word at least, of names a part of it."""
+    if name == "measure":
+        longest = max((len(cell) for cell in cells), default=0)
+        table.add_column("", overflow="fold", min_width=min(longest, _LEAST_NAME))
+        return
+    words = [word for text in (name, *cells) for word in text.split(" ")]
+    table.add_column(name, justify="right", overflow="fold", min_width=max(len(word) for word in words))
+
+
+def _fit(table: Table, console: Console) -> None:
+    """In a narrow terminal headings break between words, then names; no number is cut, lines may break."""
+    anywhere = console.options.update(width=1000)
+    if console.measure(table, options=anywhere).maximum <= console.width:
+        return
+    for column in table.columns:
+        if column.justify == "right":
+            column.width = column.min_width
+    least = sum((column.min_width or 0) + _GAP for column in table.columns)
+    console.width = max(console.width, least + _GAP)

@@ -26,6 +26,7 @@ from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.deep.description import description_of, title_of
 from regtopk.experiments.deep.engine import Engine, Quality
 from regtopk.experiments.deep.examples import Examples, load_examples
+from regtopk.experiments.deep.finding import published_figure
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS, PIXELS
 from regtopk.experiments.deep.plan import (
@@ -35,7 +36,7 @@ from regtopk.experiments.deep.plan import (
     make_network,
     weights_file,
 )
-from regtopk.experiments.deep.results import is_finished, panels, published_figure, summarise
+from regtopk.experiments.deep.results import is_finished, panels, summarise
 from regtopk.experiments.deep.training import Training
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.settings import check_device
@@ -176,6 +177,7 @@ def _run(
         start = torch.stack([first_params(config, examples, seed) for seed in seeds])
         engine, density = engines[len(seeds)], densities[method.label]
         training = Training(engine, config, method, density=density, start=start, seeds=seeds)
+        say(place / len(groups), f"{method.label}, training")
         for new in _train(config, checkpoints, training, method, seeds):
             fraction = (place + new["step"] / config.num_rounds) / len(groups)
             say(fraction, f"{method.label}, seed {new['seed']}: {new['accuracy']:.1f} %")

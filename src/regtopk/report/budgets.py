@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regtopk.errors import ArgumentError
+from regtopk.errors import ArgumentError, RegtopkError
 from regtopk.report.figure import Drawing, draw_all
 from regtopk.report.frontier import Point, points_of
 from regtopk.report.panels import label_log_axis, line_of
@@ -19,18 +19,22 @@ from regtopk.runs import Run, read_run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TITLE = "Accuracy against bytes a step, several budgets: mean and, of several seeds, range"
+TITLE = "Accuracy against bytes a step, several budgets: mean and range"
 SIZE_INCHES = (7.0, 4.2)
+FREE = {"like", "density", "methods", "seeds", "data", "side_by_side", "num_branches"}  # may differ
 
 
 def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
     """Each method that all the runs have, whatever its density there, by rising bytes.
 
     Raises:
-        ArgumentError: there are fewer than two runs, one was not made for bytes, or nothing is in them all.
+        ArgumentError: there are fewer than two runs, they differ in more than their budget, one was not made
+            for bytes, or nothing is in them all.
     """
     if len(runs) < 2:
         raise ArgumentError(f"folders must be at least two, got {len(runs)}")
+    for run in runs[1:]:
+        _check_differs_in_budget_alone(runs[0], run)
     found: dict[str, list[Point]] = {}
     for run in runs:
         points = points_of(run)
@@ -46,6 +50,16 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
     if not curves:
         raise ArgumentError("folders must have a method in common whose bytes differ, got none")
     return curves
+
+
+def _check_differs_in_budget_alone(run: Run, other: Run) -> None:
+    settings, others = run.header["config"], other.header["config"]
+    for key in settings.keys() & others.keys() - FREE:
+        if settings[key] != others[key]:
+            raise ArgumentError(
+                f"folders must hold runs that differ in their budget alone, got {key} {settings[key]!r} in "
+                f"{run.folder} and {others[key]!r} in {other.folder}"
+            )
 
 
 def draw_budgets(runs: Sequence[Run], picture: Path) -> None:
@@ -75,4 +89,7 @@ if __name__ == "__main__":
     parser.add_argument("folders", type=Path, nargs="+", help="of runs of fig3 at equal bytes")
     parser.add_argument("picture", type=Path, help="to write")
     given = parser.parse_args()
-    draw_budgets([read_run(folder) for folder in given.folders], given.picture)
+    try:
+        draw_budgets([read_run(folder) for folder in given.folders], given.picture)
+    except RegtopkError as error:
+        parser.error(str(error))

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from regtopk.errors import RegtopkError
 from regtopk.report.style import columns_of, format_number, hardware_and_time
 from regtopk.runs import read_run
 
@@ -22,4 +23,7 @@ def as_markdown(folder: Path) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of a run of fig3")
-    sys.stdout.write(as_markdown(parser.parse_args().folder))
+    try:
+        sys.stdout.write(as_markdown(parser.parse_args().folder))
+    except RegtopkError as error:
+        parser.error(str(error))

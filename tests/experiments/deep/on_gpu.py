@@ -79,7 +79,7 @@ def deterministic_runs_are_the_same_bits() -> None:
         seen: list[str] = []
 
         def say(fraction: float, words: str) -> None:
-            seen.append(words)
+            seen.extend([words] if words.endswith("%") else [])  # what was measured
             if len(seen) == NUM_SEEN:
                 raise StopHereError
 

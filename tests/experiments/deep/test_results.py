@@ -1,5 +1,6 @@
 """From records to accuracies, differences and the claim, on numbers written by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,41 @@ def test_what_has_not_run_on_both_seeds_is_not_picked() -> None:
 def test_without_fresh_seeds_nothing_is_claimed() -> None:
     finding = summary_of({BASE: [40.0], "topk": [50.0], "regtopk": [51.0]})["finding"]
     expected = "topk +10.0 points (1 seed); regtopk +11.0 points (1 seed)."
-    assert finding == f"Within the bytes of {BASE}, not tried on fresh seeds: {expected}"
+    assert finding == f"Within the bytes of {BASE}: {expected}"
+
+
+def test_what_was_picked_is_named_with_the_command_that_measures_it() -> None:
+    finals = {BASE: [40.0, 40.0], "topk": [50.0, 50.0], "consensus": [49.0, 49.0]}
+    records = [r for m, own in finals.items() for s, final in enumerate(own) for r in curve(m, s, final)]
+    for seed in (2, 3):  # of another than the best
+        records += curve(BASE, seed, 40.0) + curve("consensus", seed, 49.0)
+    finding = summarise(EQUAL_BYTES, records)["finding"]
+    assert "consensus +9.0 points (95 % +9.0 … +9.0, 4 seeds)" in finding
+    command = f"--seeds 2-6 --methods {BASE},topk --resume."
+    assert finding.endswith(f"Best on seeds 0 and 1: topk; what it gains on fresh seeds tells {command}")
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (["topk"], "Not run yet: RegTop-k."),
+        (["regtopk"], "Not run yet: Top-k."),
+        (["dense"], "Not run yet: Top-k and RegTop-k."),
+        (["regtopk", "topk"], "RegTop-k and Top-k (50.0 %) have no seed and lr in common."),
+    ],
+)
+def test_what_cannot_be_compared_is_said(methods: list[str], said: str) -> None:
+    config = replace(EQUAL_BYTES, like="")
+    records = [r for seed, method in enumerate(methods) for r in curve(method, seed, 50.0)]
+    assert summarise(config, records)["finding"] == said
+
+
+def test_what_diverged_is_said() -> None:
+    records = [r for method in ("topk", "regtopk") for seed in (0, 1) for r in curve(method, seed, 50.0)]
+    lost = [{**r, "diverged": r["method"] == "regtopk"} for r in records]
+    finding = summarise(replace(EQUAL_BYTES, like=""), lost)["finding"]
+    assert finding.startswith("RegTop-k against Top-k (50.0 %): regtopk +0.0 points (2 seeds).")
+    assert finding.endswith(" Diverged: regtopk (2 seeds).")
 
 
 def test_what_sends_more_is_not_said_to_be_within_the_bytes() -> None:

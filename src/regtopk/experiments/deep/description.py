@@ -5,9 +5,9 @@ import math
 import torch
 
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.finding import LAST_EVALUATIONS
 from regtopk.experiments.deep.networks import NETWORKS
 from regtopk.experiments.deep.networks.norm import BatchNorm
-from regtopk.experiments.deep.results import LAST_EVALUATIONS
 
 TITLE = "Deep networks"
 

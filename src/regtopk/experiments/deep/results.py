@@ -1,25 +1,20 @@
 """From the records of deep trainings, one a (method, seed, step), to tables and figures."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from regtopk.core.words import counted
 from regtopk.experiments.compare import is_topk
 from regtopk.experiments.compare_config import parse_like
 from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.deep.finding import LAST_EVALUATIONS, LEAST_SEEDS, MOST_BYTES, finding
 from regtopk.experiments.deep.method import Method
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.methods import parse_method
 from regtopk.experiments.statistics import paired_difference, spread
 from regtopk.runs import Panel, Record
 
-LAST_EVALUATIONS = 5  # what a run's accuracy is the mean of
-MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
-LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
 NOT_PRACTICAL = ("global-topk", "dense")  # asks for what no cluster can know; sends everything
 
@@ -70,12 +65,6 @@ def _is_like(config: DeepConfig, label: str) -> bool:
     name, options = parse_method(method.spec)
     own = name, options.get("density"), method.index_code, options.get("value_code", config.value_code)
     return own == parse_like(config.like)
-
-
-def _like_method(config: DeepConfig) -> str:
-    """The words that `_is_like` looks for."""
-    name, density, index_code, value_code = parse_like(config.like)
-    return f"{name}:density={density:g}:index_code={index_code}:value_code={value_code}"
 
 
 def _best(finals: dict[str, dict[int, float]], labels: Sequence[str]) -> str | None:
@@ -171,68 +160,6 @@ def _claim(
         "bytes_per_step": {label: num_bytes[label] for label in (best, base)},
         "gain": difference(fresh, finals[base]),
     }
-
-
-def finding(
-    config: DeepConfig, results: Sequence[dict[str, Any]], base: str | None, claim: dict[str, Any] | None
-) -> str:
-    """What came out, in a sentence; what was published and did not come out is said first."""
-    if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
-        both = " and ".join(f"{claim['bytes_per_step'][claim[key]]:,.0f}" for key in ("method", "against"))
-        return (
-            f"Within the same bytes ({both} a worker and step), {claim['method']}, the best practical "
-            f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
-        )
-    compared = [r for r in results if r["difference_from_topk"]]
-    if config.like and base is None:
-        return f"What all are compared with is not run yet: --methods {_like_method(config)}."
-    if config.like and base is not None:
-        sizes = {r["method"]: r["payload_bytes_per_step"] for r in results}
-        within = [r for r in compared if sizes[r["method"]] <= MOST_BYTES * sizes[base]]
-        said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in within)
-        return f"Within the bytes of {base}, not tried on fresh seeds: {said or 'nothing run'}."
-    gap = published_gap()
-    base_lr = next((r["lr"] for r in results if r["method"] == base), None)
-    ours = [r for r in compared if r["method"].startswith("regtopk") and r["lr"] == base_lr]
-    said = "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in ours)
-    if not config.is_as_published or not ours:
-        topk = next((f" ({r['mean']:.1f} %)" for r in results if r["method"] == base), "")
-        is_like_published = bool(ours) and config.preset in ("paper", "authors-script")
-        published = f" Published, in its own setting: {gap:+.1f}." if is_like_published else ""
-        return f"RegTop-k against Top-k{topk}: {said or 'not run'}.{published}"
-    judged = [r for r in ours if len(r["difference_from_topk"]["seeds"]) >= LEAST_SEEDS]
-    if not judged:
-        return f"Published: {gap:.1f} points over Top-k. Here, on too few seeds for a verdict: {said}."
-    highest = max(r["difference_from_topk"]["high"] for r in judged)
-    verdict = "does not show here" if highest < gap else "is not excluded here"
-    return f"The published advantage of {gap:.1f} points over Top-k {verdict}: {said}."
-
-
-def published_gap() -> float:
-    """RegTop-k's accuracy less Top-k's in the paper's Figure 3, the mean of its last five points."""
-    figure = published_figure()
-    pairs = zip(figure["regtopk"][-LAST_EVALUATIONS:], figure["topk"][-LAST_EVALUATIONS:], strict=True)
-    return fmean(own - base for own, base in pairs)
-
-
-def published_figure() -> dict[str, Any]:
-    """The data points of the paper's Figure 3."""
-    path = files("regtopk.experiments") / "published" / "figure3.json"
-    figure: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return figure
-
-
-def _points(found: dict[str, Any]) -> str:
-    seeds = counted(len(found["seeds"]), "seed")
-    if len(found["seeds"]) < LEAST_SEEDS:
-        return f"{_signed(found['mean'])} points ({seeds})"
-    interval = f"95 % {_signed(found['low'])} … {_signed(found['high'])}"
-    return f"{_signed(found['mean'])} points ({interval}, {seeds})"
-
-
-def _signed(number: float) -> str:
-    """With one digit, and nothing below zero that rounds to it."""
-    return f"{round(number, 1) + 0.0:+.1f}"
 
 
 def _table(results: Sequence[dict[str, Any]], difference_name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""What came out of deep trainings, in a sentence; what was published and did not come out is said first."""
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from statistics import fmean
+from typing import Any
+
+from regtopk.core.words import counted
+from regtopk.experiments.compare_config import parse_like
+from regtopk.experiments.deep.config import DeepConfig
+
+LAST_EVALUATIONS = 5  # what a run's accuracy is the mean of
+MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
+LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
+FRESH_SEEDS = "2-6"  # suggested, to measure on what was picked on seeds 0 and 1
+
+Result = dict[str, Any]
+
+
+def finding(
+    config: DeepConfig, results: Sequence[Result], base: str | None, claim: dict[str, Any] | None
+) -> str:
+    """The sentence, and after it what diverged."""
+    said = _at_equal_bytes(config, results, base, claim) if config.like else _by_rounds(config, results, base)
+    lost = [f"{r['method']} ({counted(len(r['diverged']), 'seed')})" for r in results if r["diverged"]]
+    return f"{said} Diverged: {', '.join(lost)}." if lost else said
+
+
+def _at_equal_bytes(
+    config: DeepConfig, results: Sequence[Result], base: str | None, claim: dict[str, Any] | None
+) -> str:
+    if base is None:
+        return f"What all are compared with is not run yet: --methods {_like_method(config)}."
+    if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
+        both = " and ".join(f"{claim['bytes_per_step'][claim[key]]:,.0f}" for key in ("method", "against"))
+        return (
+            f"Within the same bytes ({both} a worker and step), {claim['method']}, the best practical "
+            f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
+        )
+    sizes = {r["method"]: r["payload_bytes_per_step"] for r in results}
+    within = [r for r in _compared(results) if sizes[r["method"]] <= MOST_BYTES * sizes[base]]
+    said = f"Within the bytes of {base}: {_all_points(within) or 'nothing run'}."
+    if claim is None:
+        return said
+    return (
+        f"{said} Best on seeds 0 and 1: {claim['method']}; what it gains on fresh seeds tells "
+        f"--seeds {FRESH_SEEDS} --methods {claim['against']},{claim['method']} --resume."
+    )
+
+
+def _by_rounds(config: DeepConfig, results: Sequence[Result], base: str | None) -> str:
+    """RegTop-k's variants against Top-k with the same lr."""
+    topk = next((r for r in results if r["method"] == base), None)
+    ours = [r for r in results if r["method"].startswith("regtopk")]
+    if topk is None or not ours:
+        missing = [name for name, has in (("Top-k", topk is not None), ("RegTop-k", bool(ours))) if not has]
+        return f"Not run yet: {' and '.join(missing)}."
+    compared = [r for r in _compared(ours) if r["lr"] == topk["lr"]]
+    if not compared:
+        return f"RegTop-k and Top-k ({topk['mean']:.1f} %) have no seed and lr in common."
+    said, gap = _all_points(compared), published_gap()
+    if not config.is_as_published:
+        is_related = config.preset in ("paper", "authors-script")
+        published = f" Published, in its own setting: {gap:+.1f}." if is_related else ""
+        return f"RegTop-k against Top-k ({topk['mean']:.1f} %): {said}.{published}"
+    judged = [r for r in compared if len(r["difference_from_topk"]["seeds"]) >= LEAST_SEEDS]
+    if not judged:
+        return f"Published: {gap:.1f} points over Top-k. Here, on too few seeds for a verdict: {said}."
+    highest = max(r["difference_from_topk"]["high"] for r in judged)
+    verdict = "does not show here" if highest < gap else "is not excluded here"
+    return f"The published advantage of {gap:.1f} points over Top-k {verdict}: {said}."
+
+
+def _like_method(config: DeepConfig) -> str:
+    """The words of the method whose bytes all of them have."""
+    name, density, index_code, value_code = parse_like(config.like)
+    return f"{name}:density={density:g}:index_code={index_code}:value_code={value_code}"
+
+
+def published_gap() -> float:
+    """RegTop-k's accuracy less Top-k's in the paper's Figure 3, the mean of its last five points."""
+    figure = published_figure()
+    pairs = zip(figure["regtopk"][-LAST_EVALUATIONS:], figure["topk"][-LAST_EVALUATIONS:], strict=True)
+    return fmean(own - base for own, base in pairs)
+
+
+def published_figure() -> dict[str, Any]:
+    """The data points of the paper's Figure 3."""
+    path = files("regtopk.experiments") / "published" / "figure3.json"
+    figure: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figure
+
+
+def _compared(results: Sequence[Result]) -> list[Result]:
+    return [r for r in results if r["difference_from_topk"]]
+
+
+def _all_points(results: Sequence[Result]) -> str:
+    return "; ".join(f"{r['method']} {_points(r['difference_from_topk'])}" for r in results)
+
+
+def _points(found: dict[str, Any]) -> str:
+    seeds = counted(len(found["seeds"]), "seed")
+    if len(found["seeds"]) < LEAST_SEEDS:
+        return f"{_signed(found['mean'])} points ({seeds})"
+    interval = f"95 % {_signed(found['low'])} … {_signed(found['high'])}"
+    return f"{_signed(found['mean'])} points ({interval}, {seeds})"
+
+
+def _signed(number: float) -> str:
+    """With one digit, and nothing below zero that rounds to it."""
+    return f"{round(number, 1) + 0.0:+.1f}"
