@@ -16,11 +16,12 @@ EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", 
 
 # arrows run down: a part may import itself and what stands lower, never its neighbours
 LEVELS = {
-    "__main__": 8,
-    "cli": 7,
-    "experiments": 6,
-    "report": 6,
-    "plan": 6,
+    "__main__": 9,
+    "cli": 8,
+    "experiments": 7,
+    "report": 7,
+    "plan": 7,
+    "run_writer": 6,
     "runs": 5,
     "simulate": 4,
     "distributed": 4,
