@@ -4,7 +4,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
 # two parts that take about as long, one for each of two cores
-FIRST := tests/algorithms tests/core tests/distributed tests/report
+FIRST := tests/algorithms tests/core tests/distributed tests/plan tests/report
 
 .PHONY: demo test test-first test-second lint format clean
 .DELETE_ON_ERROR:
@@ -12,8 +12,8 @@ FIRST := tests/algorithms tests/core tests/distributed tests/report
 demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
 
-test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-first test-second
+test: .venv/.installed
+	$(MAKE) --jobs=3 --output-sync=target lint test-first test-second
 
 test-first:
 	.venv/bin/pytest $(FIRST)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from regtopk import kernels
 from regtopk.cli import app
+from regtopk.core.words import counted
 from regtopk.kernels import cpu
 
 
@@ -44,7 +45,7 @@ def test_doctor_prints_kernel_reason_threads_and_check() -> None:
     answer = CliRunner().invoke(app, ["doctor", "--seconds", "0"])
     assert answer.exit_code == 0
     assert "cpu (CPU): cpu kernels: cpu tensors, numba" in answer.stdout
-    assert f"{torch.get_num_threads()} threads" in answer.stdout
+    assert f"{counted(torch.get_num_threads(), 'thread')} on " in answer.stdout
     assert "agrees with the reference" in answer.stdout
 
 
