@@ -44,7 +44,7 @@ def test_ten_million_entries() -> None:
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-@pytest.mark.parametrize("density", [1e-5, 1e-3, 0.5])
+@pytest.mark.parametrize("density", [1e-3, 0.5])
 def test_inputs_chosen_to_hurt(kernel: ModuleType, numel: int, name: str, density: float) -> None:
     k = max(1, round(density * numel))
     torch.manual_seed(0)

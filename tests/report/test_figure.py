@@ -67,7 +67,7 @@ def texts_of(axes: "Axes") -> list["Bbox"]:
     return [Text.get_window_extent(text) for text in axes.texts]  # without the lines that lead to them
 
 
-@pytest.mark.parametrize("num_methods", range(1, len(METHODS) + 1))
+@pytest.mark.parametrize("num_methods", [1, 2, 3, 6, 9, 13, 17, len(METHODS)])
 def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
     figure = draw(make_run(num_methods))
     assert len(figure.axes) == len(PANELS) + 1
