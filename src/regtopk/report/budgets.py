@@ -54,7 +54,7 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
 
 def _check_differs_in_budget_alone(run: Run, other: Run) -> None:
     settings, others = run.header["config"], other.header["config"]
-    for key in settings.keys() & others.keys() - FREE:
+    for key in sorted(settings.keys() & others.keys() - FREE):
         if settings[key] != others[key]:
             raise ArgumentError(
                 f"folders must hold runs that differ in their budget alone, got {key} {settings[key]!r} in "

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.deep.training import Training
 from regtopk.experiments.fig3 import record
 
 QUICK = DeepConfig(
@@ -101,30 +100,6 @@ def test_title_and_description_say_what_was_changed(tmp_path: Path) -> None:
     coded = header_of(replace(QUICK, value_code="4bit", uniform_weights=True), tmp_path / "b")
     assert coded["title"] == "Deep networks: smoke, uniform_weights, num_rounds=2, value_code=4bit"
     assert "mean of the last 2 evaluations" in coded["about"]
-
-
-def test_a_slice_of_another_method_leaves_a_checkpoint_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = replace(QUICK, num_rounds=4)
-
-    def say(fraction: float, words: str) -> None:
-        if fraction == 0.75:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        record(stop, tmp_path, command="", say=say)
-    record(replace(stop, methods="dense"), tmp_path, command="", resume=True)
-    rounds, plain = [], Training._round
-
-    def counted(self: Training) -> None:
-        rounds.append(self.num_rounds)
-        plain(self)
-
-    monkeypatch.setattr(Training, "_round", counted)
-    record(stop, tmp_path, command="", resume=True)
-    assert rounds == [2, 3]  # after the checkpoint of round 2
-    assert not list(tmp_path.glob("*.pt"))
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a resumed run must not go on from: other settings, other weights, a damaged file."""
+"""What a resumed run goes on from, and what not: other settings, other weights, a damaged file."""
 
 import shutil
 from dataclasses import replace
@@ -10,6 +10,7 @@ import torch
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.networks import NETWORKS
+from regtopk.experiments.deep.training import Training
 from regtopk.experiments.fig3 import record
 from regtopk.runs import read_records
 
@@ -38,8 +39,25 @@ def interrupt(config: DeepConfig, folder: Path) -> Path:
     return checkpoint
 
 
-def accuracies(folder: Path) -> list[tuple[int, float]]:
+def losses_of(folder: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["test_loss"]) for r in read_records(folder)]
+
+
+def test_a_slice_of_another_method_leaves_a_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(QUICK, tmp_path)
+    record(replace(QUICK, methods="dense"), tmp_path, command="", resume=True)
+    rounds, plain = [], Training._round
+
+    def counted(self: Training) -> None:
+        rounds.append(self.num_rounds)
+        plain(self)
+
+    monkeypatch.setattr(Training, "_round", counted)
+    record(QUICK, tmp_path, command="", resume=True)
+    assert rounds == [2, 3]  # after the checkpoint of round 2
+    assert not list(tmp_path.glob("*.pt"))
 
 
 @pytest.mark.parametrize("has_records", [False, True])
@@ -52,7 +70,7 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path: Path, has_
     shutil.copy(checkpoint, tmp_path / "new")
     record(other, tmp_path / "new", command="", resume=True)
     record(other, tmp_path / "clean", command="")
-    assert dict(accuracies(tmp_path / "new")) == dict(accuracies(tmp_path / "clean"))
+    assert dict(losses_of(tmp_path / "new")) == dict(losses_of(tmp_path / "clean"))
     assert not list((tmp_path / "new").glob("checkpoint-*"))
 
 
@@ -63,7 +81,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         record(QUICK, tmp_path, command="", resume=True)
     checkpoint.unlink()
     record(QUICK, tmp_path, command="", resume=True)
-    assert {step for step, _ in accuracies(tmp_path)} == {1, 2, 3, 4}
+    assert {step for step, _ in losses_of(tmp_path)} == {1, 2, 3, 4}
 
 
 def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
