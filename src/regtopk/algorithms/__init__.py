@@ -18,6 +18,7 @@ from regtopk.algorithms.gradient_dropping import GradientDropping
 from regtopk.algorithms.gtopk import GTopK
 from regtopk.algorithms.hard_threshold import HardThreshold
 from regtopk.algorithms.mipd import MIPD
+from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.algorithms.random_candidates import RandomCandidates
 from regtopk.algorithms.randomk import RandomK
 from regtopk.algorithms.regtopk import RegTopK
@@ -26,59 +27,36 @@ from regtopk.algorithms.sidco import SIDCo
 from regtopk.algorithms.sketch import Sketch
 from regtopk.algorithms.strom import Strom
 from regtopk.algorithms.topk import TopK
-from regtopk.core.algorithm import Algorithm
+from regtopk.core import Algorithm
 
-ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
-    "dense": Dense,
-    "topk": TopK,
-    "regtopk": RegTopK,
-    "adaptive": AdaptiveDensity,
-    "consensus": Consensus,
-    "dgc": DGC,
-    "ef21": EF21,
-    "gtopk": GTopK,
-    "scalecom": ScaleCom,
-    "fair-topk": FairTopK,
-    "sketch": Sketch,
-    "mipd": MIPD,
-    "chunked-topk": ChunkedTopK,
-    "strom": Strom,
-    "dryden": Dryden,
-    "gradient-dropping": GradientDropping,
-    "adacomp": AdaComp,
-    "hard-threshold": HardThreshold,
-    "sidco": SIDCo,
-    "atomo": Atomo,
-    "atomo-svd": AtomoSVD,
-    "randomk": RandomK,
-    "random-candidates": RandomCandidates,
-    "global-topk": GlobalTopK,
-}
-
-__all__ = [
-    "ALGORITHMS",
+# The one list of algorithms, in the order of every table and figure. `ALGORITHMS`, the names that `regtopk`
+# exports, the contract tests and docs/algorithms.md follow from it.
+__all__ = [  # noqa: RUF022
+    "Dense",
+    "TopK",
+    "RegTopK",
+    "AdaptiveDensity",
+    "Consensus",
     "DGC",
     "EF21",
+    "GTopK",
+    "ScaleCom",
+    "FairTopK",
+    "Sketch",
     "MIPD",
+    "ChunkedTopK",
+    "Strom",
+    "Dryden",
+    "GradientDropping",
     "AdaComp",
-    "AdaptiveDensity",
+    "HardThreshold",
+    "SIDCo",
     "Atomo",
     "AtomoSVD",
-    "ChunkedTopK",
-    "Consensus",
-    "Dense",
-    "Dryden",
-    "FairTopK",
-    "GTopK",
-    "GlobalTopK",
-    "GradientDropping",
-    "HardThreshold",
-    "RandomCandidates",
     "RandomK",
-    "RegTopK",
-    "SIDCo",
-    "ScaleCom",
-    "Sketch",
-    "Strom",
-    "TopK",
+    "RandomCandidates",
+    "GlobalTopK",
 ]
+ALGORITHMS: dict[str, type[Algorithm[Any]]] = {cls.name: cls for cls in (globals()[name] for name in __all__)}
+
+__all__ += ["ALGORITHMS", "PosteriorScore"]

@@ -6,13 +6,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm, Conversation, Promise
-from regtopk.core.exact import exact_sum
-from regtopk.core.options import check_integer
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import send_instead_, take_where_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Layer, Worker
+from regtopk.core import (
+    Algorithm,
+    Conversation,
+    Layer,
+    ResidualState,
+    SparseSum,
+    Worker,
+    check_integer,
+    exact_sum,
+    send_instead_,
+    take_where_,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,8 @@ class AdaComp(Algorithm[ResidualState]):
     H is the residual with the gradient counted twice, a guess of the next one: an entry is sent if by then it
     would pass its bin's largest. So the number sent follows the activity of the layer: there is no density.
 
+    Use it for: a density that follows the gradients, with nothing to tune.
+
     Args:
         bin_conv: entries of a bin in layers of kind "conv", >= 1.
         bin_other: entries of a bin in all other layers, >= 1; the last of a layer may be shorter.
@@ -37,7 +44,7 @@ class AdaComp(Algorithm[ResidualState]):
     """
 
     name: ClassVar[str] = "adacomp"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    promises = frozenset({"conserves", "replicates"})
     bin_conv: int = 50
     bin_other: int = 500
 
@@ -69,8 +76,7 @@ class AdaComp(Algorithm[ResidualState]):
         layer_of = torch.bucketize(taken.indices, starts, right=True) - 1
         scale = torch.stack(scales, dim=-1).to(accumulated.dtype).gather(-1, layer_of)
         sent = send_instead_(accumulated, taken, scale * taken.values.sign(), code="sign")
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))
 
     def _bin(self, layer: Layer) -> int:
         return self.bin_conv if layer.kind == "conv" else self.bin_other

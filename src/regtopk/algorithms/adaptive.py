@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.regtopk import RegTopK
-from regtopk.core.algorithm import Algorithm, Conversation, Promise, WithDensity
-from regtopk.core.exact import exact_sum
-from regtopk.core.options import check_integer, check_number
+from regtopk.core import (
+    Algorithm,
+    Conversation,
+    DenseSum,
+    Request,
+    State,
+    WithDensity,
+    Worker,
+    check_integer,
+    check_number,
+    exact_sum,
+    per_worker,
+    shared,
+)
 from regtopk.core.payload import payload_bytes
-from regtopk.core.requests import DenseSum, Request
-from regtopk.core.state import State, per_worker, shared
-from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9
@@ -38,6 +46,8 @@ class AdaptiveDensity(Algorithm[State]):
     by a factor of at most 2, within min_density..max_density. So the density is the same on all ranks, and a
     function of what they received.
 
+    Use it for: holding a byte budget or an error without knowing the density.
+
     Args:
         algorithm: any that has a density; the one it has, a number (or its k), is where it starts.
         target_error: share of the squared norm of what a worker has accumulated that may stay behind, in
@@ -52,7 +62,7 @@ class AdaptiveDensity(Algorithm[State]):
     """
 
     name: ClassVar[str] = "adaptive"
-    promises: ClassVar[frozenset[Promise]] = frozenset()
+    promises = frozenset()
     algorithm: WithDensity[Any] = field(default_factory=lambda: RegTopK(density=0.01))
     target_error: float | None = None
     bytes_per_step: float | None = None
@@ -114,7 +124,7 @@ class AdaptiveDensity(Algorithm[State]):
         if not self._is_due(worker):
             return aggregate, 1.0
         request = DenseSum(state.spent.to(worker.weight.dtype) / self.every, worker.weight)
-        mean_bytes = yield request
+        mean_bytes = yield from request
         own_bytes = float(payload_bytes(request, worker).max()) / self.every
         spent = float(mean_bytes) + own_bytes
         state.spent.zero_()
@@ -132,7 +142,7 @@ class AdaptiveDensity(Algorithm[State]):
         aggregate = yield from conversation
         error = _squared_norm(state.residual) / accumulated
         error = error.where(accumulated > 0, self._target)  # of nothing, nothing is learnt
-        mean_error = yield DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
+        mean_error = yield from DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
         return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(self._target))
 
     def _is_due(self, worker: Worker) -> bool:
@@ -157,8 +167,8 @@ class AdaptiveDensity(Algorithm[State]):
             )
         if self.bytes_per_step is None and "conserves" not in algorithm.promises:
             raise ArgumentError(
-                f"target_error needs an algorithm that conserves what it does not send in a residual, got "
-                f"{algorithm.name!r}: give bytes_per_step"
+                "algorithm must keep all that it does not send in its residual, for a target_error to be "
+                f"measured (give bytes_per_step instead), got {algorithm!r}"
             )
 
 

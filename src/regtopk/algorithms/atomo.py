@@ -7,15 +7,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, WithDensity
-from regtopk.core.exact import to_integers
-from regtopk.core.options import check_integer
-from regtopk.core.random import uniform
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
-from regtopk.core.sparse import SparseGradient
-from regtopk.core.state import NoState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    NoState,
+    SparseGradient,
+    SparseSum,
+    WithDensity,
+    Worker,
+    check_integer,
+    take_where_,
+    to_integers,
+    uniform,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Atomo(WithDensity[NoState]):
     Of all unbiased samples of k entries on average, none has a smaller variance. Nothing is carried: what is
     not drawn is made up for, on average, by what is. At small densities that is a lot of noise.
 
+    Use it for: unbiased estimates without a residual.
+
     Args:
         density: k / J in (0, 1], of the entries sent on average; or give ``k``.
         k: entries a worker sends on average.
@@ -38,7 +43,7 @@ class Atomo(WithDensity[NoState]):
     """
 
     name: ClassVar[str] = "atomo"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"dense_at_full_density", "replicates", "unbiased"})
+    promises = frozenset({"dense_at_full_density", "replicates", "unbiased"})
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,8 +60,7 @@ class Atomo(WithDensity[NoState]):
         k = self.num_selected(worker)
         draws = uniform(worker.index, self.seed, worker.step, worker.numel)
         sent = draw_entries(grad.to(worker.weight.dtype), k, draws)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))
 
 
 def draw_entries(x: Tensor, k: int, draws: Tensor) -> SparseGradient:

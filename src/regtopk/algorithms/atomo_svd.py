@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.atomo import draw_entries, keep_probability
-from regtopk.core.algorithm import Conversation, Promise, WithDensity
-from regtopk.core.options import check_integer
-from regtopk.core.random import uniform
-from regtopk.core.requests import Gather, Gathered, SparseSum
-from regtopk.core.state import NoState
-from regtopk.core.worker import Layer, Worker
+from regtopk.core import (
+    Conversation,
+    Gather,
+    Gathered,
+    Layer,
+    NoState,
+    SparseSum,
+    WithDensity,
+    Worker,
+    check_integer,
+    uniform,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,8 @@ class AtomoSVD(WithDensity[NoState]):
 
     A layer of more dimensions is a matrix of its first against the others; entries of vectors are drawn one
     by one, as `Atomo` draws them. Everything sent is received by all: what a worker receives grows with N.
+
+    Use it for: unbiased estimates of matrices of low rank.
 
     Args:
         density: numbers sent on average over J, in (0, 1]; or give ``k``.
@@ -42,7 +50,7 @@ class AtomoSVD(WithDensity[NoState]):
     """
 
     name: ClassVar[str] = "atomo-svd"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"unbiased"})
+    promises = frozenset({"unbiased"})
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,10 +74,10 @@ class AtomoSVD(WithDensity[NoState]):
         if len(rest) > 0:
             k = max(1, round(density * len(rest)))
             sent = draw_entries(x[..., rest], k, draws[..., : len(rest)])
-            aggregate[rest] = yield SparseSum(sent, worker.weight)
+            aggregate[rest] = yield from SparseSum(sent, worker.weight)
         if matrices:
             message, count = _messages(worker.weight * x, matrices, density, draws[..., len(rest) :])
-            gathered = yield Gather(message, count)
+            gathered = yield from Gather(message, count)
             _add_atoms_(aggregate, gathered, matrices)
         return aggregate
 

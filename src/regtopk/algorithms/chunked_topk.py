@@ -5,24 +5,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.algorithms.posterior import LastSent, PosteriorScore, check_score, damping_of
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_integer, check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_per_chunk_
-from regtopk.core.state import per_worker
-from regtopk.core.worker import Worker
-
-
-@dataclass
-class ChunkedTopKState(LastSent):
-    """The residual, and, for RegTop-k's score, what was sent last."""
-
-    residual: Tensor = per_worker("weighted_sum")
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damping_of
+from regtopk.core import (
+    Conversation,
+    Promises,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_integer,
+    check_number,
+    take_largest_per_chunk_,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedTopK(Sparsifier[ChunkedTopKState]):
+class ChunkedTopK(Sparsifier[ScoredState]):
     """Top-k of every chunk, as in SparseLoCo (2025).
 
     a_n = decay e_n + g_n
@@ -32,6 +29,8 @@ class ChunkedTopK(Sparsifier[ChunkedTopKState]):
     SparseLoCo sends 64 of every 4,096 entries (density 1/64) as 2-bit values with decay 0.95, of the
     difference that several local steps made: ``ChunkedTopK(density=1 / 64, value_code="2bit", decay=0.95)``
     on that difference in place of the gradient.
+
+    Use it for: rare exchanges of model differences (local steps), and selection within fixed chunks.
 
     Args:
         density: share of every chunk, in (0, 1]: k_c = max(1, round(density chunk)); or give ``k``.
@@ -48,8 +47,6 @@ class ChunkedTopK(Sparsifier[ChunkedTopKState]):
     """
 
     name: ClassVar[str] = "chunked-topk"
-    # it conserves with decay 1
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "dense_at_full_density", "replicates"})
     chunk: int = 4096
     decay: float = 1.0
     score: PosteriorScore | None = None
@@ -61,21 +58,27 @@ class ChunkedTopK(Sparsifier[ChunkedTopKState]):
         check_number("decay", self.decay, "in [0, 1]", lambda x: 0 <= x <= 1)
         check_score(self.score)
 
-    def init(self, worker: Worker) -> ChunkedTopKState:
+    @property
+    def promises(self) -> Promises:
+        """A residual that fades is not conserved."""
+        if self.decay < 1:
+            return frozenset({"replicates"})
+        return frozenset({"conserves", "dense_at_full_density", "replicates"})
+
+    def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
-        last_sent = LastSent.nothing(worker, 0 if self.score is None else num_sent)
-        return ChunkedTopKState(residual=worker.zeros(), **last_sent)
+        return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
 
-    def exchange(self, grad: Tensor, state: ChunkedTopKState, worker: Worker) -> Conversation:
+    def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of chunked Top-k."""
         chunk, k_per_chunk = self._sizes(worker)
         residual = state.residual.mul_(self.decay)
         damping = damping_of(self.score, state, residual, grad, worker)
         sent = take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, code=self.value_code, **damping)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        aggregate = yield from SparseSum(sent, worker.weight)
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -6,27 +6,27 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.algorithms.posterior import LastSent, PosteriorScore, check_score, damping_of
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.codes import VALUE_CODES, is_lossless
-from regtopk.core.options import check_choice, check_integer
-from regtopk.core.random import random_sequence
-from regtopk.core.requests import DenseSum, Gather
-from regtopk.core.selection import find_largest_, take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import per_worker
-from regtopk.core.worker import Worker
-
-
-@dataclass
-class ConsensusState(LastSent):
-    """The residual, and, for RegTop-k's score, what was sent last."""
-
-    residual: Tensor = per_worker("weighted_sum")
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damping_of
+from regtopk.core import (
+    VALUE_CODES,
+    Conversation,
+    DenseSum,
+    Gather,
+    Promises,
+    Sparsifier,
+    Worker,
+    check_choice,
+    check_integer,
+    find_largest_,
+    is_lossless,
+    random_sequence,
+    take_at_,
+    to_dense,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Consensus(Sparsifier[ConsensusState]):
+class Consensus(Sparsifier[ScoredState]):
     """All workers send the same k entries: the best k / N of each, gathered first.
 
     a_n = e_n + g_n
@@ -38,6 +38,8 @@ class Consensus(Sparsifier[ConsensusState]):
     value and 1/N of an index, and what a worker sends and receives is O(k) at any N. Where proposals
     coincide the support is filled up at random, so a step sends exactly k entries, and none waits for ever.
     On a shared support every worker learns the exact sum of the others, which RegTop-k's score assumes.
+
+    Use it for: workers whose data differ, at a small byte budget: first in our equal-bytes comparisons.
 
     Args:
         density: k / J in (0, 1], of the support; or give ``k``.
@@ -53,10 +55,6 @@ class Consensus(Sparsifier[ConsensusState]):
     """
 
     name: ClassVar[str] = "consensus"
-    # a worker conserves its own with a lossless sum_code; with any other, all of them together do
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
-    )
     sum_code: str = "float32"
     score: PosteriorScore | None = None
     seed: int = 0
@@ -68,23 +66,29 @@ class Consensus(Sparsifier[ConsensusState]):
         check_score(self.score)
         check_integer("seed", self.seed)
 
-    def init(self, worker: Worker) -> ConsensusState:
-        """Nothing is carried, and nothing was sent."""
-        num_damped = 0 if self.score is None else self.num_selected(worker)
-        last_sent = LastSent.nothing(worker, num_damped)
-        return ConsensusState(residual=worker.zeros(), **last_sent)
+    @property
+    def promises(self) -> Promises:
+        """With a lossy sum_code a worker does not conserve its own; all workers together still do."""
+        if not is_lossless(self.sum_code):
+            return frozenset({"exact_k", "replicates", "shared_support"})
+        return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
-    def exchange(self, grad: Tensor, state: ConsensusState, worker: Worker) -> Conversation:
+    def init(self, worker: Worker) -> ScoredState:
+        """Nothing is carried, and nothing was sent."""
+        num_sent = self.num_selected(worker)
+        return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+
+    def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of consensus."""
         k, residual, senders = self.num_selected(worker), state.residual, worker.senders
         damping = damping_of(self.score, state, residual, grad, worker)
         own = find_largest_(residual, grad, -(-k // len(senders)), **damping)
-        gathered = yield Gather(own, numel=worker.numel)
+        gathered = yield from Gather(own, numel=worker.numel)
         drawn = random_sequence(worker.numel, k, self.seed, worker.step, grad.device)
         support = first_distinct(gathered.joined(senders), drawn, k)
         values = take_at_(residual, None, support, code=self.value_code)
         loss = None if is_lossless(self.sum_code) else torch.empty_like(values)
-        total = yield DenseSum(values, worker.weight, self.value_code, self.sum_code, loss)
+        total = yield from DenseSum(values, worker.weight, self.value_code, self.sum_code, loss)
         indices = support.expand(values.shape)
         if loss is not None:
             residual.scatter_add_(-1, indices, loss)

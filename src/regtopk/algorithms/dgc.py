@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.algorithms.posterior import LastSent, PosteriorScore, check_score, damping_of
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_choice, check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import kth_largest, put_back_, send_, take_largest_
-from regtopk.core.sparse import SparseGradient, clear_at_
-from regtopk.core.state import per_worker
-from regtopk.core.worker import Worker
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damping_of
+from regtopk.core import (
+    Conversation,
+    Promises,
+    SparseGradient,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_choice,
+    check_number,
+    clear_at_,
+    kth_largest,
+    per_worker,
+    put_back_,
+    send_,
+    take_largest_,
+)
 from regtopk.errors import ArgumentError
 
 _FEWEST, _MOST = 0.8, 1.3  # of k: outside, the sampled threshold is refined
@@ -23,10 +32,9 @@ _NUM_REFINEMENTS = 10
 
 
 @dataclass
-class DGCState(LastSent):
+class DGCState(ScoredState):
     """The residual v, the momentum u, and, for RegTop-k's score, what was sent last."""
 
-    residual: Tensor = per_worker("weighted_sum")
     momentum: Tensor = per_worker("weighted_sum")
 
 
@@ -41,6 +49,8 @@ class DGC(Sparsifier[DGCState]):
 
     Momentum is in here, so the optimizer must be plain SGD. For the paper's warm-up, in which the density
     falls from 0.25 to 0.001, give ``density=WarmUp(density=0.001, num_steps=...)``.
+
+    Use it for: data spread evenly, plain SGD, and momentum wanted.
 
     Args:
         density: k / J in (0, 1]; or give ``k``.
@@ -62,8 +72,6 @@ class DGC(Sparsifier[DGCState]):
     """
 
     name: ClassVar[str] = "dgc"
-    # with "exact" selection; "sampled" keeps none of the first two
-    promises: ClassVar[frozenset[Promise]] = frozenset({"dense_at_full_density", "exact_k", "replicates"})
     momentum: float = 0.9
     clip: float | None = None
     selection: Literal["exact", "sampled"] = "exact"
@@ -82,11 +90,20 @@ class DGC(Sparsifier[DGCState]):
         if self.score is not None and self.selection == "sampled":
             raise ArgumentError("selection must be 'exact' with a score, got 'sampled'")
 
+    @property
+    def promises(self) -> Promises:
+        """A clipped gradient is not the dense one, and a sampled threshold is not reached by exactly k."""
+        if self.selection == "sampled":
+            return frozenset({"replicates"})
+        if self.clip is not None:
+            return frozenset({"exact_k", "replicates"})
+        return frozenset({"dense_at_full_density", "exact_k", "replicates"})
+
     def init(self, worker: Worker) -> DGCState:
         """Nothing is carried, and nothing was sent."""
-        num_damped = 0 if self.score is None else self.num_selected(worker)
-        last_sent = LastSent.nothing(worker, num_damped)
-        return DGCState(residual=worker.zeros(), momentum=worker.zeros(), **last_sent)
+        num_sent = self.num_selected(worker)
+        momentum = worker.zeros()
+        return DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         """One step of DGC."""
@@ -98,7 +115,7 @@ class DGC(Sparsifier[DGCState]):
             damping = damping_of(self.score, state, v, u, worker)
             sent = take_largest_(v, u, k, code=self.value_code, **damping)
         clear_at_(u, sent)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        aggregate = yield from SparseSum(sent, worker.weight)
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -6,11 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, WithDensity
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, ResidualState, SparseSum, WithDensity, Worker, take_where_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +18,8 @@ class Dryden(WithDensity[ResidualState]):
     send j in s_n and its sign; its value is the mean of the entries of that sign
     receive g = sum_n w_n (sent), e_n := a_n - sent
 
+    Use it for: one bit per value, with the density given.
+
     Args:
         density: k / J in (0, 1], of the entries of either sign, at least one of each; or give ``k``.
         k: entries of both signs together, but for rounding.
@@ -32,7 +30,7 @@ class Dryden(WithDensity[ResidualState]):
     """
 
     name: ClassVar[str] = "dryden"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    promises = frozenset({"conserves", "replicates"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -51,5 +49,4 @@ class Dryden(WithDensity[ResidualState]):
             is_among = torch.arange(k, device=grad.device) < num_taken
             is_taken |= torch.zeros_like(is_taken).scatter_(-1, largest, is_among)
         sent = take_where_(accumulated, is_taken, code="sign")
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))

@@ -5,12 +5,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
-from regtopk.core.state import State, per_worker, shared
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    SparseSum,
+    Sparsifier,
+    State,
+    Worker,
+    check_number,
+    per_worker,
+    shared,
+    take_largest_,
+)
 
 
 @dataclass
@@ -39,6 +44,8 @@ class EF21(Sparsifier[EF21State]):
     What is not sent is not added up: h_n follows the gradient, and where gradients settle so does the
     aggregate, at any k. Where they are noisy, give eta < 1.
 
+    Use it for: full or large batches that must converge exactly at small densities.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
@@ -50,7 +57,7 @@ class EF21(Sparsifier[EF21State]):
     """
 
     name: ClassVar[str] = "ef21"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"exact_k", "replicates"})
+    promises = frozenset({"exact_k", "replicates"})
     eta: float = 1.0
 
     def __post_init__(self) -> None:
@@ -75,6 +82,6 @@ class EF21(Sparsifier[EF21State]):
         change = state.estimate.neg()
         sent = take_largest_(change, grad, k, code=self.value_code)  # change := v - h - sent, not needed
         state.estimate.scatter_add_(-1, sent.indices, sent.values)
-        correction = yield SparseSum(sent, worker.weight)
+        correction = yield from SparseSum(sent, worker.weight)
         state.aggregate += correction.view_as(state.aggregate)
         return state.aggregate.view_as(correction).clone()

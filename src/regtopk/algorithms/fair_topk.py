@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.consensus import first_distinct
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_integer, check_number
-from regtopk.core.requests import DenseSum, Gather
-from regtopk.core.selection import find_largest_, take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import State, per_worker, shared
-from regtopk.core.worker import Report, Worker
+from regtopk.core import (
+    Conversation,
+    DenseSum,
+    Gather,
+    Report,
+    Sparsifier,
+    State,
+    Worker,
+    check_integer,
+    check_number,
+    find_largest_,
+    per_worker,
+    shared,
+    take_at_,
+    to_dense,
+)
 from regtopk.errors import ArgumentError
 
 _SMALL = 2**31  # below, an index travels as an int32
@@ -48,6 +57,8 @@ class FairTopK(Sparsifier[FairTopKState]):
 
     Without reports of loss and time (`Exchange.report`, `Cluster.report`) k stays what it is.
 
+    Use it for: training that can report loss and time, where the best k is not known.
+
     Args:
         density: k / J at the start, a number in (0, 1]; or give ``k``.
         k: entries of the support at the start.
@@ -65,9 +76,7 @@ class FairTopK(Sparsifier[FairTopKState]):
     """
 
     name: ClassVar[str] = "fair-topk"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "shared_support"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "shared_support"})
     listens: ClassVar[bool] = True
     min_density: float | None = None
     max_density: float | None = None
@@ -111,13 +120,13 @@ class FairTopK(Sparsifier[FairTopKState]):
         own = find_largest_(state.residual, grad, k)
         order = state.residual.gather(-1, own).abs().sort(dim=-1, descending=True, stable=True).indices
         own = own.gather(-1, order)
-        gathered = yield Gather(own.int() if worker.numel <= _SMALL else own)
-        by_rank = (
-            gathered.rows[worker.senders].t().flatten().long()
-        )  # all first choices, all second ones, ...
-        support = first_distinct(by_rank, by_rank[:k], k)  # one worker's k are distinct: none need be drawn
+        gathered = yield from Gather(own.int() if worker.numel <= _SMALL else own)
+        # Everybody's first choice, then everybody's second, ...
+        by_rank = gathered.rows[worker.senders].t().flatten().long()
+        # The k entries of one worker are distinct, so the support is full without random entries.
+        support = first_distinct(by_rank, by_rank[:k], k)
         values = take_at_(state.residual, None, support, code=self.value_code)
-        total = yield DenseSum(values, worker.weight, self.value_code)
+        total = yield from DenseSum(values, worker.weight, self.value_code)
         return to_dense(support, total, worker.numel)
 
     def _k_of_this_step(self, state: FairTopKState, worker: Worker) -> int:

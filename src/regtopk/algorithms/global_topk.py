@@ -5,12 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.requests import DenseSum, Peek
-from regtopk.core.selection import take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, DenseSum, Peek, ResidualState, Sparsifier, Worker, take_at_, to_dense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +19,8 @@ class GlobalTopK(Sparsifier[ResidualState]):
     Only a simulator can answer `Peek`; a real cluster refuses. The bytes counted are those of the sum
     on the shared support: values, no indices.
 
+    Use it for: the oracle, in the simulator: how much a better selection could gain.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
@@ -31,9 +28,7 @@ class GlobalTopK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "global-topk"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -43,9 +38,9 @@ class GlobalTopK(Sparsifier[ResidualState]):
         """One step of the oracle."""
         k = self.num_selected(worker)
         accumulated = state.residual + grad  # a new tensor: a cluster that refuses to peek changes nothing
-        aggregate = yield Peek(accumulated, worker.weight)
+        aggregate = yield from Peek(accumulated, worker.weight)
         state.residual = accumulated
         indices = aggregate.abs().topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
         values = take_at_(state.residual, None, indices, code=self.value_code)
-        total = yield DenseSum(values, worker.weight, self.value_code)
+        total = yield from DenseSum(values, worker.weight, self.value_code)
         return to_dense(indices, total, worker.numel)

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_all_above_, take_where_
-from regtopk.core.sparse import SparseGradient
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    ResidualState,
+    SparseGradient,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_number,
+    take_all_above_,
+    take_where_,
+)
 from regtopk.errors import ArgumentError
 
 _FEWEST_SAMPLED = 16  # entries of a sample that should reach the threshold
@@ -28,6 +32,8 @@ class GradientDropping(Sparsifier[ResidualState]):
     theta_n = the |a_n| that a share k / J of a sample of a_n reaches
     s_n = {j : |a_nj| >= theta_n}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
+
+    Use it for: a historical baseline with a sampled threshold.
 
     Args:
         density: k / J in (0, 1], 0.01 in the paper; or give ``k``. About so many are sent, not exactly.
@@ -43,7 +49,7 @@ class GradientDropping(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "gradient-dropping"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    promises = frozenset({"conserves", "replicates"})
     per_layer: bool = False
     sample: float = 0.001
 
@@ -66,8 +72,7 @@ class GradientDropping(Sparsifier[ResidualState]):
         else:
             threshold = self._threshold(state.residual, grad, k / worker.numel, worker.step)
             sent = take_all_above_(state.residual, grad, threshold, k, code=self.value_code)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))
 
     def _take_per_layer_(
         self, residual: Tensor, grad: Tensor, density: float, worker: Worker

@@ -5,12 +5,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import kth_largest, take_largest_
-from regtopk.core.sparse import take
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    ResidualState,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    kth_largest,
+    take,
+    take_largest_,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,8 @@ class GTopK(Sparsifier[ResidualState]):
 
     Fewer entries of the model change in a step than with Top-k: k, not up to N k.
 
+    Use it for: a comparison with what Ok-Topk and gTop-k send; it loses much where workers differ.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends, and entries of the aggregate.
@@ -36,7 +42,7 @@ class GTopK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "gtopk"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"dense_at_full_density", "exact_k", "replicates"})
+    promises = frozenset({"dense_at_full_density", "exact_k", "replicates"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -46,7 +52,7 @@ class GTopK(Sparsifier[ResidualState]):
         """One step of gTop-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
-        total: Tensor = yield SparseSum(sent, worker.weight)
+        total = yield from SparseSum(sent, worker.weight)
         is_chosen = among_largest(total, k)
         returned = sent.values.where(~take(is_chosen, sent.indices), 0)
         state.residual.scatter_add_(-1, sent.indices, returned)

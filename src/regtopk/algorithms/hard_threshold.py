@@ -6,13 +6,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.codes import check_value_code
-from regtopk.core.options import check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_above_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    ResidualState,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_number,
+    check_value_code,
+    take_above_,
+)
 from regtopk.errors import ArgumentError
 
 
@@ -27,6 +30,8 @@ class HardThreshold(Sparsifier[ResidualState]):
     lambda is constant: where Top-k is optimal in every single step, this is for the error of a whole run at
     the same traffic. Without a given lambda it is the paper's 1 / (2 sqrt k), k that of the Top-k to replace.
 
+    Use it for: a fixed threshold for all of training, so a density that falls as gradients do.
+
     Args:
         density: k / J in (0, 1], which lambda is computed from; or give ``k``, or ``threshold``.
         k: that of the Top-k to replace.
@@ -39,7 +44,7 @@ class HardThreshold(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "hard-threshold"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    promises = frozenset({"conserves", "replicates"})
     threshold: float | None = None
     max_density: float = 1.0
 
@@ -66,5 +71,4 @@ class HardThreshold(Sparsifier[ResidualState]):
         threshold = self.threshold or 1 / (2 * math.sqrt(self.num_selected(worker)))
         capacity = max(1, round(self.max_density * worker.numel))
         sent = take_above_(state.residual, grad, threshold, capacity, code=self.value_code)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))

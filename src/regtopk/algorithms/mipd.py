@@ -6,13 +6,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.exact import exact_sum
-from regtopk.core.options import check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Layer, Worker
+from regtopk.core import (
+    Conversation,
+    Layer,
+    Promises,
+    ResidualState,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_number,
+    exact_sum,
+    take_where_,
+)
 
 _INSIGNIFICANT = 2.0**-500  # of a layer of zeros: it gets what the others leave
 
@@ -30,6 +35,8 @@ class MIPD(Sparsifier[ResidualState]):
     So what is carried is an exponentially weighted sum of the dropped gradients. Between Top-k of the whole
     vector, which a layer of large gradients can have to itself, and an equal density for all layers.
 
+    Use it for: layers of very different importance.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends, of all layers together.
@@ -43,16 +50,19 @@ class MIPD(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "mipd"
-    # it conserves with decay 1
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
-    )
     decay: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         check_number("decay", self.decay, "in [0, 1]", lambda x: 0 <= x <= 1)
+
+    @property
+    def promises(self) -> Promises:
+        """A residual that fades is not conserved."""
+        if self.decay < 1:
+            return frozenset({"exact_k", "replicates"})
+        return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -73,8 +83,7 @@ class MIPD(Sparsifier[ResidualState]):
             is_within = torch.arange(most, device=grad.device) < budget
             is_taken[..., at] = torch.zeros_like(is_taken[..., at]).scatter_(-1, descending, is_within)
         sent = take_where_(accumulated, is_taken, code=self.value_code)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))
 
 
 def layer_budgets(accumulated: Tensor, layers: list[Layer], k: int) -> Tensor:

@@ -1,21 +1,20 @@
-"""RegTop-k's score: what the last aggregate revealed about the entries a worker sent.
+"""RegTop-k's score: magnitudes, corrected by what the last aggregate revealed about the entries sent.
 
-A part that combines with any selection: by magnitude, per chunk, with momentum, on a shared support.
+It combines with any selection: of the whole vector, per chunk, with momentum, on a shared support.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from regtopk.core.sparse import take
-from regtopk.core.state import State, per_worker
-from regtopk.core.worker import Worker
+from regtopk.core import State, Worker, check_choice, check_number, per_worker, take
 from regtopk.errors import ArgumentError
 
+ScoredStateT = TypeVar("ScoredStateT", bound="ScoredState")
 Regularizer = Callable[[Tensor, float], Tensor]
 
 REGULARIZERS: dict[str, Regularizer] = {
@@ -26,24 +25,27 @@ _LARGEST_X = 1e6  # in units of mu; tanh and sigmoid are 1 long before
 
 
 @dataclass
-class LastSent(State):
-    """What was sent last: where, w_n a_n^{t-1}, and g^{t-1} there."""
+class ScoredState(State):
+    """The residual, and what a score needs to know about the entries sent last."""
 
-    indices: Tensor = per_worker("reset")
-    own: Tensor = per_worker("reset")
-    aggregate: Tensor = per_worker("reset")
+    indices: Tensor = per_worker("reset")  # s^{t-1}
+    own: Tensor = per_worker("reset")  # w_n a_n^{t-1} there
+    aggregate: Tensor = per_worker("reset")  # g^{t-1} there
+    residual: Tensor = per_worker("weighted_sum")
 
-    @staticmethod
-    def nothing(worker: Worker, k: int) -> dict[str, Any]:
-        """The fields before anything was sent: k entries sent as exactly zero, which count as not sent."""
-        return {
-            "indices": worker.zeros(k, dtype=torch.int64) + torch.arange(k, device=worker.weight.device),
-            "own": worker.zeros(k),
-            "aggregate": worker.zeros(k),
-        }
+    @classmethod
+    def start(cls: type[ScoredStateT], worker: Worker, num_sent: int, **more: Tensor) -> ScoredStateT:
+        """The state before the first step: `num_sent` entries sent as zero, which counts as not sent."""
+        return cls(
+            indices=worker.zeros(num_sent, torch.int64) + torch.arange(num_sent, device=worker.weight.device),
+            own=worker.zeros(num_sent),
+            aggregate=worker.zeros(num_sent),
+            residual=worker.zeros(),
+            **more,
+        )
 
     def remember(self, indices: Tensor, values: Tensor, aggregate: Tensor, worker: Worker) -> None:
-        """Keep what was sent, (..., k), and what the dense aggregate is there."""
+        """Keep what was sent, (..., k), and what the aggregate, (J,), is there."""
         self.indices = indices.contiguous()  # a shared support comes as one row, expanded
         self.own = worker.weight * values
         self.aggregate = take(aggregate, indices)
@@ -51,7 +53,7 @@ class LastSent(State):
 
 @dataclass(frozen=True, kw_only=True)
 class PosteriorScore:
-    """score_j = |a_j^t| · u_mu(|1 + D_j^t|) / u_mu(|1 + Q|), D on the entries sent last.
+    """score_j = |a_j^t| · u_mu(|1 + D_j^t|) / u_mu(|1 + Q|) if entry j was sent last, else |a_j^t|.
 
         "previous":  D = (g^{t-1} - w a^{t-1}) / (w a^{t-1}),   so 1 + D = g^{t-1} / (w a^{t-1})
         "current":   D = (g^{t-1} - w a^{t-1}) / (w a^t)        (as Algorithm 1 is printed)
@@ -60,8 +62,8 @@ class PosteriorScore:
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
         reference: which a the distortion is measured against.
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
-        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a callable of x (a float64 tensor in
-            0..10^6 mu, larger ones count as that) and mu, finite, not negative and not decreasing in x.
+        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
+            finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
     """
 
     mu: float = 4.0
@@ -71,12 +73,9 @@ class PosteriorScore:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not _is_number(self.mu) or not 0 < self.mu < math.inf:
-            raise ArgumentError(f"mu must be positive and finite, got {self.mu!r}")
-        if self.reference not in ("previous", "current"):
-            raise ArgumentError(f"reference must be 'previous' or 'current', got {self.reference!r}")
-        if not _is_number(self.q) or not self.q > -1:
-            raise ArgumentError(f"q must be greater than -1 (inf is allowed), got {self.q!r}")
+        check_number("mu", self.mu, "positive and finite", lambda x: 0 < x < math.inf)
+        check_choice("reference", self.reference, ("previous", "current"))
+        check_number("q", self.q, "greater than -1 (inf is allowed)", lambda x: x > -1)
         is_known = isinstance(self.regularizer, str) and self.regularizer in REGULARIZERS
         if not is_known and not callable(self.regularizer):
             raise ArgumentError(
@@ -85,33 +84,28 @@ class PosteriorScore:
             )
         self._check_regularizer()
 
-    def damping(self, last: LastSent, accumulated: Callable[[Tensor], Tensor], worker: Worker) -> Tensor:
-        """u_mu(|1 + D|) over u_mu(|1 + Q|), on the entries sent last: O(k), in float64.
-
-        Args:
-            last: what was sent.
-            accumulated: a^t at given indices, asked only by "current".
-            worker: whose weight counts.
-        """
+    def damping(self, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker) -> Tensor:
+        """u_mu(|1 + D|) / u_mu(|1 + Q|) of the entries sent last: O(k), computed in float64."""
         if self.reference == "previous":
             above, below = last.aggregate, last.own
         else:
-            below = worker.weight * accumulated(last.indices)
+            accumulated = residual.gather(-1, last.indices) + grad.gather(-1, last.indices)
+            below = worker.weight * accumulated
             above = below + (last.aggregate - last.own)
         distance = above.double().div_(below).abs_()  # |1 + D|
         if below is not last.own:
-            distance.masked_fill_(below == 0, 0.0)  # a^t = 0: its score is 0 whatever D is
+            distance.masked_fill_(below == 0, 0.0)  # where a^t = 0 the score is 0, whatever D is
         factor = self._u(distance)
-        if self.q != math.inf or callable(self.regularizer):  # otherwise it is at most 1
+        if self.q != math.inf or callable(self.regularizer):  # otherwise the factor is at most 1
             largest = torch.finfo(last.own.dtype).max  # finite, so that 0 · factor is 0
             factor = (factor / self._factor_elsewhere()).clamp_(max=largest)
-        # sent as exactly zero: as if not sent
+        # An entry sent as exactly zero counts as not sent.
         return torch.where(last.own == 0, 1.0, factor).to(last.own.dtype)
 
     def _u(self, x: Tensor) -> Tensor:
         if isinstance(self.regularizer, str):
             return REGULARIZERS[self.regularizer](x, self.mu)
-        # nothing was sent where x is NaN, so that its u does not count
+        # x is NaN only where zero was sent, and there u is not used.
         return self.regularizer(x.nan_to_num(nan=0.0).clamp_(max=_LARGEST_X * self.mu), self.mu)
 
     def _factor_elsewhere(self) -> float:
@@ -143,14 +137,9 @@ def check_score(score: object) -> None:
 
 
 def damping_of(
-    score: PosteriorScore | None, last: LastSent, residual: Tensor, grad: Tensor, worker: Worker
+    score: PosteriorScore | None, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker
 ) -> dict[str, Tensor]:
-    """`damped` and `damping` of a selection from residual + grad; nothing if it goes by magnitude."""
+    """The arguments `damped` and `damping` of a selection from residual + grad; none without a score."""
     if score is None:
         return {}
-    damping = score.damping(last, lambda at: residual.gather(-1, at) + grad.gather(-1, at), worker)
-    return {"damped": last.indices, "damping": damping}
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    return {"damped": last.indices, "damping": score.damping(last, residual, grad, worker)}

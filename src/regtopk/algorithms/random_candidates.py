@@ -5,14 +5,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_integer
-from regtopk.core.random import random_subset
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    ResidualState,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_integer,
+    random_subset,
+    take_largest_,
+    to_dense,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class RandomCandidates(Sparsifier[ResidualState]):
     candidates are each worker's own. Choosing them from the sum, as an oracle would, selects better; but
     all candidates' values would have to be sent first, and Random-k uses those bytes better: it sends them.
 
+    Use it for: cheap indices: selection within a shared random part of the vector.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
@@ -37,9 +42,7 @@ class RandomCandidates(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "random-candidates"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
     factor: int = 16
     seed: int = 0
 
@@ -62,5 +65,5 @@ class RandomCandidates(Sparsifier[ResidualState]):
         part = state.residual.gather(-1, candidates)
         sent = take_largest_(part, grad.gather(-1, candidates), k, code=self.value_code)
         state.residual.add_(grad).scatter_(-1, candidates, part)
-        total = yield SparseSum(sent, worker.weight)
+        total = yield from SparseSum(sent, worker.weight)
         return to_dense(drawn.expand(total.shape), total, worker.numel)

@@ -5,14 +5,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.random import random_subset
-from regtopk.core.requests import DenseSum
-from regtopk.core.selection import take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
-from regtopk.errors import ArgumentError
+from regtopk.core import (
+    Conversation,
+    DenseSum,
+    ResidualState,
+    Sparsifier,
+    Worker,
+    check_integer,
+    random_subset,
+    take_at_,
+    to_dense,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class RandomK(Sparsifier[ResidualState]):
     s = k distinct entries drawn by (seed, t), the same on all workers
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
+    Use it for: no index and no selection at all; good with low-bit values.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
@@ -31,16 +36,13 @@ class RandomK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "randomk"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if type(self.seed) is not int:
-            raise ArgumentError(f"seed must be an integer, got {self.seed!r}")
+        check_integer("seed", self.seed)
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -51,5 +53,5 @@ class RandomK(Sparsifier[ResidualState]):
         k = self.num_selected(worker)
         indices = random_subset(worker.numel, k, self.seed, worker.step, grad.device)
         values = take_at_(state.residual, grad, indices, code=self.value_code)
-        total = yield DenseSum(values, worker.weight, self.value_code)
+        total = yield from DenseSum(values, worker.weight, self.value_code)
         return to_dense(indices.expand(total.shape), total, worker.numel)

@@ -1,27 +1,18 @@
 """RegTop-k: Top-k whose selection is corrected by what the last aggregate revealed."""
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from regtopk.algorithms.posterior import LastSent, PosteriorScore
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
-from regtopk.core.state import per_worker
-from regtopk.core.worker import Worker
-
-
-@dataclass
-class RegTopKState(LastSent):
-    """The residual, and what was sent last."""
-
-    residual: Tensor = per_worker("weighted_sum")
+from regtopk.algorithms.posterior import PosteriorScore, Regularizer, ScoredState
+from regtopk.core import Conversation, SparseSum, Sparsifier, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegTopK(PosteriorScore, Sparsifier[RegTopKState]):
+class RegTopK(Sparsifier[ScoredState]):
     """Regularised Top-k (Algorithm 1).
 
     a^t = e^t + g^t
@@ -34,7 +25,9 @@ class RegTopK(PosteriorScore, Sparsifier[RegTopKState]):
     send s^t * a^t, receive g^t = sum_n w_n (s_n^t * a_n^t)
     e^{t+1} = a^t - s^t * a^t
 
-    Over Top-k this costs O(k) a step, and no byte.
+    Over Top-k this costs O(k) operations per step, and no byte.
+
+    Use it for: workers whose large entries cancel, at densities of about one half and more.
 
     Args:
         density: k / J in (0, 1]; or give ``k``.
@@ -43,8 +36,8 @@ class RegTopK(PosteriorScore, Sparsifier[RegTopKState]):
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
         reference: which a the distortion is measured against.
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
-        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a callable of x (a float64 tensor in
-            0..10^6 mu, larger ones count as that) and mu, finite, not negative and not decreasing in x.
+        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
+            finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
 
     Differs from the paper: the default reference is the one that gives the published figures
     (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent. With a lossy value code,
@@ -52,25 +45,31 @@ class RegTopK(PosteriorScore, Sparsifier[RegTopKState]):
     """
 
     name: ClassVar[str] = "regtopk"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
+    mu: float = 4.0
+    reference: Literal["previous", "current"] = "previous"
+    q: float = math.inf
+    regularizer: str | Regularizer = "tanh"
 
     def __post_init__(self) -> None:
         """Check the options."""
-        Sparsifier.__post_init__(self)
-        PosteriorScore.__post_init__(self)
+        super().__post_init__()
+        _ = self.score  # checks its own
 
-    def init(self, worker: Worker) -> RegTopKState:
+    @cached_property
+    def score(self) -> PosteriorScore:
+        """|a| · u_mu(|1 + D|), what the largest k are chosen by."""
+        return PosteriorScore(mu=self.mu, reference=self.reference, q=self.q, regularizer=self.regularizer)
+
+    def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
-        last_sent = LastSent.nothing(worker, self.num_selected(worker))
-        return RegTopKState(residual=worker.zeros(), **last_sent)
+        return ScoredState.start(worker, num_sent=self.num_selected(worker))
 
-    def exchange(self, grad: Tensor, state: RegTopKState, worker: Worker) -> Conversation:
+    def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
-        damping = self.damping(state, lambda at: residual.gather(-1, at) + grad.gather(-1, at), worker)
+        damping = self.score.damping(state, residual, grad, worker)
         sent = take_largest_(residual, grad, k, code=self.value_code, damped=state.indices, damping=damping)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
+        aggregate = yield from SparseSum(sent, worker.weight)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -5,13 +5,19 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.options import check_number
-from regtopk.core.requests import Broadcast, DenseSum
-from regtopk.core.selection import find_largest_, take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Broadcast,
+    Conversation,
+    DenseSum,
+    Promises,
+    ResidualState,
+    Sparsifier,
+    Worker,
+    check_number,
+    find_largest_,
+    take_at_,
+    to_dense,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,8 @@ class ScaleCom(Sparsifier[ResidualState]):
     Only the leader sends indices, and the sum is a dense one of k values. It rests on workers whose
     residuals look alike, so that the leader's large entries are large in the sum.
 
+    Use it for: many workers whose gradients look alike.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
@@ -38,16 +46,19 @@ class ScaleCom(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "scalecom"
-    # it conserves with beta 1
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"}
-    )
     beta: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         check_number("beta", self.beta, "in (0, 1]", lambda x: 0 < x <= 1)
+
+    @property
+    def promises(self) -> Promises:
+        """A filtered residual is not conserved."""
+        if self.beta < 1:
+            return frozenset({"exact_k", "replicates", "shared_support"})
+        return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -58,8 +69,8 @@ class ScaleCom(Sparsifier[ResidualState]):
         k, leader = self.num_selected(worker), worker.senders[0]
         accumulated = state.residual.clone()
         own = find_largest_(accumulated, grad, k)
-        indices = yield Broadcast(own, leader, worker.numel)
+        indices = yield from Broadcast(own, leader, worker.numel)
         values = take_at_(accumulated, None, indices, code=self.value_code)
         state.residual.mul_(1 - self.beta).add_(self.beta * accumulated)
-        total = yield DenseSum(values, worker.weight, self.value_code)
+        total = yield from DenseSum(values, worker.weight, self.value_code)
         return to_dense(indices, total, worker.numel)

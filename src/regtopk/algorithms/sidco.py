@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.exact import exact_sum
-from regtopk.core.options import check_choice
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import send_
-from regtopk.core.state import ResidualState, per_worker
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Conversation,
+    ResidualState,
+    SparseSum,
+    Sparsifier,
+    Worker,
+    check_choice,
+    exact_sum,
+    per_worker,
+    send_,
+)
 
 Fit = Literal["exponential", "pareto", "gamma"]
 
@@ -55,6 +59,8 @@ class SIDCo(Sparsifier[SIDCoState]):
     Every 5 steps a worker compares what it found with k: beyond 20 % it takes one stage more or less,
     whichever the last change has shown to help.
 
+    Use it for: very long vectors where even a fast selection is too slow.
+
     Args:
         density: k / J in (0, 1]; or give ``k``. About so many are sent, and at most 2 k.
         k: entries a worker sends, about.
@@ -68,7 +74,7 @@ class SIDCo(Sparsifier[SIDCoState]):
     """
 
     name: ClassVar[str] = "sidco"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    promises = frozenset({"conserves", "replicates"})
     fit: Fit = "exponential"
 
     def __post_init__(self) -> None:
@@ -99,8 +105,7 @@ class SIDCo(Sparsifier[SIDCoState]):
         if (worker.step + 1) % _WINDOW == 0:
             _adapt_stages_(state, _WINDOW * k, most=math.ceil(math.log2(worker.numel / k)))
         sent = send_(accumulated, taken, self.value_code)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))
 
     def threshold(self, x: Tensor, num_stages: Tensor, density: float) -> Tensor:
         """eta for each row of magnitudes, (..., 1) in their dtype, at most the largest, never zero."""

@@ -10,16 +10,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regtopk.algorithms.gtopk import among_largest
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.codes import VALUE_CODES, quantise
-from regtopk.core.exact import to_integers
-from regtopk.core.options import check_choice, check_integer
-from regtopk.core.random import uniform
-from regtopk.core.requests import DenseSum
-from regtopk.core.selection import take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    VALUE_CODES,
+    Conversation,
+    DenseSum,
+    ResidualState,
+    Sparsifier,
+    Worker,
+    check_choice,
+    check_integer,
+    quantise,
+    take_at_,
+    to_dense,
+    to_integers,
+    uniform,
+)
 from regtopk.errors import ArgumentError
 
 _COLUMNS_PER_ENTRY = 4
@@ -44,6 +49,8 @@ class Sketch(Sparsifier[ResidualState]):
     block never), as if a cell were drawn for each, but a sketch is made by reading memory in order. Not so
     for more than two: neighbours meet neighbours, so that errors of one step are large or small together.
 
+    Use it for: many workers and few large entries of the aggregate.
+
     Args:
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
@@ -58,9 +65,7 @@ class Sketch(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "sketch"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "replicates", "shared_support"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "replicates", "shared_support"})
     rows: int = 5
     columns: int | None = None
     sketch_code: str = "float32"
@@ -87,11 +92,11 @@ class Sketch(Sparsifier[ResidualState]):
         columns = self.columns or _COLUMNS_PER_ENTRY * k
         accumulated = state.residual.add_(grad)
         sketch = quantise(self._sketch(accumulated, columns, worker), self.sketch_code)
-        summed = yield DenseSum(sketch, worker.weight, self.sketch_code)
+        summed = yield from DenseSum(sketch, worker.weight, self.sketch_code)
         estimate = self._estimate(summed, columns, worker)
         support = among_largest(estimate, k).nonzero()[..., -1].view(*estimate.shape[:-1], k)
         values = take_at_(accumulated, None, support, code=self.value_code)
-        total = yield DenseSum(values, worker.weight, self.value_code)
+        total = yield from DenseSum(values, worker.weight, self.value_code)
         return to_dense(support, total, worker.numel)
 
     def _sketch(self, vector: Tensor, columns: int, worker: Worker) -> Tensor:

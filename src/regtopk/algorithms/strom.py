@@ -6,12 +6,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm, Conversation, Promise
-from regtopk.core.options import check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import send_instead_, take_above_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import (
+    Algorithm,
+    Conversation,
+    ResidualState,
+    SparseSum,
+    Worker,
+    check_number,
+    send_instead_,
+    take_above_,
+)
 
 _SINGLE = torch.finfo(torch.float32)  # tau travels as a float32
 
@@ -27,6 +31,8 @@ class Strom(Algorithm[ResidualState]):
     A step moves an entry by at most tau, so tau must suit the size of the gradients: where they are much
     larger, the residual grows without end.
 
+    Use it for: a historical baseline; tau must be tuned to the gradients.
+
     Args:
         tau: > 0, in units of the gradient, as a float32 holds it.
         max_density: the most entries a worker sends, as a share of J in (0, 1]; of more, the first are sent
@@ -38,7 +44,7 @@ class Strom(Algorithm[ResidualState]):
     """
 
     name: ClassVar[str] = "strom"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves", "replicates"})
+    promises = frozenset({"conserves", "replicates"})
     tau: float = 0.01
     max_density: float = 1.0
 
@@ -57,5 +63,4 @@ class Strom(Algorithm[ResidualState]):
         capacity = max(1, round(self.max_density * worker.numel))
         taken = take_above_(state.residual, grad, self.tau, capacity)
         sent = send_instead_(state.residual, taken, self.tau * taken.values.sign(), code="sign")
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))

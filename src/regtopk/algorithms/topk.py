@@ -5,11 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Promise, Sparsifier
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, ResidualState, SparseSum, Sparsifier, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +16,8 @@ class TopK(Sparsifier[ResidualState]):
     s_n = Top_k(|a_n|), send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
 
+    Use it for: the plain baseline of every comparison.
+
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
@@ -27,9 +25,7 @@ class TopK(Sparsifier[ResidualState]):
     """
 
     name: ClassVar[str] = "topk"
-    promises: ClassVar[frozenset[Promise]] = frozenset(
-        {"conserves", "dense_at_full_density", "exact_k", "replicates"}
-    )
+    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
@@ -39,5 +35,4 @@ class TopK(Sparsifier[ResidualState]):
         """One step of Top-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
-        aggregate: Tensor = yield SparseSum(sent, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sent, worker.weight))

@@ -1,1 +1,92 @@
-"""The words that algorithms and drivers share: what is sent, asked, kept and counted."""
+"""What algorithms are written with: what is sent, asked, kept and counted.
+
+An algorithm imports everything it needs from here. docs/add-an-algorithm.md shows how.
+"""
+
+from regtopk.core.algorithm import (
+    Algorithm,
+    Conversation,
+    DensitySchedule,
+    Promise,
+    Promises,
+    Sparsifier,
+    WithDensity,
+    converse,
+)
+from regtopk.core.codes import VALUE_CODES, check_value_code, is_lossless, quantise
+from regtopk.core.exact import exact_sum, to_integers
+from regtopk.core.options import check_choice, check_integer, check_number
+from regtopk.core.random import random_sequence, random_subset, uniform
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.selection import (
+    find_largest_,
+    kth_largest,
+    put_back_,
+    send_,
+    send_instead_,
+    take_above_,
+    take_all_above_,
+    take_at_,
+    take_largest_,
+    take_largest_per_chunk_,
+    take_where_,
+)
+from regtopk.core.sparse import SparseGradient, clear_at_, take, to_dense
+from regtopk.core.state import NoState, ResidualState, State, per_worker, shared
+from regtopk.core.warm_up import WarmUp
+from regtopk.core.worker import Layer, Layout, Report, Worker
+
+__all__ = [
+    "VALUE_CODES",
+    "Algorithm",
+    "Broadcast",
+    "Conversation",
+    "DenseSum",
+    "DensitySchedule",
+    "Gather",
+    "Gathered",
+    "Layer",
+    "Layout",
+    "NoState",
+    "Peek",
+    "Promise",
+    "Promises",
+    "Report",
+    "Request",
+    "ResidualState",
+    "SparseGradient",
+    "SparseSum",
+    "Sparsifier",
+    "State",
+    "WarmUp",
+    "WithDensity",
+    "Worker",
+    "check_choice",
+    "check_integer",
+    "check_number",
+    "check_value_code",
+    "clear_at_",
+    "converse",
+    "exact_sum",
+    "find_largest_",
+    "is_lossless",
+    "kth_largest",
+    "per_worker",
+    "put_back_",
+    "quantise",
+    "random_sequence",
+    "random_subset",
+    "send_",
+    "send_instead_",
+    "shared",
+    "take",
+    "take_above_",
+    "take_all_above_",
+    "take_at_",
+    "take_largest_",
+    "take_largest_per_chunk_",
+    "take_where_",
+    "to_dense",
+    "to_integers",
+    "uniform",
+]

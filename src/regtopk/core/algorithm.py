@@ -1,8 +1,8 @@
 """What an algorithm is: a conversation with the cluster.
 
-`exchange` is a generator. It yields what it sends (a request), receives what the cluster made of it, and
-returns the aggregate that training uses. The same code runs on one rank of a real cluster, on vectors of
-shape (J,), and in the simulator, on all workers at once as (N, J).
+`exchange` is a generator. It yields requests, receives what the cluster made of them, and returns the
+aggregate that training uses. The same code runs on one rank of a real cluster, on vectors of shape (J,), and
+in the simulator, on all workers at once as (N, J).
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Literal
 from torch import Tensor
 
 from regtopk.core.codes import check_value_code
+from regtopk.core.options import check_integer, check_number
 from regtopk.core.requests import Request
 from regtopk.core.state import StateT
 from regtopk.core.worker import Worker
@@ -23,15 +24,16 @@ from regtopk.errors import ArgumentError
 Conversation = Generator[Request, Any, Tensor]
 DensitySchedule = Callable[[int], float]
 
-# What an algorithm can promise, and tests/algorithms/test_contract.py holds it to:
+# What an algorithm can promise. The contract, tests/algorithms/test_contract.py, holds it to its promises.
 Promise = Literal[
-    "exact_k",  # every worker sends `num_selected` entries a step
-    "conserves",  # sent + residual afterwards = residual before + grad (no residual: zero)
+    "exact_k",  # every worker sends exactly `num_selected` entries per step
+    "conserves",  # sent + residual afterwards = residual before + grad (without a residual: 0)
     "shared_support",  # all workers send the same entries
-    "dense_at_full_density",  # with k = J the aggregate is Dense's
+    "dense_at_full_density",  # with k = J the aggregate is that of Dense with the same value code
     "unbiased",  # over its random draws, the mean aggregate is sum_n w_n g_n
     "replicates",  # runs R independent clusters, (R, N, J), at once: no size depends on the gradients
 ]
+Promises = frozenset[Promise]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,12 @@ class Algorithm(ABC, Generic[StateT]):
     """Base of every algorithm: frozen options, no state of its own."""
 
     name: ClassVar[str]
-    promises: ClassVar[frozenset[Promise]]
-    listens: ClassVar[bool] = False  # whether it reads worker.report; then ranks share rank 0's every step
+    listens: ClassVar[bool] = False  # whether it reads worker.report; all ranks then get rank 0's each step
+
+    @property
+    @abstractmethod
+    def promises(self) -> Promises:
+        """What the algorithm promises with the options it has; a class attribute where all options do."""
 
     @abstractmethod
     def init(self, worker: Worker) -> StateT:
@@ -48,10 +54,10 @@ class Algorithm(ABC, Generic[StateT]):
 
     @abstractmethod
     def exchange(self, grad: Tensor, state: StateT, worker: Worker) -> Conversation:
-        """One step: from a worker's gradient to the aggregate; changes the state, not the gradient."""
+        """One step, from a worker's gradient to the aggregate. It changes the state, not the gradient."""
 
     def options(self) -> dict[str, Any]:
-        """The constructor arguments, for records and for comparing ranks."""
+        """The constructor arguments as plain values, to record them and to compare ranks."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
@@ -60,7 +66,7 @@ class WithDensity(Algorithm[StateT]):
     """An algorithm that is told how many of J entries to send.
 
     Args:
-        density: k / J in (0, 1], or a callable from the step to that; k = max(1, round(density J)).
+        density: k / J in (0, 1], or a function of the step that returns it; k = max(1, round(density J)).
         k: the number of entries itself. Give exactly one of the two.
     """
 
@@ -73,11 +79,11 @@ class WithDensity(Algorithm[StateT]):
             raise ArgumentError(f"give exactly one of density and k, got density={self.density}, k={self.k}")
         if self.density is not None and not callable(self.density):
             check_density(self.density)
-        if self.k is not None and (type(self.k) is not int or self.k < 1):
-            raise ArgumentError(f"k must be an integer of at least 1, got {self.k!r}")
+        if self.k is not None:
+            check_integer("k", self.k, at_least=1)
 
     def num_selected(self, worker: Worker) -> int:
-        """k for this step: given, or max(1, round(density · J))."""
+        """k of this step: the given one, or max(1, round(density · J))."""
         if self.k is not None:
             if self.k > worker.numel:
                 raise ArgumentError(
@@ -90,12 +96,13 @@ class WithDensity(Algorithm[StateT]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsifier(WithDensity[StateT]):
-    """An algorithm that sends about k of J entries, their values in a code.
+    """An algorithm that sends about k of J entries, their values in a value code.
 
     Args:
-        density: k / J in (0, 1], or a callable from the step to that; or give ``k``.
+        density: k / J in (0, 1], or a function of the step that returns it; or give ``k``.
         k: the number of entries itself.
-        value_code: how values are coded on the wire.
+        value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit" or
+            "2bit". What a code loses stays in the residual.
     """
 
     value_code: str = "float32"
@@ -108,14 +115,12 @@ class Sparsifier(WithDensity[StateT]):
 
 def check_density(density: Any) -> float:
     """Refuse a density outside (0, 1]."""
-    is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
-    if not is_number or not 0 < density <= 1:
-        raise ArgumentError(f"density must be in (0, 1], got {density!r}")
+    check_number("density", density, "in (0, 1]", lambda x: 0 < x <= 1)
     return float(density)
 
 
 def converse(conversation: Conversation, answer: Callable[[Request], Any]) -> Tensor:
-    """Run a conversation to its end with a driver's answers, and return the aggregate."""
+    """Run a conversation to its end with a driver's answers and return the aggregate."""
     try:
         request = next(conversation)
         while True:
@@ -137,4 +142,4 @@ def _plain(option: Any) -> Any:
         return f"partial({_plain(option.func)}, {option.args}, {option.keywords})"
     if hasattr(option, "__qualname__"):
         return f"{option.__module__}.{option.__qualname__}"
-    return f"{type(option).__module__}.{type(option).__qualname__}"  # its repr may name an address
+    return f"{type(option).__module__}.{type(option).__qualname__}"  # its repr may contain a memory address

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
@@ -45,15 +46,13 @@ _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def check_value_code(value_code: str) -> str:
     """Refuse an unknown value code."""
-    if value_code not in VALUE_CODES:
-        raise ArgumentError(f"value_code must be one of {', '.join(VALUE_CODES)}, got {value_code!r}")
+    check_choice("value_code", value_code, VALUE_CODES)
     return value_code
 
 
 def check_index_code(index_code: str, numel: int | None = None) -> str:
     """Refuse an unknown index code, or one that cannot hold indices below `numel`."""
-    if index_code not in INDEX_CODES:
-        raise ArgumentError(f"index_code must be one of {', '.join(INDEX_CODES)}, got {index_code!r}")
+    check_choice("index_code", index_code, INDEX_CODES)
     largest = 2**32 if index_code == "raw32" else MAX_NUMEL
     if numel is not None and not 0 <= numel <= largest:
         raise ArgumentError(f"numel must be in 0..{largest} with index_code {index_code!r}, got {numel}")

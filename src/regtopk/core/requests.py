@@ -1,10 +1,14 @@
 """What an algorithm can ask of a cluster. A driver answers; an algorithm never knows which one.
 
+``total = yield from SparseSum(sent, worker.weight)`` asks, and the answer has its type.
+
 What is *sent* has the sender's shape: (m,) on a rank, (N, m) in the simulator, where N workers are one
-batch. What is *received* is the same for all, so it never has the sender's batch dimension.
+batch. What is *received* is the same for all workers, so it never has the sender's batch dimension.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +16,20 @@ from torch import Tensor
 from regtopk.core.codes import is_lossless
 from regtopk.core.sparse import SparseGradient
 
+AnswerT = TypeVar("AnswerT")
+
+
+class AnsweredBy(Generic[AnswerT]):
+    """Base of every request: ``yield from`` it hands it to the driver and returns the driver's answer."""
+
+    def __iter__(self) -> Generator[Any, Any, AnswerT]:
+        """Ask, and receive the answer."""
+        answer: AnswerT = yield self
+        return answer
+
 
 @dataclass(frozen=True)
-class SparseSum:
+class SparseSum(AnsweredBy[Tensor]):
     """Receive sum_n w_n x_n, dense (J,), of the workers' sparse vectors x_n."""
 
     sparse: SparseGradient
@@ -22,19 +37,19 @@ class SparseSum:
 
 
 @dataclass(frozen=True)
-class DenseSum:
+class DenseSum(AnsweredBy[Tensor]):
     """Receive sum_n w_n x_n, (m,), of the workers' vectors x_n of equal length.
 
-    Each region of the vector is summed by one worker. With a lossy ``sum_code`` the sums are coded before
-    all receive them, and what that lost is written to ``loss``: the region's owner finds there what it must
-    add to its residual (the loss over its weight), everybody else zero.
+    Each region of the vector is summed by one worker, its owner. With a lossy ``sum_code`` the owner codes
+    the sums before all receive them. What the code loses is written to ``loss``: in its own region the owner
+    finds there what it must add to its residual (the loss over its weight). All other entries are zero.
 
     Args:
-        tensor: x_n, on the grid of ``code``.
+        tensor: x_n, already rounded to what ``code`` can represent.
         weight: w_n.
-        code: how the values travel to the region's owner.
-        sum_code: how the sums travel from there to all.
-        loss: a buffer like ``tensor``, needed if and only if ``sum_code`` is lossy.
+        code: the value code of what travels to a region's owner.
+        sum_code: the value code of the sums that travel from there to all.
+        loss: a buffer like ``tensor``; given if and only if ``sum_code`` is lossy.
     """
 
     tensor: Tensor
@@ -44,19 +59,32 @@ class DenseSum:
     loss: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Nothing may get lost unseen."""
+        """Check that no loss goes unseen."""
         assert is_lossless(self.sum_code) == (self.loss is None), "a lossy sum_code needs a loss buffer"
 
 
 @dataclass(frozen=True)
-class Gather:
-    """Receive every worker's vector, (N, m), in rank order, as `Gathered`.
+class Gathered:
+    """The answer to `Gather`: rows (N, m); the first counts[n] entries of row n are valid."""
+
+    rows: Tensor
+    counts: Tensor
+
+    def joined(self, senders: list[int]) -> Tensor:
+        """The rows of some workers, one after the other: (m',), the shape of everything received."""
+        joined = torch.cat([self.rows[..., n, :] for n in senders], dim=-1)  # a list as index waits for a GPU
+        return joined if joined.dim() == 1 else joined.unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class Gather(AnsweredBy[Gathered]):
+    """Receive every worker's vector, (N, m), in rank order.
 
     Args:
-        tensor: this worker's.
-        count: how many of its entries are meant; None: all.
-        numel: says that it is a set of entries of a vector of this length, ascending int64, which then
-            travels in the index code; None: it travels as it is.
+        tensor: this worker's vector.
+        count: how many entries of it are valid, counted from the first; None: all of them.
+        numel: given if the vector is a set of entries of a vector of this length, ascending int64. The set
+            then travels in the cluster's index code; otherwise the vector travels as it is.
     """
 
     tensor: Tensor
@@ -65,20 +93,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """The answer to `Gather`: rows (N, m), of which the first counts[n] entries are meant."""
-
-    rows: Tensor
-    counts: Tensor
-
-    def joined(self, senders: list[int]) -> Tensor:
-        """The rows of some workers one after the other, in the shape of what is received."""
-        joined = torch.cat([self.rows[..., n, :] for n in senders], dim=-1)  # a list as index waits for a GPU
-        return joined if joined.dim() == 1 else joined.unsqueeze(-2)
-
-
-@dataclass(frozen=True)
-class Broadcast:
+class Broadcast(AnsweredBy[Tensor]):
     """Receive the vector of worker `source`, (m,); `numel` as in `Gather`."""
 
     tensor: Tensor
@@ -87,7 +102,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class Peek:
+class Peek(AnsweredBy[Tensor]):
     """Receive the true sum_n w_n x_n, (J,), at no cost. Only a simulator can answer that."""
 
     tensor: Tensor

@@ -1,12 +1,13 @@
-"""What an algorithm remembers between steps, and what becomes of it when the ranks change.
+"""What an algorithm remembers between steps, and what becomes of it when the number of ranks changes.
 
 A state is a dataclass of tensors. Each field is declared with one of
 
-- `per_worker("weighted_sum")`: each worker has its own, and w_n-weighted sums of it are what training
-  must not lose (residual, momentum). With another number of ranks, e'_m = sum w_n e_n over the old
-  workers given to m, over w'_m.
-- `per_worker("reset")`: each worker has its own, and it means nothing to another (last selection).
-- `shared()`: a function of received values alone, so the same on all ranks; copied.
+- `per_worker("weighted_sum")`: each worker has its own tensor, and training must not lose the weighted sum
+  of them (residual, momentum). When the number of ranks changes, each new worker m takes over some of the
+  old workers n: e'_m = (sum of w_n e_n over these n) / w'_m.
+- `per_worker("reset")`: each worker has its own tensor, which means nothing to another worker (the last
+  selection). It starts again when the number of ranks changes.
+- `shared()`: a function of received values alone, so it is the same on all ranks. It is copied.
 
 In the simulator a per-worker field is (N, m): the workers are the dimension before the last.
 """
@@ -24,12 +25,12 @@ StateT = TypeVar("StateT", bound="State")
 
 
 def per_worker(on_resize: Literal["weighted_sum", "reset"]) -> Any:
-    """Declare a state field that every worker has its own of."""
+    """Declare a state field that differs between workers, and its rule when the number of ranks changes."""
     return field(metadata={"on_resize": on_resize})
 
 
 def shared(*, per_entry: bool = False) -> Any:
-    """Declare a state field that is identical on all ranks; say if it has one number for each entry."""
+    """Declare a state field that is identical on all ranks; `per_entry`: it holds one number per entry."""
     return field(metadata={"on_resize": "shared", "per_entry": per_entry})
 
 
@@ -39,12 +40,12 @@ class State:
 
     @classmethod
     def rules(cls) -> dict[str, OnResize]:
-        """Field name to what becomes of it when the number of ranks changes."""
+        """What becomes of each field, by name, when the number of ranks changes."""
         return {f.name: f.metadata["on_resize"] for f in fields(cls)}
 
     @classmethod
     def per_entry_fields(cls) -> list[str]:
-        """Fields with one number for each of the J entries, which can be cut by parameter."""
+        """The fields that hold one number per entry of the flat vector, so they can be cut by parameter."""
         return [
             f.name
             for f in fields(cls)
@@ -56,7 +57,7 @@ class State:
         return {name: getattr(self, name) for name in self.rules()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take over saved tensors; refused as a whole unless names and J-sized shapes fit."""
+        """Take over saved tensors. If a name or the shape of a weighted sum does not fit, nothing changes."""
         if set(state_dict) != set(self.rules()):
             raise StateError(f"state must have the fields {sorted(self.rules())}, got {sorted(state_dict)}")
         for name, rule in self.rules().items():
@@ -70,21 +71,21 @@ class State:
             setattr(self, name, saved.to(device=own.device, dtype=own.dtype, copy=True))
 
     def clone(self: StateT) -> StateT:
-        """The same state in tensors of its own."""
+        """A copy with tensors of its own."""
         return type(self)(**{name: tensor.clone() for name, tensor in self.state_dict().items()})
 
     def copy_into(self: StateT, old: StateT | None) -> StateT:
-        """The same state in the tensors of an old copy, where they fit, or in new ones."""
+        """A copy that reuses the tensors of an old copy where they fit."""
         if old is None:
             return self.clone()
         for name, tensor in self.state_dict().items():
-            room = getattr(old, name)
-            fits = room.shape == tensor.shape and room.dtype == tensor.dtype
-            setattr(old, name, room.copy_(tensor) if fits else tensor.clone())
+            buffer = getattr(old, name)
+            fits = buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+            setattr(old, name, buffer.copy_(tensor) if fits else tensor.clone())
         return old
 
     def copy_of_workers(self, rows: Tensor) -> dict[str, Tensor]:
-        """What some of the simulator's workers remember, copied."""
+        """A copy of what some of the simulator's workers remember."""
         return {
             name: getattr(self, name).index_select(-2, rows)
             for name, rule in self.rules().items()
@@ -92,7 +93,7 @@ class State:
         }
 
     def restore_workers_(self, rows: Tensor, kept: dict[str, Tensor]) -> None:
-        """Give some workers back what `copy_of_workers` kept."""
+        """Give those workers back what `copy_of_workers` kept."""
         for name, old in kept.items():
             now = getattr(self, name)
             width = min(old.shape[-1], now.shape[-1])  # the size of a selection may have changed
@@ -103,7 +104,7 @@ class State:
 
 @dataclass
 class NoState(State):
-    """For algorithms that remember nothing."""
+    """The state of algorithms that remember nothing."""
 
 
 @dataclass
@@ -114,5 +115,5 @@ class ResidualState(State):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What residuals and sums are kept in: the gradient's own dtype, but at least float32."""
+    """The dtype of residuals and sums: the gradient's own, but at least float32."""
     return torch.promote_types(dtype, torch.float32)
