@@ -105,8 +105,7 @@ class CodedTopK(TopK):
         indices, values = kernels.take_largest_(state.residual, grad, self.num_selected(worker))
         sent = self.quantiser(values)
         state.residual.scatter_(-1, indices, values - sent)
-        aggregate: Tensor = yield SparseSum(SparseGradient(indices, sent, worker.numel), worker.weight)
-        return aggregate
+        return (yield from SparseSum(SparseGradient(indices, sent, worker.numel), worker.weight))
 
 
 def student(generator: torch.Generator, *shape: int) -> Tensor:

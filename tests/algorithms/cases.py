@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regtopk.algorithms import ALGORITHMS, Consensus, TopK
-from regtopk.algorithms.posterior import PosteriorScore
-from regtopk.core.algorithm import Algorithm, Promise
-from regtopk.core.codes import VALUE_CODES, is_lossless
-from regtopk.core.worker import Layout
+from regtopk import ALGORITHMS, Consensus, PosteriorScore, TopK
+from regtopk.core import VALUE_CODES, Algorithm, Layout, Promise, is_lossless
 from regtopk.simulate import Cluster
 
 N, J, K = 4, 150, 7  # J is more than one block of a code
@@ -52,16 +49,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sidco": [{}, {"fit": "pareto"}, {"fit": "gamma"}],
 }
 
-# Options with which an algorithm does not keep all that its class promises.
-BROKEN_BY: dict[tuple[str, str], set[Promise]] = {
-    ("chunked-topk", "decay"): {"conserves"},
-    ("consensus", "sum_code"): {"conserves", "dense_at_full_density"},
-    ("dgc", "clip"): {"dense_at_full_density"},
-    ("dgc", "selection"): {"dense_at_full_density", "exact_k"},
-    ("mipd", "decay"): {"conserves"},
-    ("scalecom", "beta"): {"conserves"},
-}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -72,11 +59,6 @@ class Case:
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
-
-    @property
-    def promises(self) -> frozenset[Promise]:
-        broken = [BROKEN_BY.get((self.name, option), set()) for option in self.options]
-        return ALGORITHMS[self.name].promises.difference(*broken)
 
     def takes(self, option: str) -> bool:
         return option in {f.name for f in fields(ALGORITHMS[self.name])}
@@ -112,7 +94,7 @@ CASES = [Case(name, options) for name in ALGORITHMS for options in VARIANTS.get(
 
 
 def cases_that_promise(promise: Promise) -> list[Case]:
-    return [case for case in CASES if promise in case.promises]
+    return [case for case in CASES if promise in case.make().promises]
 
 
 def with_codes(cases: list[Case]) -> list[tuple[Case, str]]:

@@ -6,19 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from regtopk.algorithms import (
+from regtopk import (
     ALGORITHMS,
     EF21,
+    MIPD,
     AdaptiveDensity,
+    ChunkedTopK,
     Consensus,
     Dense,
     FairTopK,
     GradientDropping,
     RegTopK,
+    ScaleCom,
     Strom,
     TopK,
 )
-from regtopk.core.algorithm import WithDensity
+from regtopk.core import WithDensity
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import WEIGHTS, J, N, random_grads
@@ -159,9 +162,32 @@ def test_the_options_say_what_is_adapted() -> None:
             {"algorithm": TopK(density=lambda step: 0.1)},
             "a number as density, or a k, to start from, got TopK",
         ),
-        ({"algorithm": EF21(k=1)}, "conserves .*, got 'ef21': give bytes_per_step"),
+        ({"algorithm": EF21(k=1)}, "keep all that it does not send in its residual.*, got EF21"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         AdaptiveDensity(**options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        (MIPD(density=0.05, decay=0.1), "decay=0.1"),
+        (ChunkedTopK(density=0.05, decay=0.5), "decay=0.5"),
+        (ScaleCom(density=0.05, beta=0.1), "beta=0.1"),
+        (Consensus(density=0.05, sum_code="4bit"), "sum_code='4bit'"),
+    ],
+)
+def test_an_error_cannot_be_held_where_an_option_loses_some_of_the_residual(
+    algorithm: WithDensity[Any], option: str
+) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        AdaptiveDensity(algorithm=algorithm, target_error=0.5)
+    assert str(refused.value) == (
+        "algorithm must keep all that it does not send in its residual, for a target_error to be measured "
+        f"(give bytes_per_step instead), got {algorithm!r}"
+    )
+    assert option in str(refused.value)
+    AdaptiveDensity(algorithm=algorithm, bytes_per_step=100.0)
+    AdaptiveDensity(algorithm=type(algorithm)(density=0.05), target_error=0.5)

@@ -1,4 +1,4 @@
-"""What every algorithm of the table must do, and what each promises in its class."""
+"""What every algorithm of the table must do, and what each promises with its options."""
 
 import io
 from typing import get_args
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.algorithms import ALGORITHMS, Dense, TopK
+from regtopk.algorithms import Dense, TopK
 from regtopk.core.algorithm import Promise
 from regtopk.core.codes import is_lossless
 from regtopk.core.state import State, accumulation_dtype
@@ -16,7 +16,6 @@ from regtopk.simulate import Cluster
 from tests.algorithms.cases import (
     CASES,
     CODES,
-    DTYPES,
     LAYOUT,
     WEIGHTS,
     Case,
@@ -33,7 +32,6 @@ from tests.algorithms.cases import (
 from tests.algorithms.lockstep import LockStep
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
-all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def coded(cases: list[Case]) -> pytest.MarkDecorator:
@@ -48,10 +46,9 @@ def that_promise(promise: Promise) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases_that_promise(promise), ids=str)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_names_and_promises_are_declared(name: str) -> None:
-    assert ALGORITHMS[name].name == name
-    assert ALGORITHMS[name].promises <= set(get_args(Promise))
+@all_cases
+def test_promises_are_known(case: Case) -> None:
+    assert case.make().promises <= set(get_args(Promise))
 
 
 @coded_and_typed(cases_that_promise("conserves"))
@@ -125,11 +122,11 @@ def test_k_follows_a_density_schedule(case: Case) -> None:
         assert cluster.last_step.num_entries.tolist() == [k] * N
 
 
-@that_promise("dense_at_full_density")
-@all_dtypes
-def test_full_density_is_dense(case: Case, dtype: torch.dtype) -> None:
-    cluster = case.cluster(density=1.0) if dtype == torch.float32 else case.cluster(k=J)
-    dense = Cluster(Dense(), num_workers=N, weights=WEIGHTS)
+@coded_and_typed(cases_that_promise("dense_at_full_density"))
+def test_full_density_is_dense(case: Case, code: str, dtype: torch.dtype) -> None:
+    all_entries = {"density": 1.0} if dtype == torch.float32 else {"k": J}
+    cluster = case.cluster(value_code=code, **all_entries)
+    dense = Cluster(Dense(value_code=code), num_workers=N, weights=WEIGHTS)
     for grads in random_grads(4, dtype=dtype):
         assert torch.equal(cluster.step(grads), dense.step(grads))
 

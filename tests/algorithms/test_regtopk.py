@@ -202,7 +202,7 @@ REFUSED = [
     ({"mu": math.inf}, "mu must be positive and finite, got inf"),
     ({"mu": True}, "mu must be positive and finite, got True"),
     ({"mu": "4"}, "mu must be positive and finite, got '4'"),
-    ({"reference": "next"}, "reference must be 'previous' or 'current', got 'next'"),
+    ({"reference": "next"}, "reference must be one of previous, current, got 'next'"),
     ({"q": -1.0}, "q must be greater than -1 (inf is allowed), got -1.0"),
     ({"q": math.nan}, "q must be greater than -1 (inf is allowed), got nan"),
     ({"q": -math.inf}, "q must be greater than -1 (inf is allowed), got -inf"),

@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from regtopk.algorithms import Dense, RegTopK, TopK
 from regtopk.core.algorithm import Conversation, converse
@@ -93,8 +92,8 @@ def test_options_are_plain_and_name_functions() -> None:
 
 def test_converse_answers_until_the_aggregate_is_there() -> None:
     def conversation() -> Conversation:
-        first = yield DenseSum(torch.ones(1), torch.tensor(1.0))
-        second: Tensor = yield DenseSum(first + 1, torch.tensor(1.0))
+        first = yield from DenseSum(torch.ones(1), torch.tensor(1.0))
+        second = yield from DenseSum(first + 1, torch.tensor(1.0))
         return second * 10
 
     def answer(request: Request) -> Any:

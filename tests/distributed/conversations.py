@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.algorithm import Algorithm, Conversation, Promise
+from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.codes import quantise
 from regtopk.core.requests import Broadcast, DenseSum, Gather, SparseSum
 from regtopk.core.sparse import SparseGradient
@@ -23,7 +23,7 @@ class Threshold(Algorithm[ResidualState]):
     """
 
     name: ClassVar[str] = "threshold"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
+    promises = frozenset({"conserves"})
     threshold: float
 
     def init(self, worker: Worker) -> ResidualState:
@@ -34,8 +34,7 @@ class Threshold(Algorithm[ResidualState]):
         room = int(taken.count.max())
         indices, values = taken.indices[..., :room], taken.values[..., :room]
         sparse = SparseGradient(indices, values, worker.numel, taken.count)
-        aggregate: Tensor = yield SparseSum(sparse, worker.weight)
-        return aggregate
+        return (yield from SparseSum(sparse, worker.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class ManyRounds(Algorithm[ResidualState]):
     """
 
     name: ClassVar[str] = "many-rounds"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
+    promises = frozenset({"conserves"})
     k: int
 
     def init(self, worker: Worker) -> ResidualState:
@@ -58,17 +57,17 @@ class ManyRounds(Algorithm[ResidualState]):
         state.residual += grad
         largest = _largest(state.residual, self.k)
         count = self.k - (worker.index.expand(*worker.batch_shape, 1).squeeze(-1) + worker.step) % 3
-        told = yield Gather(largest, count, numel=worker.numel)
-        sure = yield Gather(largest.to(torch.int16) % 100, count)
-        hints = yield Broadcast(largest.flip(-1).to(torch.float64), source=worker.step % worker.num_workers)
-        more = yield Broadcast(largest, source=worker.step % worker.num_workers, numel=worker.numel)
+        told = yield from Gather(largest, count, numel=worker.numel)
+        sure = yield from Gather(largest.to(torch.int16) % 100, count)
+        source = worker.step % worker.num_workers
+        hints = yield from Broadcast(largest.flip(-1).to(torch.float64), source)
+        more = yield from Broadcast(largest, source, numel=worker.numel)
         is_meant = torch.arange(told.rows.shape[-1]) < told.counts.unsqueeze(-1)
         told_twice = told.rows[is_meant][sure.rows[..., : told.rows.shape[-1]][is_meant] % 2 == 0]
         union = torch.cat([told_twice, hints.long()[: self.k // 2], more[: self.k // 2]]).unique()
         union = union.expand(*worker.batch_shape, len(union))
         values = kernels.take_at_(state.residual, None, union)
-        aggregate: Tensor = yield SparseSum(SparseGradient(union, values, worker.numel), worker.weight)
-        return aggregate
+        return (yield from SparseSum(SparseGradient(union, values, worker.numel), worker.weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class CodedSums(Algorithm[ResidualState]):
     """Dense, coded on the way to the owner of each region, and coded again on the way back."""
 
     name: ClassVar[str] = "coded-sums"
-    promises: ClassVar[frozenset[Promise]] = frozenset({"conserves"})
+    promises = frozenset({"conserves"})
     code: str = "4bit"
     sum_code: str = "4bit"
 
@@ -87,7 +86,7 @@ class CodedSums(Algorithm[ResidualState]):
         sent = quantise(state.residual.add_(grad), self.code)
         state.residual.sub_(sent)
         loss = torch.full_like(sent, torch.nan)  # the driver must write all of it
-        aggregate: Tensor = yield DenseSum(sent, worker.weight, self.code, self.sum_code, loss)
+        aggregate = yield from DenseSum(sent, worker.weight, self.code, self.sum_code, loss)
         state.residual.add_(loss)
         return aggregate
 
@@ -104,14 +103,15 @@ class RunningSum(Algorithm[RunningSumState]):
     """Return the sum of all aggregates so far: the very tensor it keeps, which nobody else may write to."""
 
     name: ClassVar[str] = "running-sum"
-    promises: ClassVar[frozenset[Promise]] = frozenset()
+    promises = frozenset()
 
     def init(self, worker: Worker) -> RunningSumState:
         return RunningSumState(worker.weight.new_zeros(worker.numel))
 
     def exchange(self, grad: Tensor, state: RunningSumState, worker: Worker) -> Conversation:
         everything = torch.arange(worker.numel).expand_as(grad)
-        aggregate = yield SparseSum(SparseGradient(everything, grad.clone(), worker.numel), worker.weight)
+        sent = SparseGradient(everything, grad.clone(), worker.numel)
+        aggregate = yield from SparseSum(sent, worker.weight)
         if worker.step == 0:
             state.total = aggregate  # received: its own to keep
         else:

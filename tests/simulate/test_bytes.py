@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RandomK, RegTopK, TopK
-from regtopk.core.algorithm import Algorithm, Conversation, Promise
+from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.state import NoState
@@ -33,7 +33,7 @@ class Asks(Algorithm[NoState]):
     """Asks what it is told to, and returns the gradient of worker 0."""
 
     name: ClassVar[str] = "asks"
-    promises: ClassVar[frozenset[Promise]] = frozenset()
+    promises = frozenset()
     requests: Callable[[Tensor, Worker], list[Request]]
 
     def init(self, worker: Worker) -> NoState:

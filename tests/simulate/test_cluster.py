@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms import Dense, RegTopK, TopK
-from regtopk.core.algorithm import Algorithm, Conversation, Promise
+from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.link import Link
 from regtopk.core.requests import DenseSum
 from regtopk.core.state import NoState
@@ -159,13 +159,13 @@ class Listens(Algorithm[NoState]):
     """Answers with what training reported."""
 
     name: ClassVar[str] = "listens"
-    promises: ClassVar[frozenset[Promise]] = frozenset()
+    promises = frozenset()
 
     def init(self, worker: Worker) -> NoState:
         return NoState()
 
     def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
-        yield DenseSum(grad, worker.weight)
+        yield from DenseSum(grad, worker.weight)
         report = worker.report
         return torch.tensor([0.0, 0.0] if report is None else [report.loss, report.time_s])
 
