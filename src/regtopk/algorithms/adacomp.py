@@ -29,18 +29,20 @@ class AdaComp(Algorithm[ResidualState]):
     send j in s_n and its sign; its value is the mean of the layer's m_b
     receive g = sum_n w_n (sent), e_n := a_n - sent
 
-    H is the residual with the gradient counted twice, a guess of the next one: an entry is sent if by then it
-    would pass its bin's largest. So the number sent follows the activity of the layer: there is no density.
+    H counts the gradient twice: it guesses what a will be after one more step like this one. An entry is sent
+    if that guess reaches the largest |a| of its bin. So the number of entries sent follows the activity of a
+    layer; there is no density.
 
     Use it for: a density that follows the gradients, with nothing to tune.
 
     Args:
-        bin_conv: entries of a bin in layers of kind "conv", >= 1.
-        bin_other: entries of a bin in all other layers, >= 1; the last of a layer may be shorter.
+        bin_conv: entries per bin in layers of kind "conv", >= 1.
+        bin_other: entries per bin in all other layers, >= 1; the last bin of a layer may be shorter.
 
-    Differs from the paper, known from its abstract and from memory: zeros are not sent. A value costs a bit,
-    and two floats every 128 entries: where entries of several layers share these, what their mean misses
-    stays in the residual. Indices travel in the cluster's index code, not as 8 or 16 bits within a bin.
+    Differs from the paper, which was known from its abstract and from memory: zeros are not sent. A value
+    costs one bit, plus two floats per 128 entries. If these entries belong to several layers, they share the
+    two floats, and what these miss stays in the residual. Indices travel in the cluster's index code, not as
+    8 or 16 bits within a bin.
     """
 
     name: ClassVar[str] = "adacomp"

@@ -27,8 +27,8 @@ from regtopk.core.payload import payload_bytes
 from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9
-_LARGEST_FACTOR = 2.0  # that the density may change by at once
-_PART_OF_DEBT = 0.1  # that is paid back from one adaptation to the next
+_LARGEST_FACTOR = 2.0  # by which one adaptation may change the density
+_PART_OF_DEBT = 0.1  # that is paid back until the next adaptation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +39,26 @@ class AdaptiveDensity(Algorithm[State]):
 
         bytes_per_step   B = sum_n w_n (mean payload of worker n since the last adaptation)
                          debt := debt + B - budget
-                         density := density · (budget - debt / 10) / B, the dividend in 1/2..2 budgets
+                         density := density · (budget - debt / 10) / B, the dividend within 1/2..2 budgets
         target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2 of this step,   a_n = e_n + g_n
                          density := density · sqrt(E / (1 - E) · (1 - target) / target)
 
-    by a factor of at most 2, within min_density..max_density. So the density is the same on all ranks, and a
-    function of what they received.
+    The density changes by a factor of at most 2 and stays within min_density..max_density. It depends on
+    received values alone, so it is the same on all ranks.
 
     Use it for: holding a byte budget or an error without knowing the density.
 
     Args:
-        algorithm: any that has a density; the one it has, a number (or its k), is where it starts.
-        target_error: share of the squared norm of what a worker has accumulated that may stay behind, in
-            (0, 1); needs an algorithm that conserves it in a residual. 0.9 if no budget is given either.
-        bytes_per_step: mean payload a worker and step, over the whole training, > 0, this method's own
-            numbers included.
-        min_density, max_density: what k / J is kept within, in (0, 1].
+        algorithm: any algorithm with a density. The adaptation starts from that density, a number, or k.
+        target_error: the share of ||a_n||^2 that may stay in the residual, in (0, 1). The algorithm must keep
+            in its residual all that it does not send. 0.9 if neither this nor bytes_per_step is given.
+        bytes_per_step: mean payload per worker and step over the whole training, > 0. The numbers that the
+            adaptation itself sends are included.
+        min_density, max_density: the bounds of k / J, in (0, 1].
         every: steps from one adaptation to the next, >= 1.
 
     The paper names this as the natural extension of RegTop-k and leaves it open; the rule is our own. On a
-    cluster that splits sparse sums by region the budget is that of the messages it would gather otherwise.
+    cluster that splits sparse sums by region, the budget counts the messages of an all_gather all the same.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -91,7 +91,7 @@ class AdaptiveDensity(Algorithm[State]):
         self._check_algorithm()
 
     def init(self, worker: Worker) -> State:
-        """The algorithm's own state, the density, and with a budget what was spent of it."""
+        """The algorithm's own state, the density, and, with a budget, what was spent of it."""
         inner: State = self.algorithm.init(worker)
         density = self.algorithm.num_selected(worker) / worker.numel
         more = {"density": worker.weight.new_tensor(self._within_bounds(density))}
@@ -102,7 +102,7 @@ class AdaptiveDensity(Algorithm[State]):
         return extended
 
     def exchange(self, grad: Tensor, state: State, worker: Worker) -> Conversation:
-        """One step of the algorithm at the density of the moment."""
+        """One step of the algorithm at the present density."""
         adaptive = cast("_Extended", state)
         algorithm = replace(self.algorithm, density=float(adaptive.density), k=None)
         conversation = algorithm.exchange(grad, state, worker)
@@ -118,7 +118,7 @@ class AdaptiveDensity(Algorithm[State]):
     def _keep_to_budget(
         self, conversation: Conversation, state: "_Extended", worker: Worker, budget: float
     ) -> Generator[Request, Any, tuple[Tensor, float]]:
-        """The aggregate, and what the density is to be multiplied by; counts every step's bytes."""
+        """The aggregate, and the factor of the density; counts the bytes of every step."""
         aggregate, payload = yield from _counted(conversation, worker)
         state.spent += payload.unsqueeze(-1)
         if not self._is_due(worker):
@@ -135,13 +135,13 @@ class AdaptiveDensity(Algorithm[State]):
     def _keep_to_error(
         self, conversation: Conversation, grad: Tensor, state: "_Extended", worker: Worker
     ) -> Generator[Request, Any, tuple[Tensor, float]]:
-        """The aggregate, and what the density is to be multiplied by; measures one step of every few."""
+        """The aggregate, and the factor of the density; measures the error where an adaptation is due."""
         if not self._is_due(worker):
             return (yield from conversation), 1.0
         accumulated = _squared_norm(state.residual + grad)
         aggregate = yield from conversation
         error = _squared_norm(state.residual) / accumulated
-        error = error.where(accumulated > 0, self._target)  # of nothing, nothing is learnt
+        error = error.where(accumulated > 0, self._target)  # a zero vector says nothing about the density
         mean_error = yield from DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
         return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(self._target))
 
@@ -158,9 +158,7 @@ class AdaptiveDensity(Algorithm[State]):
     def _check_algorithm(self) -> None:
         algorithm = self.algorithm
         if not isinstance(algorithm, WithDensity) or algorithm.listens:
-            raise ArgumentError(
-                f"algorithm must be one that has a density and does not move it itself, got {algorithm!r}"
-            )
+            raise ArgumentError(f"algorithm must have a density and not adapt it itself, got {algorithm!r}")
         if callable(algorithm.density) or (algorithm.density is None and algorithm.k is None):
             raise ArgumentError(
                 f"algorithm must have a number as density, or a k, to start from, got {algorithm!r}"
@@ -173,7 +171,7 @@ class AdaptiveDensity(Algorithm[State]):
 
 
 class _Extended(State):
-    """What the adaptation reads and writes of a state."""
+    """The fields of a state that the adaptation reads and writes."""
 
     residual: Tensor
     density: Tensor
@@ -182,14 +180,14 @@ class _Extended(State):
 
 
 def _extended(state_class: type[State], names: list[str]) -> Any:
-    """The class of an algorithm's state with more fields."""
+    """The class of an algorithm's state, extended by more fields."""
     kinds = {"density": shared(), "spent": per_worker("reset"), "debt": shared()}
     more = [(name, Tensor, kinds[name]) for name in names]
     return make_dataclass(f"Adaptive{state_class.__name__}", more, bases=(state_class,))
 
 
 def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, Any, tuple[Tensor, Tensor]]:
-    """Lead a conversation to its end, and count what the workers contribute to it, (...,)."""
+    """Run a conversation to its end, and count the payload of each worker, (...,)."""
     payload = torch.zeros_like(worker.index.squeeze(-1))
     try:
         request = next(conversation)
@@ -205,6 +203,6 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 def _odds(error: float) -> float:
-    """What stays for what goes, finite and not zero."""
+    """error / (1 - error), kept finite and above zero."""
     stays = min(max(error, 1e-12), 1 - 1e-12)
     return stays / (1 - stays)

@@ -29,8 +29,8 @@ class Atomo(WithDensity[NoState]):
     p_i = min(1, s |lambda_i| / sum |lambda|) by the sequential rule, s = k, so sum_i p_i = k
     send lambda_i / p_i with probability p_i, receive g = sum_n w_n (sent)
 
-    Of all unbiased samples of k entries on average, none has a smaller variance. Nothing is carried: what is
-    not drawn is made up for, on average, by what is. At small densities that is a lot of noise.
+    No other unbiased sample of k entries on average has a smaller variance. There is no residual: on average,
+    the entries drawn make up for those not drawn. At small densities that is a lot of noise.
 
     Use it for: unbiased estimates without a residual.
 
@@ -39,7 +39,7 @@ class Atomo(WithDensity[NoState]):
         k: entries a worker sends on average.
         seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
 
-    Values are not coded: a code that rounds would bias them. Differs from the paper: with k = J, all is sent.
+    Values are not coded, since rounding would bias them. Differs from the paper: k = J sends everything.
     """
 
     name: ClassVar[str] = "atomo"
@@ -74,7 +74,7 @@ def keep_probability(magnitude: Tensor, s: float) -> Tensor:
     """ATOMO's sequential rule: p_i in [0, 1], (..., n) float64, zero only for zeros, of sum s.
 
     As long as the largest would get s |lambda_i| / sum |lambda| > 1, it gets p_i = 1, and the rule goes on
-    with the others and s - 1. So if c are certain, p_i = min(1, (s - c) |lambda_i| / the sum of the others).
+    with the others and s - 1. With c such atoms, p_i = min(1, (s - c) |lambda_i| / the sum of the others).
 
     Args:
         magnitude: |lambda|, (..., n), finite.

@@ -27,11 +27,12 @@ class AtomoSVD(WithDensity[NoState]):
 
     G = sum_i sigma_i u_i v_i', the gradient of a layer as an (a, b) matrix
     p_i = min(1, s sigma_i / sum sigma) by the sequential rule, s = density a b / (a + b)
-    send (sigma_i / p_i) u_i and v_i with probability p_i: a + b numbers an atom, gathered by all
+    send (sigma_i / p_i) u_i and v_i with probability p_i: a + b numbers per atom, gathered by all
     receive g = sum_n w_n sum_i (sigma_i / p_i) u_i v_i'
 
-    A layer of more dimensions is a matrix of its first against the others; entries of vectors are drawn one
-    by one, as `Atomo` draws them. Everything sent is received by all: what a worker receives grows with N.
+    A layer of more than two dimensions is a matrix of its first dimension against the others. The entries of
+    vectors are drawn one by one, as in `Atomo`. All workers receive everything that is sent, so what a worker
+    receives grows with N.
 
     Use it for: unbiased estimates of matrices of low rank.
 
@@ -40,11 +41,11 @@ class AtomoSVD(WithDensity[NoState]):
         k: numbers a worker sends on average.
         seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
 
-    Values are not coded: a code that rounds would bias them. A singular value decomposition a layer and step
-    is slow, and its last bits may depend on the number of threads: ranks equal the simulator to the bit if
-    they run as many (for matrices of a few hundred rows and more; smaller ones showed no difference).
+    Values are not coded, since rounding would bias them. One singular value decomposition per layer and step
+    is slow. Its last bits may depend on the number of threads, for matrices of a few hundred rows and more:
+    ranks then equal the simulator to the bit only if they run as many threads.
 
-    Differs from the paper, whose code was read: that folds a convolution into two columns for every kernel
+    Differs from the paper, whose code was read: the code folds a convolution into two columns per kernel
     position and halves its rows, cuts probabilities at 1 without the sequential rule, and draws again
     (a bias) if no atom was kept.
     """
@@ -95,9 +96,9 @@ def _entries_outside(matrices: list[Layer], worker: Worker) -> Tensor:
 
 
 def _messages(x: Tensor, matrices: list[Layer], density: float, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Each worker's message, (..., m), and how much of it is meant, (...,).
+    """Each worker's message, (..., m), and how many of its numbers are valid, (...,).
 
-    Workers are taken one by one: a decomposition of a batch need not have the bits of a single one.
+    Workers are taken one by one: the decomposition of a batch need not have the same bits.
     """
     rows = [
         _message(row, matrices, density, drawn)
@@ -109,7 +110,7 @@ def _messages(x: Tensor, matrices: list[Layer], density: float, draws: Tensor) -
 
 
 def _message(x: Tensor, matrices: list[Layer], density: float, draws: Tensor) -> Tensor:
-    """One worker's: how many atoms each matrix has, then u and v of each atom."""
+    """One worker's message: how many atoms each matrix has, then u and v of each atom."""
     numbers, atoms, first = [], [], 0
     for layer in matrices:
         a, b = _sides(layer)

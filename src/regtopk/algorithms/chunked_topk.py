@@ -26,9 +26,8 @@ class ChunkedTopK(Sparsifier[ScoredState]):
     s_n = the k_c largest |a_n| of every chunk, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
 
-    SparseLoCo sends 64 of every 4,096 entries (density 1/64) as 2-bit values with decay 0.95, of the
-    difference that several local steps made: ``ChunkedTopK(density=1 / 64, value_code="2bit", decay=0.95)``
-    on that difference in place of the gradient.
+    SparseLoCo exchanges the difference that several local steps made, in place of a gradient. It sends 64 of
+    every 4,096 entries as 2-bit values: ``ChunkedTopK(density=1 / 64, value_code="2bit", decay=0.95)``.
 
     Use it for: rare exchanges of model differences (local steps), and selection within fixed chunks.
 
@@ -36,14 +35,14 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         density: share of every chunk, in (0, 1]: k_c = max(1, round(density chunk)); or give ``k``.
         k: entries of the whole vector, spread over the chunks: density = k / J.
         value_code: how values are coded on the wire.
-        chunk: most entries of a chunk, >= 1. The fewest chunks that do are made equally long; the last may
-            be a few entries shorter.
-        decay: what is left of a residual after a step, in [0, 1]; 1 keeps all of it.
+        chunk: the most entries a chunk may have, >= 1. The vector is cut into as few chunks as possible. They
+            are equally long, but the last may be a few entries shorter.
+        decay: the part of the residual that is kept per step, in [0, 1]; 1 keeps all of it.
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
 
-    Differs from the paper: known from its abstract. A rest of the vector is spread over all chunks. The
-    default keeps all of the residual: with a gradient of every step, decay loses accuracy. Indices travel in
-    the cluster's index code, not as 12 bits each.
+    Differs from the paper, which was known from its abstract: a remainder of the vector is spread over all
+    chunks. By default nothing fades: where a gradient is sent in every step, decay loses accuracy. Indices
+    travel in the cluster's index code, not as 12 bits each.
     """
 
     name: ClassVar[str] = "chunked-topk"
@@ -84,7 +83,7 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         return aggregate
 
     def _sizes(self, worker: Worker) -> tuple[int, int]:
-        """Entries of a chunk, and how many of them are sent."""
+        """Entries per chunk, and how many of them are sent."""
         num_chunks = -(-worker.numel // self.chunk)
         chunk = -(-worker.numel // num_chunks)
         return chunk, max(1, round(self.num_selected(worker) * chunk / worker.numel))

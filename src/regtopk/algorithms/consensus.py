@@ -34,24 +34,24 @@ class Consensus(Sparsifier[ScoredState]):
     s = the first k distinct entries of p_1, p_2, ..., p_N, and then of a random sequence (seed, t)
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
-    An index is sent by one worker and serves all, and the sum is a dense one of k values: an entry costs a
-    value and 1/N of an index, and what a worker sends and receives is O(k) at any N. Where proposals
-    coincide the support is filled up at random, so a step sends exactly k entries, and none waits for ever.
-    On a shared support every worker learns the exact sum of the others, which RegTop-k's score assumes.
+    Each index is sent by one worker and serves all, and the sum is a dense one of k values. So an entry costs
+    one value and 1/N of an index, and a worker sends and receives O(k) at any N. Where proposals coincide,
+    random entries fill up the support: a step sends exactly k entries, and no entry waits for ever. On a
+    shared support every worker learns the exact sum of the others, which RegTop-k's score assumes.
 
     Use it for: workers whose data differ, at a small byte budget: first in our equal-bytes comparisons.
 
     Args:
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
-        value_code: how values are coded on the way to those who sum them.
-        sum_code: how the sums are coded on the way back. What a lossy code takes from them is carried by
-            the worker who summed, in its residual.
+        value_code: how values are coded on the way to the workers that sum them.
+        sum_code: how the sums are coded on the way back. What a lossy code loses stays in the residual of
+            the worker that summed.
         score: None proposes by magnitude; a `PosteriorScore` by RegTop-k's.
-        seed: an integer, of the random entries.
+        seed: an integer; the random entries are a function of (seed, t).
 
-    Where N does not divide k, up to N - 1 proposals of the worker that comes last are left out; the worker
-    that comes first is another one every step. Workers of weight zero are not counted in N.
+    Where N does not divide k, up to N - 1 proposals of the last worker are left out. The order of the workers
+    turns by one every step. Workers of weight zero do not count in N.
     """
 
     name: ClassVar[str] = "consensus"
@@ -99,7 +99,7 @@ class Consensus(Sparsifier[ScoredState]):
 
 
 def first_distinct(proposed: Tensor, drawn: Tensor, k: int) -> Tensor:
-    """The first k distinct of the proposed entries, (..., m), and then the k drawn; (..., k) ascending."""
+    """The first k distinct entries of the proposed, (..., m), followed by the drawn, (k,); ascending."""
     entries = torch.cat([proposed, drawn.expand(*proposed.shape[:-1], k)], dim=-1)
     ascending, place = entries.sort(dim=-1, stable=True)
     is_repeated = torch.zeros_like(ascending, dtype=torch.bool)

@@ -25,7 +25,7 @@ class Dense(Algorithm[NoState | ResidualState]):
 
     g^t = sum_n w_n g_n^t                                                     (the paper's Eq. 1)
 
-    With a value code that loses something, what it lost is carried:
+    A lossy value code leaves a residual:
 
     a_n = e_n + g_n, send Q(a_n), receive g = sum_n w_n Q(a_n), e_n := a_n - Q(a_n)
 
@@ -50,7 +50,7 @@ class Dense(Algorithm[NoState | ResidualState]):
         return frozenset({"conserves", "replicates", "unbiased"})
 
     def init(self, worker: Worker) -> NoState | ResidualState:
-        """The residual starts at zero; there is none where nothing is lost."""
+        """The residual starts at zero; a lossless value code needs none."""
         return NoState() if is_lossless(self.value_code) else ResidualState(worker.zeros())
 
     def exchange(self, grad: Tensor, state: NoState | ResidualState, worker: Worker) -> Conversation:

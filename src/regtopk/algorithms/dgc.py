@@ -27,7 +27,7 @@ from regtopk.core import (
 )
 from regtopk.errors import ArgumentError
 
-_FEWEST, _MOST = 0.8, 1.3  # of k: outside, the sampled threshold is refined
+_FEWEST, _MOST = 0.8, 1.3  # times k: outside this range the sampled threshold is refined
 _NUM_REFINEMENTS = 10
 
 
@@ -47,8 +47,8 @@ class DGC(Sparsifier[DGCState]):
     s_n = Top_k(|v_n|), send s_n * v_n, receive g = sum_n w_n (s_n * v_n)
     v_n := v_n - s_n * v_n,  u_n := u_n - s_n * u_n                            factor masking
 
-    Momentum is in here, so the optimizer must be plain SGD. For the paper's warm-up, in which the density
-    falls from 0.25 to 0.001, give ``density=WarmUp(density=0.001, num_steps=...)``.
+    The momentum is part of the algorithm, so the optimizer must be plain SGD. For the paper's warm-up, in
+    which the density falls from 0.25 to 0.001, give ``density=WarmUp(density=0.001, num_steps=...)``.
 
     Use it for: data spread evenly, plain SGD, and momentum wanted.
 
@@ -57,18 +57,18 @@ class DGC(Sparsifier[DGCState]):
         k: entries a worker sends.
         value_code: how values are coded on the wire.
         momentum: m in [0, 1); 0 is Top-k.
-        clip: norm > 0 that the mean gradient may have: each worker clips its own vector to clip N^(-1/2)
-            before it is accumulated. None: no clipping.
-        selection: "exact" sends exactly k entries; "sampled" those that reach a threshold estimated on a
-            sample. If fewer than 0.8 k do, it is lowered by 0.8 up to 10 times; if then more than 1.3 k do,
-            the k largest are sent.
+        clip: the largest norm, > 0, of the mean gradient: each worker clips its own gradient to a norm of
+            clip N^(-1/2). None: no clipping.
+        selection: "exact" sends exactly k entries; "sampled" sends those that reach a threshold estimated on
+            a sample. If fewer than 0.8 k reach it, it is multiplied by 0.8, up to 10 times. If more than
+            1.3 k reach it then, the k largest are sent.
         sample: share of the entries that the threshold is estimated on, in (0, 1].
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v (with "exact" only).
 
-    Differs from the paper: the exact k is the default, since it takes no longer here. One vector is clipped
-    and selected from as a whole, not every layer. A residual that a value code leaves on sent entries stays
-    in v. Nesterov's form of the momentum is left out. With the whole vector sent (k = J) factor masking
-    leaves no momentum.
+    Differs from the paper: the exact k is the default, since it takes no longer here. The vector is clipped
+    and selected from as a whole, not layer by layer. What a value code loses of a sent entry stays in v.
+    Nesterov's form of the momentum is left out. If the whole vector is sent (k = J), factor masking leaves no
+    momentum.
     """
 
     name: ClassVar[str] = "dgc"
@@ -123,7 +123,7 @@ class DGC(Sparsifier[DGCState]):
     def _clipped(self, grad: Tensor, worker: Worker) -> Tensor:
         if self.clip is None:
             return grad
-        # in float64, then rounded: a batch and a single worker add up in different orders
+        # In float64, then rounded: a batch and a single worker add up in different orders.
         norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
         factor: Tensor = self.clip / math.sqrt(worker.num_workers) / norm
         return factor.clamp(max=1).float().to(worker.weight.dtype) * grad
@@ -133,7 +133,7 @@ class DGC(Sparsifier[DGCState]):
         threshold = kernels.estimate_threshold(v, u, k, num_samples=num_samples, start=step)
         smallest = torch.finfo(v.dtype).tiny  # zeros are not sent
         threshold = threshold.clamp(min=smallest)
-        capacity = min(v.shape[-1], max(k, int(_MOST * k)))  # equals of the k-th may be more
+        capacity = min(v.shape[-1], max(k, int(_MOST * k)))  # more than k may equal the k-th
         taken = kernels.take_above_(v, u, threshold, capacity)
         for _ in range(_NUM_REFINEMENTS):
             is_too_high = taken.num_found < _FEWEST * k
@@ -142,7 +142,7 @@ class DGC(Sparsifier[DGCState]):
             threshold = threshold.where(~is_too_high, _FEWEST * threshold).clamp(min=smallest)
             put_back_(v, taken)
             taken = kernels.take_above_(v, None, threshold, capacity)
-        # Residuals pile up just below the last threshold: raised by a factor, it would leave almost nothing.
+        # Residuals pile up just below the last threshold: almost none would reach one raised by a factor.
         is_too_low = taken.num_found > _MOST * k
         if bool(is_too_low.any()):
             put_back_(v, taken)

@@ -21,12 +21,13 @@ class Dryden(WithDensity[ResidualState]):
     Use it for: one bit per value, with the density given.
 
     Args:
-        density: k / J in (0, 1], of the entries of either sign, at least one of each; or give ``k``.
-        k: entries of both signs together, but for rounding.
+        density: k / J in (0, 1], the share of either sign that is sent, at least one entry of each; or give
+            ``k``.
+        k: entries of both signs together, up to rounding.
 
     Differs from the paper, which was known from memory only: the shares are exact, not those above a sampled
-    threshold. There are two means for every 128 entries sent, in the order of their indices, not two for a
-    matrix: a bit and a half a value.
+    threshold. There are two means per 128 entries sent, in the order of their indices, not two per matrix: a
+    value costs one bit and a half.
     """
 
     name: ClassVar[str] = "dryden"

@@ -41,8 +41,8 @@ class EF21(Sparsifier[EF21State]):
     c_n = Top_k(v_n - h_n), send it                      c = sum_n w_n c_n is received
     h_n := h_n + c_n, g := g + c                         so g = sum_n w_n h_n
 
-    What is not sent is not added up: h_n follows the gradient, and where gradients settle so does the
-    aggregate, at any k. Where they are noisy, give eta < 1.
+    What is not sent does not add up: h_n follows the gradient. Where gradients settle, the aggregate settles
+    too, at any k. Where they are noisy, give eta < 1.
 
     Use it for: full or large batches that must converge exactly at small densities.
 
@@ -77,10 +77,10 @@ class EF21(Sparsifier[EF21State]):
         """One step of EF21."""
         k = self.num_selected(worker)
         if isinstance(state, EF21MomentumState):
-            # two roundings, not a fused one: the same bits wherever an entry lies in memory
+            # Two roundings, not a fused one: the same bits wherever an entry lies in memory.
             grad = state.average.mul_(1 - self.eta).add_(self.eta * grad.to(state.average.dtype))
         change = state.estimate.neg()
-        sent = take_largest_(change, grad, k, code=self.value_code)  # change := v - h - sent, not needed
+        sent = take_largest_(change, grad, k, code=self.value_code)  # change, now v - h - sent, is not needed
         state.estimate.scatter_add_(-1, sent.indices, sent.values)
         correction = yield from SparseSum(sent, worker.weight)
         state.aggregate += correction.view_as(state.aggregate)

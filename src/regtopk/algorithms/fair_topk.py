@@ -26,7 +26,7 @@ from regtopk.core import (
 )
 from regtopk.errors import ArgumentError
 
-_SMALL = 2**31  # below, an index travels as an int32
+_SMALL = 2**31  # indices of vectors up to this length travel as int32
 
 
 @dataclass
@@ -35,9 +35,9 @@ class FairTopKState(State):
 
     residual: Tensor = per_worker("weighted_sum")
     k: Tensor = shared()  # a real number
-    num_trials: Tensor = shared()  # of k and its neighbour k', finished
-    num_reports: Tensor = shared()  # of the trial that is going on
-    reported: Tensor = shared()  # (2, 3), of k and of k': early losses, late losses, and time, summed
+    num_trials: Tensor = shared()  # how many trials of k and its neighbour k' are finished
+    num_reports: Tensor = shared()  # how many reports the present trial has
+    reported: Tensor = shared()  # (2, 3), sums for k and for k': early losses, late losses, times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class FairTopK(Sparsifier[FairTopKState]):
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
     The m-th trial runs k for a while, and then k' = k - delta_m / 2 (or + where there is no room below):
-    tau = time / decrease of the loss, of either; delta_m = (k_max - k_min) / sqrt(2 m)
+    tau = time / decrease of the loss, for k and for k'; delta_m = (k_max - k_min) / sqrt(2 m)
     k := k - delta_m sign((tau(k) - tau(k')) / (k - k')), within k_min..k_max
     k stays if a loss did not decrease
 
@@ -63,16 +63,15 @@ class FairTopK(Sparsifier[FairTopKState]):
         density: k / J at the start, a number in (0, 1]; or give ``k``.
         k: entries of the support at the start.
         value_code: how values are coded on the wire.
-        min_density, max_density: what k / J is kept within, in (0, 1]; a tenth and ten times the start if
-            None.
-        trial: reports that k is tried for, and as many for k', an even number of at least 2. The decrease is
-            that from the first half of them to the second.
+        min_density, max_density: the bounds of k / J, in (0, 1]; a tenth and ten times the start if None.
+        trial: for how many reports k is tried, and then k'; even, >= 2. The decrease of the loss is that from
+            the first half of these reports to the second.
 
     Differs from the paper, whose code was read: there is no server, so proposals are gathered by all (4 bytes
-    an index, since their order matters) before any value is sent. All workers then send their values on all
-    of the support, where the paper adds up those that were among a worker's own k largest. Places for rank
-    kappa + 1 go to workers in turn, not by magnitude. k and k' run one after the other, where the paper
-    evaluates both in every step, and k_min..k_max does not narrow over time.
+    per index, since their order matters) before any value is sent. All workers then send their values on the
+    whole support; the paper adds up only those that were among a worker's own k largest. Places for rank
+    kappa + 1 go to workers in turn, not by magnitude. k and k' run one after the other; the paper evaluates
+    both in every step. k_min..k_max does not narrow over time.
     """
 
     name: ClassVar[str] = "fair-topk"

@@ -21,7 +21,7 @@ from regtopk.core import (
 )
 from regtopk.errors import ArgumentError
 
-_FEWEST_SAMPLED = 16  # entries of a sample that should reach the threshold
+_FEWEST_SAMPLED = 16  # a sample is so large that about as many of its entries reach the threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,16 @@ class GradientDropping(Sparsifier[ResidualState]):
     Use it for: a historical baseline with a sampled threshold.
 
     Args:
-        density: k / J in (0, 1], 0.01 in the paper; or give ``k``. About so many are sent, not exactly.
-        k: entries a worker sends, about.
+        density: k / J in (0, 1], 0.01 in the paper; or give ``k``.
+        k: about how many entries a worker sends.
         value_code: how values are coded on the wire.
-        per_layer: whether every parameter has a threshold of its own; else one serves all, which the paper
-            advises where layer normalisation makes gradients comparable.
+        per_layer: whether every parameter has its own threshold. The paper advises one threshold for all
+            where layer normalisation makes gradients comparable.
         sample: share of the entries that a threshold is estimated on, in (0, 1].
 
-    Differs from the paper, known from its abstract and from memory: a sample is evenly spaced, from another
-    entry each step, and never so small that fewer than 16 of it should reach the threshold (then it is
-    larger, up to all entries). Zeros are not sent.
+    Differs from the paper, which was known from its abstract and from memory: a sample is evenly spaced and
+    starts from another entry each step. It is made larger, up to all entries, where fewer than 16 of its
+    entries would reach the threshold. Zeros are not sent.
     """
 
     name: ClassVar[str] = "gradient-dropping"

@@ -26,7 +26,7 @@ class GTopK(Sparsifier[ResidualState]):
     s = Top_k(|x|), g = s * x
     e_n := a_n - s * s_n * a_n       (what was sent and not chosen goes back)
 
-    Fewer entries of the model change in a step than with Top-k: k, not up to N k.
+    Per step, k entries of the model change; with Top-k up to N k do.
 
     Use it for: a comparison with what Ok-Topk and gTop-k send; it loses much where workers differ.
 
@@ -35,10 +35,10 @@ class GTopK(Sparsifier[ResidualState]):
         k: entries a worker sends, and entries of the aggregate.
         value_code: how values are coded on the wire.
 
-    Differs from the paper: all receive the whole sum and choose from it, so the traffic is Top-k's. The
-    paper merges pairs of workers along a tree, log2(N) rounds of k entries, which drops entries on the way
-    that the sum would have kept; Ok-Topk chooses from the sum, region by region, with less than 6 k of
-    traffic at any N. What is chosen here is what Ok-Topk chooses with exact thresholds.
+    Differs from the paper: all workers receive the whole sum and choose from it, so the traffic is Top-k's.
+    The paper merges pairs of workers along a tree, in log2(N) rounds of k entries; on the way it drops
+    entries that the sum would have kept. Ok-Topk chooses from the sum, region by region, with less than 6 k
+    of traffic at any N. What is chosen here is what Ok-Topk chooses with exact thresholds.
     """
 
     name: ClassVar[str] = "gtopk"
@@ -60,7 +60,7 @@ class GTopK(Sparsifier[ResidualState]):
 
 
 def among_largest(vector: Tensor, k: int) -> Tensor:
-    """Which entries have the k largest magnitudes, (..., J) bool; of equals the first: all ranks agree."""
+    """Mask of the k largest magnitudes, (..., J); among equals the first ones, so that all ranks agree."""
     magnitude, threshold = vector.abs(), kth_largest(vector, k).unsqueeze(-1)
     is_larger, is_equal = magnitude > threshold, magnitude == threshold
     room = k - is_larger.sum(-1, keepdim=True)

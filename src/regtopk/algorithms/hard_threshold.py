@@ -27,20 +27,20 @@ class HardThreshold(Sparsifier[ResidualState]):
     s_n = {j : |a_nj| >= lambda}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
 
-    lambda is constant: where Top-k is optimal in every single step, this is for the error of a whole run at
-    the same traffic. Without a given lambda it is the paper's 1 / (2 sqrt k), k that of the Top-k to replace.
+    Top-k is optimal in every single step; a constant lambda aims at the error of a whole run at the same
+    traffic. By default lambda is the paper's 1 / (2 sqrt k), with the k of the Top-k that it replaces.
 
     Use it for: a fixed threshold for all of training, so a density that falls as gradients do.
 
     Args:
-        density: k / J in (0, 1], which lambda is computed from; or give ``k``, or ``threshold``.
-        k: that of the Top-k to replace.
+        density: k / J in (0, 1], from which lambda is computed; or give ``k``, or ``threshold``.
+        k: the k of the Top-k that is replaced.
         value_code: how values are coded on the wire.
         threshold: lambda > 0, in units of the gradient.
         max_density: the most entries a worker sends, as a share of J in (0, 1]; of more, the first are sent
             and the others stay in the residual.
 
-    Differs from the paper: one vector has one threshold, not every layer.
+    Differs from the paper: the whole vector has one threshold, not every layer its own.
     """
 
     name: ClassVar[str] = "hard-threshold"

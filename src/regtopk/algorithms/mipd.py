@@ -19,7 +19,7 @@ from regtopk.core import (
     take_where_,
 )
 
-_INSIGNIFICANT = 2.0**-500  # of a layer of zeros: it gets what the others leave
+_INSIGNIFICANT = 2.0**-500  # the significance of a layer of zeros, which gets what the others leave
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class MIPD(Sparsifier[ResidualState]):
     s_n = the k_l largest |a_n| of every layer, k_l = J_l d_l rounded so that they add up to k
     send s_n * a_n, receive g = sum_n w_n (s_n * a_n), e_n := decay (a_n - s_n * a_n)
 
-    So what is carried is an exponentially weighted sum of the dropped gradients. Between Top-k of the whole
-    vector, which a layer of large gradients can have to itself, and an equal density for all layers.
+    So the residual is an exponentially weighted sum of the dropped gradients. The budgets lie between those
+    of Top-k, where a layer of large gradients may take all entries, and an equal density for all layers.
 
     Use it for: layers of very different importance.
 
@@ -41,12 +41,12 @@ class MIPD(Sparsifier[ResidualState]):
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends, of all layers together.
         value_code: how values are coded on the wire.
-        decay: what is left of a residual after a step, in [0, 1]; 1 keeps all of it.
+        decay: the part of the residual that is kept per step, in [0, 1]; 1 keeps all of it.
 
-    Differs from the paper, of which only the abstract was to be had: there significance comes from model
-    interpretability, not from gradients; dropped gradients are smoothed on a parameter server, in training
-    that is asynchronous; values are coded by their distribution; half of the parameters change in a step.
-    By default nothing fades, since a fading residual loses part of the gradient.
+    Differs from the paper, which was known from its abstract: in the paper significance comes from model
+    interpretability, not from gradients; a parameter server smooths dropped gradients in asynchronous
+    training; values are coded by their distribution; half of the parameters change per step. By default
+    nothing fades here, since a fading residual loses part of the gradient.
     """
 
     name: ClassVar[str] = "mipd"
@@ -92,7 +92,8 @@ def layer_budgets(accumulated: Tensor, layers: list[Layer], k: int) -> Tensor:
     parts = [accumulated[..., layer.start : layer.start + layer.numel] for layer in layers]
     significance = torch.stack([exact_sum(part.abs()) for part in parts], dim=-1) / sizes + _INSIGNIFICANT
     is_full = torch.zeros_like(significance, dtype=torch.bool)
-    for _ in layers:  # a layer that would send more than it has is full, and the others share what it leaves
+    # A layer that would send more entries than it has is full; the others share what it leaves.
+    for _ in layers:
         left = k - (sizes * is_full).sum(-1, keepdim=True)
         others = exact_sum((sizes * significance).masked_fill(is_full, 0.0)).unsqueeze(-1)
         density = (left * significance / others).masked_fill(is_full, 1.0)

@@ -27,9 +27,9 @@ class RandomCandidates(Sparsifier[ResidualState]):
     s_n = Top_k(|a_n|) among c, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
 
-    Indices are those among the candidates: log2(factor) bits and a little, whatever J is. The best of the
-    candidates are each worker's own. Choosing them from the sum, as an oracle would, selects better; but
-    all candidates' values would have to be sent first, and Random-k uses those bytes better: it sends them.
+    Indices count the candidates only: they take little more than log2(factor) bits, whatever J is. Each
+    worker chooses its own best candidates. A choice by the sum, as an oracle makes it, would be better. But
+    the values of all candidates would have to travel first, and Random-k makes better use of those bytes.
 
     Use it for: cheap indices: selection within a shared random part of the vector.
 
@@ -37,7 +37,7 @@ class RandomCandidates(Sparsifier[ResidualState]):
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
         value_code: how values are coded on the wire.
-        factor: candidates for each entry sent, >= 1; 1 is Random-k.
+        factor: candidates per entry sent, >= 1; 1 is Random-k.
         seed: an integer; the draw is a function of (seed, t), so it is the same after a resume.
     """
 

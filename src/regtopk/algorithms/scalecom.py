@@ -29,7 +29,7 @@ class ScaleCom(Sparsifier[ResidualState]):
     send s * a_n, receive g = sum_n w_n (s * a_n)
     e_n := (1 - beta) e_n + beta (a_n - s * a_n)
 
-    Only the leader sends indices, and the sum is a dense one of k values. It rests on workers whose
+    Only the leader sends indices, and the sum is a dense one of k values. This relies on workers whose
     residuals look alike, so that the leader's large entries are large in the sum.
 
     Use it for: many workers whose gradients look alike.
@@ -38,11 +38,11 @@ class ScaleCom(Sparsifier[ResidualState]):
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
         value_code: how values are coded on the wire.
-        beta: of the low-pass filter, in (0, 1]; 1 is plain error feedback. The paper has about 0.1 with
-            large batches and learning rates.
+        beta: the factor of the low-pass filter, in (0, 1]; 1 is plain error feedback. The paper uses about
+            0.1 with large batches and learning rates.
 
-    Differs from the paper: the leader's Top-k is exact, not one of every chunk. Workers of weight zero do
-    not lead. No filter by default, since a filter loses part of the gradient.
+    Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk. Workers of
+    weight zero do not lead. There is no filter by default, since it loses part of the gradient.
     """
 
     name: ClassVar[str] = "scalecom"

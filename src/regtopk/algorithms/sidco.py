@@ -23,9 +23,9 @@ from regtopk.core import (
 Fit = Literal["exponential", "pareto", "gamma"]
 
 _FIRST_DENSITY = 0.25  # d_1, of the first of several stages
-_TOLERANCE = 0.2  # how far from k is near enough
+_TOLERANCE = 0.2  # a number of entries within 20 % of k is near enough
 _WINDOW = 5  # steps between two decisions on the number of stages
-_SMALLEST = 2.0**-52  # added to magnitudes, in units of their mean, under a logarithm
+_SMALLEST = 2.0**-52  # added to magnitudes, in units of their mean, before a logarithm is taken
 
 
 @dataclass
@@ -34,9 +34,9 @@ class SIDCoState(ResidualState):
 
     num_stages: Tensor = per_worker("reset")
     last_change: Tensor = per_worker("reset")  # of the number of stages: -1, 0 or 1
-    direction: Tensor = per_worker("reset")  # +1: more stages are thought to find more entries
-    num_found: Tensor = per_worker("reset")  # since the last decision
-    num_found_before: Tensor = per_worker("reset")  # between the two decisions before
+    direction: Tensor = per_worker("reset")  # +1 if more stages are thought to find more entries, else -1
+    num_found: Tensor = per_worker("reset")  # entries found since the last decision
+    num_found_before: Tensor = per_worker("reset")  # entries found between the two decisions before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +56,21 @@ class SIDCo(Sparsifier[SIDCoState]):
         gamma         eta = -beta (ln d + ln Gamma(alpha)),  beta = mu / alpha,  s = ln mu - mean ln x,
                       alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s);  pareto from the second stage on
 
-    Every 5 steps a worker compares what it found with k: beyond 20 % it takes one stage more or less,
-    whichever the last change has shown to help.
+    Every 5 steps a worker compares the number of entries it found with k. If that is off by more than 20 %,
+    it takes one stage more or less, whichever the last change has shown to help.
 
     Use it for: very long vectors where even a fast selection is too slow.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``. About so many are sent, and at most 2 k.
-        k: entries a worker sends, about.
+        density: k / J in (0, 1]; or give ``k``.
+        k: about how many entries a worker sends; at most 2 k.
         value_code: how values are coded on the wire.
         fit: the distribution: "exponential", "pareto" (generalised) or "gamma".
 
-    Differs from the paper, which adds a stage for too few entries and removes one for too many: which of the
-    two helps depends on the tail, so it is learned here (the authors' code has a like option). The number of
-    stages is each worker's own, decided on what it found itself: it needs no message, workers may differ in
-    it, and it starts from 1 when the ranks change. At least the largest entry is sent, zeros never are.
+    Differs from the paper, which adds a stage for too few entries and removes one for too many. Which of the
+    two helps depends on the tail, so it is learned here (the authors' code has a similar option). Each worker
+    decides on its own number of stages by what it found itself. That needs no message, and the number starts
+    from 1 when the number of ranks changes. At least the largest entry is sent; zeros never are.
     """
 
     name: ClassVar[str] = "sidco"
@@ -128,7 +128,7 @@ class SIDCo(Sparsifier[SIDCoState]):
 
 
 def _fitted(x: Tensor, is_counted: Tensor, log_density: Tensor, fit: Fit) -> Tensor:
-    """What a share of the distribution fitted to the counted x >= 0 reaches, (..., 1) float64."""
+    """The value that a share of the distribution fitted to the counted x >= 0 reaches, (..., 1) float64."""
     num = is_counted.sum(-1, keepdim=True).clamp(min=1)
     mean = exact_sum(x).unsqueeze(-1) / num
     if fit == "exponential":
@@ -146,18 +146,18 @@ def _fitted(x: Tensor, is_counted: Tensor, log_density: Tensor, fit: Fit) -> Ten
 
 
 def _rounded(eta: Tensor, largest: Tensor) -> Tensor:
-    """To float32, so that no last bit of a logarithm matters, and in reach of the largest magnitude."""
+    """eta in float32, so that no last bit of a logarithm matters, and at most the largest magnitude."""
     return eta.float().to(largest.dtype).clamp(min=0).minimum(largest)
 
 
 def _adapt_stages_(state: SIDCoState, target: int, most: int) -> None:
-    """One stage more or less where the entries found in the last steps are not near the target."""
+    """Take one stage more or less where the number of entries found is not near the target."""
     found, stages = state.num_found, state.num_stages
     learned = state.last_change * (found - state.num_found_before).sign()
     direction = state.direction.where(learned == 0, learned)
     is_few, is_many = found < (1 - _TOLERANCE) * target, found > (1 + _TOLERANCE) * target
     change = direction * (is_few.long() - is_many.long())
-    is_outside = (stages + change < 1) | (stages + change > max(1, most))  # then the only way is the other
+    is_outside = (stages + change < 1) | (stages + change > max(1, most))  # then turn round
     direction, change = direction.where(~is_outside, -direction), change.where(~is_outside, -change)
     state.num_stages = (stages + change).clamp(1, max(1, most))
     state.last_change, state.direction = state.num_stages - stages, direction

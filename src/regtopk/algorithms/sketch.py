@@ -28,7 +28,7 @@ from regtopk.core import (
 from regtopk.errors import ArgumentError
 
 _COLUMNS_PER_ENTRY = 4
-_MOST_ROWS = 52  # a bit each of a random number
+_MOST_ROWS = 52  # each row takes one bit of a random number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,14 @@ class Sketch(Sparsifier[ResidualState]):
     s = Top_k of |median_r sigma_r(j) S_r,h_r(j)|, an estimate of the sum, the same for all
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
-    It looks for the largest entries of the aggregate itself, as the oracle does, and no index travels; but an
-    entry is found only if it stands out from what shares its cells.
+    It looks for the largest entries of the aggregate itself, as the oracle does, and no index travels. But an
+    entry is found only if it stands out from the entries that share its cells.
 
-    The hash functions turn: the entries are cut into blocks as long as a row of the sketch, and h_r turns
-    each block by a random number of cells. Two entries then meet with probability 1 / columns (those of one
-    block never), as if a cell were drawn for each, but a sketch is made by reading memory in order. Not so
-    for more than two: neighbours meet neighbours, so that errors of one step are large or small together.
+    The hash functions are rotations. The entries are cut into blocks as long as a row of the sketch, and h_r
+    rotates each block by a random number of cells: so a sketch is made by reading memory in order. Two
+    entries of different blocks share a cell with probability 1 / columns, as if each entry drew a cell of its
+    own. Two entries of one block never do. Where two entries share a cell, their neighbours share one too, so
+    the errors of one step tend to be large or small together.
 
     Use it for: many workers and few large entries of the aggregate.
 
@@ -55,13 +56,14 @@ class Sketch(Sparsifier[ResidualState]):
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
         value_code: how values on the support are coded on the wire.
-        rows: hash functions, 1 to 52; an odd number has a true median (of an even one, the lower middle).
-        columns: cells of each, >= 1; 4 k if None.
-        sketch_code: how the cells are coded; what that loses only blurs the estimate.
-        seed: an integer; hashes are a function of (seed, t), so entries that meet do so in one step only.
+        rows: number of hash functions, 1 to 52. For an even number the median is the lower of the two middle
+            estimates.
+        columns: cells per row, >= 1; 4 k if None.
+        sketch_code: how the cells are coded; what a lossy code loses only blurs the estimate.
+        seed: an integer; hashes are a function of (seed, t), so that other entries share cells in each step.
 
-    Differs from the paper, known from memory: that keeps its hash functions, corrects momentum, recovers 4 k
-    candidates and sends the exact values of all of them, but uses the best k only.
+    Differs from the paper, which was known from memory: the paper keeps its hash functions, corrects
+    momentum, and recovers 4 k candidates; it sends the exact values of all of them but uses only the best k.
     """
 
     name: ClassVar[str] = "sketch"
@@ -101,7 +103,7 @@ class Sketch(Sparsifier[ResidualState]):
 
     def _sketch(self, vector: Tensor, columns: int, worker: Worker) -> Tensor:
         """The cells, (..., rows · columns)."""
-        integers, unit = to_integers(vector)  # a cell's sum is then the same in any order of addition
+        integers, unit = to_integers(vector)  # the sum of a cell is then the same in any order of addition
         num_blocks = math.ceil(worker.numel / columns)
         padding = 0, num_blocks * columns - worker.numel
         blocks = pad(integers, padding).unflatten(-1, (num_blocks, columns))
@@ -114,7 +116,7 @@ class Sketch(Sparsifier[ResidualState]):
         return (torch.cat(rows, -1) * unit).to(vector.dtype)
 
     def _estimate(self, sketch: Tensor, columns: int, worker: Worker) -> Tensor:
-        """The median over rows of what each says of every entry, (..., J)."""
+        """The median over the rows of their estimates of every entry, (..., J)."""
         num_blocks = math.ceil(worker.numel / columns)
         entry = torch.arange(worker.numel, device=sketch.device)
         rows = sketch.unflatten(-1, (self.rows, columns)).unbind(-2)
@@ -125,7 +127,7 @@ class Sketch(Sparsifier[ResidualState]):
         return _lower_median(estimates)
 
     def _hashes(self, columns: int, num_blocks: int, worker: Worker) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each row: by how many cells each block turns, and the sign, 1 or -1, of every entry."""
+        """For each row: by how many cells each block is rotated, and the sign, 1 or -1, of every entry."""
         draws = torch.arange(self.rows + 1, device=worker.weight.device)
         bits = (2**self.rows * uniform(draws[-1], self.seed, worker.step, worker.numel)).long()
         for row in range(self.rows):
@@ -134,7 +136,7 @@ class Sketch(Sparsifier[ResidualState]):
 
 
 def _lower_median(tensors: list[Tensor]) -> Tensor:
-    """Entry by entry, by swapping neighbours until all are in order (torch.median is slow over a few)."""
+    """The lower median of each entry, by an odd-even sort: torch.median is slow over a few tensors."""
     ordered = list(tensors)
     for turn in range(len(ordered)):
         for n in range(turn % 2, len(ordered) - 1, 2):

@@ -28,8 +28,8 @@ class Strom(Algorithm[ResidualState]):
     s_n = {j : |a_nj| >= tau}, send (j, sign a_nj), receive g = sum_n w_n tau (s_n * sign a_n)
     e_n := a_n - tau (s_n * sign a_n)
 
-    A step moves an entry by at most tau, so tau must suit the size of the gradients: where they are much
-    larger, the residual grows without end.
+    Per step, a worker sends at most tau of an entry. So tau must suit the size of the gradients: if they are
+    much larger, the residual grows without end.
 
     Use it for: a historical baseline; tau must be tuned to the gradients.
 
@@ -39,8 +39,8 @@ class Strom(Algorithm[ResidualState]):
             and the others stay in the residual.
 
     Differs from the paper, which was known from memory only: |a| = tau is sent too. Index and sign are not
-    packed into one word of 32 bits, but coded: a bit for the sign, the index in the cluster's index code, and
-    two floats (here both tau) for every 128 entries.
+    packed into one word of 32 bits, but coded: one bit for the sign, the index in the cluster's index code,
+    and two floats (here both tau) per 128 entries.
     """
 
     name: ClassVar[str] = "strom"

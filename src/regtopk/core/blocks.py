@@ -1,22 +1,22 @@
-"""Codes with blocks: a sign, and the nearest of a few magnitudes that a block of values has of its own.
+"""Codes with blocks: a value travels as its sign and the nearest of a few magnitudes of its block.
 
-Of the n + 1 magnitudes of a block of 128 consecutive values, lo is the smallest and hi the largest:
+A block of 128 consecutive values has n + 1 magnitudes, from lo to hi:
 
     magnitude_i = (lo (T_n - T_i) + hi T_i) / T_n,   i = 0..n, T_0 = 0
 
-    int8   T_i = i, n = 127          lo = 0         hi = max |x|   one float32 scale a block: hi
+    int8   T_i = i, n = 127          lo = 0         hi = max |x|   one float32 scale per block: hi
     4bit   T_i = i (i+1) / 2, n = 7  lo = min |x|   hi = max |x|   two: lo, hi
     2bit   T_i = i, n = 1            lo, hi = the means of the block's small and large magnitudes, lo = 0 if
                                      one of them is zero           two: lo, hi
     sign   n = 0, a magnitude for    the means of the block's positive and of its negative magnitudes
            either sign                                             two: minus, plus
 
-What survives Top-k lies between a threshold and a tail, so levels from lo to hi, closer near lo, lose two to
-four times less than levels from zero; and a 2-bit code that sends the maximum or a fixed part of it adds more
-than there is on a heavy tail, so its residual grows (docs/wire-format.md has the table).
-Here the loss is always a contraction, ||x - Q(x)||^2 <= (1 - 1/128) ||x||^2: int8 and 4bit offer every value
-a magnitude no larger than its own and send the maximum exactly; 2bit and sign send means. "sign" is not for
-users to choose: it has no zero, and serves algorithms that send nothing but a sign and a common magnitude.
+The values that Top-k selects lie between a threshold and a tail. Levels from lo to hi, closer near lo, lose
+two to four times less of them than levels from zero. A 2-bit code that sends the maximum, or a fixed part of
+it, sends more than there is on a heavy tail, so that its residual grows (docs/wire-format.md has the table).
+The loss is always a contraction, ||x - Q(x)||^2 <= (1 - 1/128) ||x||^2: int8 and 4bit offer every value a
+magnitude no larger than its own and send the maximum exactly; 2bit and sign send means. Users cannot choose
+"sign": it has no zero, and serves algorithms that send nothing but a sign and a common magnitude.
 """
 
 import torch
@@ -33,7 +33,7 @@ _NUM_REFINEMENTS = 3
 
 
 def to_symbols(values: Tensor, code: str, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What a code with blocks sends: a symbol a value, and the scales of each block.
+    """What a code with blocks sends: one symbol per value, and the scales of each block.
 
     Returns:
         Symbols, (..., m) uint8: the level, and above it the sign; zero in padding. Scales, (..., blocks,
@@ -116,10 +116,10 @@ def _scales(magnitude: Tensor, is_valid: Tensor, code: str) -> Tensor:
 
 
 def _two_means(magnitude: Tensor, is_valid: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The means of the magnitudes below and above their midpoint, three times refined.
+    """The means of the magnitudes below and above their midpoint, refined three times.
 
-    In integers, in units of 2^-40 of the power of two above the maximum: their sums do not depend on the
-    order of addition, so a batch, a single worker and a GPU agree to the bit.
+    They are computed in integers, in units of 2^-40 of the power of two above the maximum. Sums of integers
+    do not depend on the order of addition, so a batch, a single worker and a GPU agree to the bit.
     """
     exponent = torch.frexp(high).exponent
     unit = power_of_two(_FRACTION_BITS - exponent)

@@ -1,9 +1,9 @@
 """Value codes, and every size formula, once.
 
-A value code says how values travel: "float32" as they are (a float64 gradient is not rounded by it: its
-values travel in their own 8 bytes), "bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit"
-and "2bit" as a sign and one of 128, 8 or 2 magnitudes of each block (`core.blocks`). Users choose from these;
-"sign", one bit a value, is what algorithms use that send a sign and a common magnitude.
+A value code says how values travel: "float32" as they are (float64 values too, in their own 8 bytes),
+"bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit" and "2bit" as a sign and one of 128,
+8 or 2 magnitudes of each block (`core.blocks`). Users choose from these. "sign", one bit per value, serves
+algorithms that send a sign and a common magnitude.
 
 A message is a frame of 32 bytes, the values, and the indices, each section in whole 32-bit words. All index
 codes are the same two sections, fields of a fixed width and unary bits: `index_layout` gives their sizes,
@@ -75,14 +75,14 @@ def wire_code(dtype: torch.dtype, value_code: str) -> str:
 def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     """The values as the receiver will see them: what a code loses is lost here.
 
-    Idempotent, odd, zero for zero (but for "sign", which has none), and finite for finite values (too large
-    ones saturate). Blocks run along the last dimension from its start.
+    It is idempotent, odd, zero for zero (except "sign", which has no zero), and finite for finite values: too
+    large ones saturate. Blocks run along the last dimension from its start.
 
     Args:
         values: (..., m), float32 or float64, finite.
         code: one of `VALUE_CODES`, or "sign".
-        count: (...,) int64: entries from there on are padding. They do not touch the others, and come
-            back as zero if the code has blocks.
+        count: (...,) int64: entries from there on are padding. Padding does not affect the other entries, and
+            comes back as zero if the code has blocks.
     """
     if is_lossless(code):
         return values
@@ -182,10 +182,10 @@ def message_bytes(
 
 
 def longest_message_bytes(numel: int) -> int:
-    """More than any message of a vector of J entries takes, in whatever codes: a bound, not a size.
+    """More bytes than any message of a vector of J entries takes, in any code: a bound, not a size.
 
-    An entry's value takes up to 8 bytes and its index up to 8; unary parts have up to 2 bits for each of J,
-    and scales 8 bytes for 128 values.
+    A value takes up to 8 bytes and its index up to 8. Unary parts take up to 2 bits per entry of the vector,
+    and scales 8 bytes per 128 values.
     """
     return 128 + 17 * numel
 
@@ -194,7 +194,7 @@ def longest_message_bytes(numel: int) -> int:
 def full_message_bytes(
     count: int, numel: int, *, dtype: torch.dtype, value_code: str, index_code: str
 ) -> int:
-    """`message_bytes` of one count that the host knows, remembered; not for "rice"."""
+    """`message_bytes` of one count as a Python number, cached; not for "rice"."""
     assert index_code != "rice"
     size = message_bytes(
         torch.tensor(count), numel, dtype=dtype, value_code=value_code, index_code=index_code

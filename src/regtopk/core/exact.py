@@ -1,7 +1,7 @@
 """Sums that do not depend on the order of addition: the same bits batched, single and on any device.
 
-A floating-point sum over J entries of a batch (N, J) may differ in its last bits from that of one row, (J,).
-Integers do not: what is summed here is first scaled by a power of two and rounded to integers.
+The floating-point sums of a batch (N, J) may differ in their last bits from the sum of one row, (J,). Sums of
+integers do not. So numbers are first scaled by a power of two and rounded to integers.
 """
 
 import torch

@@ -13,7 +13,7 @@ _NUM_ROUNDS = 16  # at 8, a chi-square test of 3- and 4-bit subsets fails; at 16
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of a few integers (splitmix64, one round a word)."""
+    """A 64-bit hash of a few integers (splitmix64, one round per integer)."""
     state = 0
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -24,7 +24,7 @@ def mix(*words: int) -> int:
 
 
 def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
-    """Uniform float64 numbers in [0, 1), one an entry: (..., numel) for workers of the given index.
+    """Uniform float64 numbers in [0, 1), one per entry: (..., numel) for workers of the given index.
 
     A splitmix64 of (seed, step), the worker and the entry, in wrapping int64 tensor code.
 
@@ -32,7 +32,7 @@ def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
         index: n, int64: () on a rank gives (numel,), (N, 1) in the simulator gives (N, numel).
         seed: an integer.
         step: t.
-        numel: entries a worker draws.
+        numel: how many numbers each worker draws.
     """
     entry = torch.arange(numel, dtype=torch.int64, device=index.device)
     word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + _signed(mix(seed, step)))
@@ -63,8 +63,8 @@ def random_subset(numel: int, k: int, seed: int, step: int, device: torch.device
 def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.device | None = None) -> Tensor:
     """k distinct entries of 0..J-1 in random order, (k,) int64: O(k), whatever J is.
 
-    A keyed bijection of 0..2^b-1 (2^b >= J) sends 0, 1, ..., k-1 to distinct numbers; those that fall
-    outside J are sent on along their cycle until they fall inside, which keeps them distinct.
+    A keyed bijection of 0..2^b-1 (2^b >= J) maps 0, 1, ..., k-1 to distinct numbers. Those of J or more are
+    mapped again until they fall below J, which keeps all distinct.
     """
     bits = max(1, (numel - 1).bit_length())
     if device is not None and kernels.describe(device).kernel == "triton":

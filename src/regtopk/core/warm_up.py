@@ -1,4 +1,4 @@
-"""A density that falls during the first steps: a callable of the step, for any algorithm's ``density``."""
+"""A density that falls during the first steps: a function of the step, for any algorithm's ``density``."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from regtopk.core.options import check_integer, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Send more at first, and in equal factors ever less (Deep Gradient Compression, Section 3.4).
+    """A density that falls from `start` by equal factors (Deep Gradient Compression, Section 3.4).
 
     S_t = start (density / start)^(i / num_stages) in stage i = floor(num_stages t / num_steps), then density
 
@@ -15,9 +15,9 @@ class WarmUp:
 
     Args:
         density: k / J after the warm-up, in (0, 1].
-        num_steps: how long it takes, >= 1.
+        num_steps: steps that the warm-up takes, >= 1.
         start: k / J in its first stage, in (0, 1].
-        num_stages: in how many stages, >= 1.
+        num_stages: the number of its stages, >= 1.
     """
 
     density: float

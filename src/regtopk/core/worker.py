@@ -1,7 +1,7 @@
-"""Who is speaking: the frozen facts about a worker (or a batch of them) that an algorithm may read."""
+"""The frozen facts about a worker, or about a batch of workers, that an algorithm may read."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -15,8 +15,8 @@ from regtopk.errors import ArgumentError
 class Layer:
     """One parameter's place in the flat vector: entries start to start + numel.
 
-    `kind` is what layer-wise schemes look at: "conv", "linear", "recurrent", "embedding", "norm",
-    "bias" or "other".
+    Layer-wise algorithms look at its `kind`: "conv", "linear", "recurrent", "embedding", "norm", "bias" or
+    "other".
     """
 
     name: str
@@ -69,11 +69,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Report:
-    """What training measured since the last step, as adaptive algorithms want to know it.
+    """What training measured since the last step, for algorithms that adapt to it.
 
     Args:
         loss: the training loss.
-        time_s: how long a step takes, measured or from a link model.
+        time_s: how long one step takes, measured or from a link model.
     """
 
     loss: float
@@ -92,7 +92,7 @@ class Worker:
         layout: which parameter owns which entries.
         batch_shape: leading dimensions of this worker's vectors: () on a rank, (N,) in the simulator,
             (R, N) when it runs R independent replicas of the cluster at once.
-        report: the newest loss and time, the same on all ranks; None if nobody has reported since.
+        report: the newest loss and time, the same on all ranks; None if there is none since the last step.
         idle: the workers of weight zero, ascending, the same on all ranks.
         index_code: how the cluster codes indices; only the size of what is sent depends on it.
     """
@@ -114,19 +114,17 @@ class Worker:
 
     @property
     def senders(self) -> list[int]:
-        """The workers that send: those of a weight above zero, beginning with another one every step."""
+        """The workers of weight above zero, in rank order, starting from another one each step."""
         active = [rank for rank in range(self.num_workers) if rank not in self.idle]
         first = self.step % len(active)
         return active[first:] + active[:first]
 
     def at(self, step: int, report: Report | None) -> "Worker":
-        """The same worker at another step (`dataclasses.replace`, in a tenth of its time)."""
-        later = object.__new__(Worker)
-        later.__dict__.update(self.__dict__, step=step, report=report)
-        return later
+        """The same worker at another step."""
+        return replace(self, step=step, report=report)
 
     def zeros(self, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A zero vector for this worker, J long unless told: what a state starts from."""
+        """A zero vector for this worker, J long unless a size is given: what a state starts from."""
         size = self.numel if size is None else size
         return self.weight.new_zeros(*self.batch_shape, size, dtype=dtype)
 
