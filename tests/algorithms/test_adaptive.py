@@ -155,9 +155,9 @@ def test_the_options_say_what_is_adapted() -> None:
         ({"max_density": 1.1}, r"max_density must be in \(0, 1\], got 1.1"),
         ({"min_density": 0.5, "max_density": 0.1}, "min_density must be at most max_density, got 0.5 > 0.1"),
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
-        ({"algorithm": Dense()}, r"one that has a density and does not move it itself, got Dense\("),
-        ({"algorithm": Strom()}, "one that has a density and does not move it itself, got Strom"),
-        ({"algorithm": FairTopK(k=1)}, "does not move it itself, got FairTopK"),
+        ({"algorithm": Dense()}, r"must have a density and not adapt it itself, got Dense\("),
+        ({"algorithm": Strom()}, "must have a density and not adapt it itself, got Strom"),
+        ({"algorithm": FairTopK(k=1)}, "not adapt it itself, got FairTopK"),
         (
             {"algorithm": TopK(density=lambda step: 0.1)},
             "a number as density, or a k, to start from, got TopK",

@@ -46,7 +46,7 @@ class Algorithm(ABC, Generic[StateT]):
     @property
     @abstractmethod
     def promises(self) -> Promises:
-        """What the algorithm promises with the options it has; a class attribute where all options do."""
+        """What the algorithm promises with its options; where no option matters, a class attribute will do."""
 
     @abstractmethod
     def init(self, worker: Worker) -> StateT:
