@@ -46,7 +46,7 @@ class Algorithm(ABC, Generic[StateT]):
     @property
     @abstractmethod
     def promises(self) -> Promises:
-        """What the algorithm promises with its options; where no option matters, a class attribute will do."""
+        """What the algorithm promises with its options; a class attribute will do if no option matters."""
 
     @abstractmethod
     def init(self, worker: Worker) -> StateT:
