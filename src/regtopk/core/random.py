@@ -67,7 +67,7 @@ def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.devi
     outside J are sent on along their cycle until they fall inside, which keeps them distinct.
     """
     bits = max(1, (numel - 1).bit_length())
-    if device is not None and kernels.describe(device).kernel == "triton":
+    if device is not None and kernels.describe(device).kernel == "cuda":
         return kernels.draw_on_gpu(numel, k, bits, mix(seed, step), _NUM_ROUNDS, device)
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]
     drawn = _permute(torch.arange(k, dtype=torch.int64, device=device), bits, keys)

@@ -21,7 +21,8 @@ def take_largest_(
 
     score_j = |a_j| · damping_j (1 where j is not in ``damped``), a = residual + grad.
     """
-    indices, values = kernels.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    kernel = kernels.kernel_for(residual, grad)
+    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
     sent = _code_(residual, indices, values, code)
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
@@ -37,7 +38,8 @@ def take_largest_per_chunk_(
     damping: Tensor | None = None,
 ) -> SparseGradient:
     """The same with the k largest scores of every chunk; all of a last chunk that is shorter."""
-    indices, values = kernels.take_largest_per_chunk_(
+    kernel = kernels.kernel_for(residual, grad)
+    indices, values = kernel.take_largest_per_chunk_(
         residual, grad, chunk, k_per_chunk, damped=damped, damping=damping
     )
     sent = _code_(residual, indices, values, code)
@@ -71,7 +73,7 @@ def send_(residual: Tensor, taken: kernels.Taken, code: str) -> SparseGradient:
     width = _width(taken.count)
     indices, values = taken.indices[..., :width], taken.values[..., :width]
     sent = _code_(residual, indices, values, code, taken.count)
-    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code, taken.num_left)
+    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code)
 
 
 def put_back_(residual: Tensor, taken: kernels.Taken) -> None:
@@ -117,14 +119,16 @@ def find_largest_(
     damping: Tensor | None = None,
 ) -> Tensor:
     """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
-    indices, values = kernels.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    kernel = kernels.kernel_for(residual, grad)
+    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
     residual.scatter_(-1, indices, values)
     return indices
 
 
 def kth_largest(vector: Tensor, k: int) -> Tensor:
     """The k-th largest magnitude of a vector, (..., J) gives (...,); the vector is not changed."""
-    _, values = kernels.take_largest_(torch.zeros_like(vector), vector, k)
+    nothing = torch.zeros_like(vector)
+    _, values = kernels.kernel_for(nothing, vector).take_largest_(nothing, vector, k)
     return values.abs().amin(-1)
 
 

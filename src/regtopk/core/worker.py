@@ -1,7 +1,7 @@
 """Who is speaking: the frozen facts about a worker (or a batch of them) that an algorithm may read."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -120,10 +120,8 @@ class Worker:
         return active[first:] + active[:first]
 
     def at(self, step: int, report: Report | None) -> "Worker":
-        """The same worker at another step (`dataclasses.replace`, in a tenth of its time)."""
-        later = object.__new__(Worker)
-        later.__dict__.update(self.__dict__, step=step, report=report)
-        return later
+        """The same worker at another step."""
+        return replace(self, step=step, report=report)
 
     def zeros(self, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A zero vector for this worker, J long unless told: what a state starts from."""

@@ -89,15 +89,6 @@ def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
 
 
 @_compiled
-def is_finite(bits: Array, start: int, stop: int, mask: Any, infinity: Any) -> bool:
-    """Whether all entries of a stretch are finite."""
-    for block in range(start, stop, BLOCK):
-        if largest_key(bits[block : min(block + BLOCK, stop)], mask) >= infinity:
-            return False
-    return True
-
-
-@_compiled
 def is_ascending(indices: Array) -> bool:
     """Whether no index is smaller than the one before it."""
     for i in range(1, indices.size):  # noqa: SIM110 - a generator is not compiled

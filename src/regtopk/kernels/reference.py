@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What a threshold took from each row: only the first ``count`` entries are meant.
+    """What a threshold took from each row: its first ``count`` entries; the rest is padding.
 
     Attributes:
         indices: (..., capacity) int64, ascending; zero past ``count``.
         values: (..., capacity); zero past ``count``.
         count: (...,) int64, how many were taken.
-        num_left: (...,) int64, how many more reached the threshold and stayed for want of room.
+        num_left: (...,) int64, how many more reached the threshold, but exceeded the capacity and stayed.
     """
 
     indices: Tensor
@@ -39,7 +39,6 @@ def take_largest_(
     *,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
-    non_finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate, take the k entries of largest score, and clear them from the residual.
 
@@ -52,34 +51,13 @@ def take_largest_(
         k: how many entries to take, 1 <= k <= J.
         damped: (..., m) int64, distinct entries whose score is rescaled.
         damping: (..., m), their factors >= 0, in the residual's dtype.
-        non_finite: (...,) bool, written if given: True for rows whose gradient holds a NaN or inf.
-            Such a row keeps its residual; its values are zero. If None, the caller has checked.
 
     Returns:
         The indices, (..., k) int64 in ascending order, and the accumulated values there.
     """
-    if non_finite is not None:
-        return _take_largest_of_finite_(residual, grad, k, damped, damping, non_finite)
     residual.add_(grad)
     indices = largest(score_of(residual, damped, damping), k)
     return indices, take_at_(residual, None, indices)
-
-
-def _take_largest_of_finite_(
-    residual: Tensor,
-    grad: Tensor,
-    k: int,
-    damped: Tensor | None,
-    damping: Tensor | None,
-    non_finite: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Without waiting for a device: everything is done for all rows, and undone where it must be."""
-    non_finite.copy_(~torch.isfinite(grad).all(-1))
-    is_bad, before = non_finite.unsqueeze(-1), residual.clone()
-    indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
-    residual.copy_(before.where(is_bad, residual))
-    first = torch.arange(k, device=indices.device)
-    return first.where(is_bad, indices), values.masked_fill(is_bad, 0.0)
 
 
 def largest(score: Tensor, k: int) -> Tensor:

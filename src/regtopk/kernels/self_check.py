@@ -3,14 +3,12 @@
 import math
 import time
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.dispatch import describe
+from regtopk.kernels.dispatch import Kernel, describe, kernel_named
 
 _SMALLEST_NUMEL = 1 << 16  # small, so that many cases fit in the time
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,7 +31,7 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
     """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(0)
-    kernel = import_module(f"regtopk.kernels.{describe(device).kernel}")
+    kernel = kernel_named(describe(device).kernel)
     num_cases, stop = 0, math.inf
     while time.perf_counter() < stop:
         numel = int(torch.randint(_SMALLEST_NUMEL, _SMALLEST_NUMEL + 50_000, (), generator=generator))
@@ -50,7 +48,7 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
     return SelfCheck(num_cases, None)
 
 
-def _agrees(kernel: ModuleType, grad: Tensor, k: int, generator: torch.Generator) -> bool:
+def _agrees(kernel: Kernel, grad: Tensor, k: int, generator: torch.Generator) -> bool:
     """One step from residual zero: the same scores taken, the values right, and the rest left."""
     numel = grad.shape[-1]
     damped = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values

@@ -23,7 +23,6 @@ class Rows:
     residual: Tensor
     grad: Tensor | None
     work: Tensor
-    is_checked: bool = False
 
     @property
     def num(self) -> int:
@@ -75,7 +74,6 @@ class Rows:
             "num_words": self.work.shape[1],
             "numel": self.numel,
             "IS_ALIGNED": self.is_aligned,
-            "IS_CHECKED": self.is_checked,
             "KEY_BITS": self.key_bits,
         }
 
@@ -89,12 +87,12 @@ class Rows:
         return torch.empty(self.num, size, dtype=dtype, device=self.residual.device)
 
 
-def rows_of(residual: Tensor, grad: Tensor | None, is_checked: bool = False) -> Rows:
+def rows_of(residual: Tensor, grad: Tensor | None) -> Rows:
     """A call's rows, with words that are zero."""
     rows = as_rows(residual)
     words = words_per_row(8 * residual.itemsize - 1)
     work = torch.zeros(rows.shape[0], words, dtype=torch.int64, device=residual.device)
-    return Rows(rows, None if grad is None else as_rows(grad), work, is_checked)
+    return Rows(rows, None if grad is None else as_rows(grad), work)
 
 
 def as_rows(tensor: Tensor) -> Tensor:

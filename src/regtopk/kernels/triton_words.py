@@ -7,8 +7,7 @@ tells the next what it found: nothing is read back by the host.
     0          candidates: entries whose key reached the guess
     1          damped candidates whose score does not reach it
     2          the guess
-    3          1 if the gradient holds a NaN or inf: the row is left alone
-    4          programs that have taken their part of the sample
+    3          programs that have taken their part of the sample
     8 + i      the leading i digits of the threshold (8 bits a digit)
     24 + i     how many more are to be taken among the keys that start so
     40 + 256 i how many keys have each value of digit i, after the digits before it
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
-GUESS, NON_FINITE, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+GUESS, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
 BINS = tl.constexpr(256)
 # sizes that change from call to call: no program is compiled again because one is a multiple of 16
@@ -78,15 +77,6 @@ def start_of(row, stride, IS_ALIGNED: tl.constexpr):
 def lead_of(row, stride, IS_ALIGNED: tl.constexpr):
     """How many entries of the row before belong to the first tile."""
     return row * stride - start_of(row, stride, IS_ALIGNED)
-
-
-@triton.jit
-def is_refused(work, row, num_words, IS_CHECKED: tl.constexpr):
-    """Whether to leave the row alone."""
-    if IS_CHECKED:
-        return tl.load(work + row * num_words + NON_FINITE) != 0
-    else:
-        return False
 
 
 @triton.jit
