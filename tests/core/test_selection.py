@@ -1,5 +1,8 @@
+import pytest
 import torch
 
+from regtopk import wire
+from regtopk.core.codes import VALUE_CODES
 from regtopk.core.selection import (
     find_largest_,
     kth_largest,
@@ -11,6 +14,7 @@ from regtopk.core.selection import (
     take_largest_per_chunk_,
     take_where_,
 )
+from regtopk.errors import WireFormatError
 
 
 def test_what_a_code_loses_stays_in_the_residual() -> None:
@@ -20,6 +24,16 @@ def test_what_a_code_loses_stays_in_the_residual() -> None:
     assert sent.indices.tolist() == [0, 1] and sent.code == "bfloat16" and sent.numel == 3
     assert torch.equal(sent.values, torch.stack([third, torch.tensor(3.0)]))
     assert torch.equal(residual, torch.stack([grad[0] - third, torch.tensor(0.0), grad[2]]))
+
+
+@pytest.mark.parametrize("code", VALUE_CODES)
+def test_an_overflowing_sum_is_not_sent_as_a_finite_number(code: str) -> None:
+    residual, grad = torch.full((300,), 1.0), torch.full((300,), 2.0)
+    residual[7] = grad[7] = 3e38
+    sent = take_largest_(residual, grad, 200, code=code)
+    assert not bool(sent.values[sent.indices == 7].isfinite().any())
+    with pytest.raises(WireFormatError, match=r"residual \+ gradient has overflowed"):
+        wire.decode(wire.encode(sent), 300)
 
 
 def test_one_support_serves_all_rows() -> None:
