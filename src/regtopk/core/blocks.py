@@ -1,10 +1,10 @@
-"""Codes with blocks: a sign, and the nearest of a few magnitudes that a block of values has of its own.
+"""Codes with blocks: every value as a sign and one of a few magnitudes, which each block chooses for itself.
 
-Of the n + 1 magnitudes of a block of 128 consecutive values, lo is the smallest and hi the largest:
+A block is 128 consecutive values. Of its n + 1 magnitudes, lo is the smallest and hi the largest:
 
     magnitude_i = (lo (T_n - T_i) + hi T_i) / T_n,   i = 0..n, T_0 = 0
 
-    int8   T_i = i, n = 127          lo = 0         hi = max |x|   one float32 scale a block: hi
+    int8   T_i = i, n = 127          lo = 0         hi = max |x|   one float32 scale per block: hi
     4bit   T_i = i (i+1) / 2, n = 7  lo = min |x|   hi = max |x|   two: lo, hi
     2bit   T_i = i, n = 1            lo, hi = the means of the block's small and large magnitudes, lo = 0 if
                                      one of them is zero           two: lo, hi
@@ -33,7 +33,7 @@ _NUM_REFINEMENTS = 3
 
 
 def to_symbols(values: Tensor, code: str, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What a code with blocks sends: a symbol a value, and the scales of each block.
+    """What a code with blocks sends: one symbol per value, and the scales of each block.
 
     Returns:
         Symbols, (..., m) uint8: the level, and above it the sign; zero in padding. Scales, (..., blocks,
@@ -116,7 +116,7 @@ def _scales(magnitude: Tensor, is_valid: Tensor, code: str) -> Tensor:
 
 
 def _two_means(magnitude: Tensor, is_valid: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The means of the magnitudes below and above their midpoint, three times refined.
+    """The means of the magnitudes below and above their midpoint, refined three times.
 
     In integers, in units of 2^-40 of the power of two above the maximum: their sums do not depend on the
     order of addition, so a batch, a single worker and a GPU agree to the bit.

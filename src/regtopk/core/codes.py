@@ -3,7 +3,7 @@
 A value code says how values travel: "float32" as they are (a float64 gradient is not rounded by it: its
 values travel in their own 8 bytes), "bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit"
 and "2bit" as a sign and one of 128, 8 or 2 magnitudes of each block (`core.blocks`). Users choose from these;
-"sign", one bit a value, is what algorithms use that send a sign and a common magnitude.
+"sign", one bit per value, is for algorithms that send a sign and a common magnitude.
 
 A message is a frame of 32 bytes, the values, and the indices, each section in whole 32-bit words. All index
 codes are the same two sections, fields of a fixed width and unary bits: `index_layout` gives their sizes,

@@ -13,7 +13,7 @@ _NUM_ROUNDS = 16  # at 8, a chi-square test of 3- and 4-bit subsets fails; at 16
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of a few integers (splitmix64, one round a word)."""
+    """A 64-bit hash of a few integers (splitmix64, one round per word)."""
     state = 0
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -24,7 +24,7 @@ def mix(*words: int) -> int:
 
 
 def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
-    """Uniform float64 numbers in [0, 1), one an entry: (..., numel) for workers of the given index.
+    """Uniform float64 numbers in [0, 1), one per entry: (..., numel) for workers of the given index.
 
     A splitmix64 of (seed, step), the worker and the entry, in wrapping int64 tensor code.
 
@@ -32,7 +32,7 @@ def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
         index: n, int64: () on a rank gives (numel,), (N, 1) in the simulator gives (N, numel).
         seed: an integer.
         step: t.
-        numel: entries a worker draws.
+        numel: how many numbers a worker draws.
     """
     entry = torch.arange(numel, dtype=torch.int64, device=index.device)
     word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + _signed(mix(seed, step)))

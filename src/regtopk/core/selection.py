@@ -59,7 +59,7 @@ def take_above_(
 def take_all_above_(
     residual: Tensor, grad: Tensor, threshold: Tensor, expected: int, *, code: str = "float32"
 ) -> SparseGradient:
-    """The same without a limit; one pass where no more than twice the expected number reach the threshold."""
+    """The same without a limit; a second pass is needed if more than twice the expected number reach it."""
     capacity = min(residual.shape[-1], 2 * expected)
     taken = kernels.take_above_(residual, grad, threshold, capacity)
     if bool(taken.num_left.any()):
@@ -69,7 +69,7 @@ def take_all_above_(
 
 
 def send_(residual: Tensor, taken: kernels.Taken, code: str) -> SparseGradient:
-    """What is sent of what a threshold took; the residual gets back what the code loses."""
+    """Code what a threshold took; the residual gets back what the code loses."""
     width = _width(taken.count)
     indices, values = taken.indices[..., :width], taken.values[..., :width]
     sent = _code_(residual, indices, values, code, taken.count)
@@ -77,7 +77,7 @@ def send_(residual: Tensor, taken: kernels.Taken, code: str) -> SparseGradient:
 
 
 def put_back_(residual: Tensor, taken: kernels.Taken) -> None:
-    """As if nothing had been taken: another threshold may take it."""
+    """Undo a selection, so that another threshold can be tried."""
     residual.scatter_add_(-1, taken.indices, taken.values)
 
 
@@ -139,14 +139,14 @@ def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: st
 
 
 def _width(count: Tensor) -> int:
-    """Room for the fullest row, at least 1. Reads one number back, so that nothing J-sized is coded."""
+    """The count of the fullest row, at least 1. Reads one number back, so that nothing J-sized is coded."""
     return max(1, int(count.max()))
 
 
 def _code_(
     residual: Tensor, indices: Tensor, values: Tensor, code: str, count: Tensor | None = None
 ) -> Tensor:
-    """What is sent of the values taken: the residual, zero there, gets back what the code loses."""
+    """Code the values taken; the residual, zero there, gets back what the code loses."""
     if is_lossless(code):
         return values
     sent = quantise(values, code, count)

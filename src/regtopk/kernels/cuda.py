@@ -33,13 +33,13 @@ from regtopk.kernels.triton_plan import (
 )
 from regtopk.kernels.triton_words import GUESS
 
-# entries an accumulating program works on, warps, registers (benchmarks/kernel_launches.py --tiles)
+# entries per accumulating program, its warps and registers (benchmarks/kernel_launches.py --tiles)
 _TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 11, 8, None
 _BLOCK = 1 << 10  # entries looked at together after that
-_TILES_TOGETHER = 16  # whose candidates one program gathers; full ones it looks at one after another
-_SMALL_BLOCK = 1 << 8  # damped entries, which are all over the row
+_TILES_TOGETHER = 16  # one program gathers the candidates of so many tiles
+_SMALL_BLOCK = 1 << 8  # damped entries per program; they lie all over the row
 _KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
-_MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or all of it
+_MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
 
@@ -160,7 +160,7 @@ def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
 
 
 def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
-    """By its digits; what was found is among the words."""
+    """Find the k-th largest key digit by digit; the result is among the words."""
     own = rows.options | candidates.options() | {"k": k, "BLOCK": _BLOCK}
     grid = _num_stretches(rows, candidates), rows.num
     for digit in range((rows.key_bits + 1) // 8):
@@ -221,7 +221,7 @@ def _num_stretches(rows: Rows, candidates: Candidates) -> int:
 
 
 def _keys_of(threshold: float | Tensor, residual: Tensor) -> Tensor:
-    """One threshold a row, as keys, (rows,) int64."""
+    """One threshold per row, as keys, (rows,) int64."""
     batch = residual.shape[:-1]
     if not isinstance(threshold, Tensor):
         threshold = residual.new_full(batch, threshold)

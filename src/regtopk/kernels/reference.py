@@ -87,7 +87,7 @@ def take_largest_per_chunk_(
     Args:
         residual: (..., J), float32 or float64; changed in place.
         grad: (..., J), any floating dtype; not changed.
-        chunk: entries a chunk, >= 1; the last chunk of a row may be shorter.
+        chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
         k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
         damped: (..., m) int64, distinct entries of the row whose score is rescaled.
         damping: (..., m), their factors >= 0, in the residual's dtype.
@@ -202,8 +202,8 @@ def sum_sparse_in_rank_order(
     total = values.new_zeros(*values.shape[:-2], numel) if out is None else out.zero_()
     if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
         return total.scatter_add_(-1, indices.flatten(-2), values.flatten(-2))
-    for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call a rank keeps the order
-        if total.dim() == 1:  # which fills a GPU with fewer entries than scatter_add_ does
+    for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call per rank keeps the order
+        if total.dim() == 1:  # index_add_ fills a GPU with fewer entries than scatter_add_ does
             total.index_add_(0, indices[rank], values[rank])
         else:
             total.scatter_add_(-1, indices[..., rank, :], values[..., rank, :])

@@ -1,4 +1,4 @@
-"""Does the kernel that runs here agree with the reference? A few seconds of random input say."""
+"""Does the kernel that runs here agree with the reference? Tried for a few seconds on random input."""
 
 import math
 import time
@@ -16,18 +16,18 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How many random cases agreed, and what the first that did not was."""
+    """How many random cases agreed, and the first that did not, if any."""
 
     num_cases: int
     failure: str | None
 
 
 def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> SelfCheck:
-    """Compare the kernel of a device with the reference until the time is over, at least once a dtype.
+    """Compare the kernel of a device with the reference until the time is over, at least once per dtype.
 
     Args:
         device: where the tensors lie.
-        seconds: how long, >= 0; compiling a kernel for the first time comes on top.
+        seconds: how long, >= 0, without the time to compile a kernel first.
     """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(0)

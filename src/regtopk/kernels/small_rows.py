@@ -1,4 +1,4 @@
-"""Kernels for short rows on the CPU, where calling torch's operations costs more than what they do: numpy.
+"""Kernels for short rows on the CPU, in numpy: there, calling torch's operations costs more than their work.
 
 The k-th largest score is found without the indices (numpy's partition uses vector instructions), and which
 entries reach it is read off in order, so there is nothing to sort. Rows where equal scores straddle the
@@ -14,7 +14,7 @@ from regtopk.kernels.reference import take_above_, take_largest_per_chunk_
 
 __all__ = ["sum_dense_in_rank_order", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
-_SCARCE = 64  # of that many entries one is taken: torch has a fast way for that few itself
+_SCARCE = 64  # where at most one of so many entries is taken, torch is as fast
 
 
 def take_largest_(

@@ -1,4 +1,4 @@
-"""Triton programs that pass over all entries once: accumulate, and take what is known by then."""
+"""Triton programs that pass over all entries once: they accumulate, and count or take entries."""
 
 import triton
 import triton.language as tl
@@ -49,7 +49,7 @@ def accumulate(
 ):
     """residual += grad on a tile; count its candidates, and keep where in it the first ROOM of them are.
 
-    Rows are worked on from their ends: there the gradient, checked just before, may be in the cache.
+    Programs start at the end of a row: a driver has just read the gradient, so its end may be in the cache.
     """
     row = tl.program_id(1).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, key_of, lead_of
 
-COMPARED_AT_ONCE = tl.constexpr(8)  # candidates; with fewer, more waits for memory one after another
+COMPARED_AT_ONCE = tl.constexpr(8)  # candidates; with fewer, there are more waits for memory in a row
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton programs that find the k largest of what was collected, or of everything, and move them out."""
+"""Triton programs that find the k largest of the candidates, or of all entries, and move them out."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from regtopk.kernels.triton_words import (
     lead_of,
 )
 
-COUNTED_SINGLY = tl.constexpr(32)  # keys of a block, at most, that are faster counted one by one
+COUNTED_SINGLY = tl.constexpr(32)  # up to so many keys of a block are counted faster one by one
 PART = tl.constexpr(1024)
 
 
@@ -100,7 +100,7 @@ def gather(
 
 @triton.jit
 def _load_key(residual, keys, is_fast, i, stop, KEY_BITS: tl.constexpr):
-    """Of the candidates or of all entries; -1 from `stop` on."""
+    """The i-th keys of the candidates, or of all entries; -1 from `stop` on."""
     if is_fast:
         key = tl.load(keys + i, mask=i < stop, other=-1)
     else:
@@ -135,9 +135,9 @@ def count_digit(
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Settle the digit before this one, and count this one among the keys that start so.
+    """Settle the digit before this one, and count the values of this one among the keys that start so.
 
-    Of the candidates, or of all entries where the candidates do not do.
+    The keys are those of the candidates, or of all entries if the candidates do not suffice.
     """
     row = tl.program_id(1).to(tl.int64)
     work += row * num_words
@@ -194,7 +194,7 @@ def count_taken(
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Settle the last digit, so the threshold; count what is above it and equal to it in a stretch."""
+    """Settle the last digit, and thereby the threshold; count the keys above and equal to it in a stretch."""
     row = tl.program_id(1).to(tl.int64)
     work += row * num_words
     threshold, wanted = _next_prefix(work, (KEY_BITS - 7) // 8)

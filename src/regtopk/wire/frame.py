@@ -1,4 +1,4 @@
-"""The frame of a message: what it says of itself, and what is wrong with it.
+"""The frame of a message: how it is made, and how it is checked.
 
 32 bytes, little-endian: magic (4), version (1), index code (1), value code (1), zero (1), J (8), count (8),
 checksum (8). The checksum is the sum of (2 i + 3) · word_i modulo 2^64 over the 32-bit words of the message,
@@ -54,7 +54,7 @@ _COUNT_OF_BAD_INDICES, _COUNT_OF_BAD_VALUES = -1, -2
 
 
 class Header(NamedTuple):
-    """What frames say, each (...,). Where the status is not 0, the number is at least within bounds."""
+    """What frames say, each (...,). The number of entries is within bounds even if the status is not 0."""
 
     num_entries: Tensor
     status: Tensor
@@ -118,7 +118,7 @@ def to_words(messages: Tensor) -> Tensor:
 
 
 def check_frame(words: Tensor, numel: int, capacity: int, index_code: str, value_code: str) -> Header:
-    """What each frame says, checked. Where it is wrong, count is at least within bounds."""
+    """What each frame says, checked."""
     kinds = words[..., 1]
     found_numel, count, checksum = reinterpret(words[..., 2:8], torch.int64).unbind(-1)
     is_counted = (count >= 0) & (count <= min(numel, capacity))

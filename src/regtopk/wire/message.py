@@ -41,9 +41,9 @@ class _Body(NamedTuple):
 def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     """One worker's message, or a batch of equally long ones, as bytes (..., num_bytes) uint8.
 
-    Nothing is read back from the device, except one number where the length depends on values there:
-    with "rice", and with padding. Indices that are not ascending and distinct, and values that are not
-    finite, are marked in the frame and refused by every receiver.
+    Nothing is read back from the device, except one number where the length depends on values there: with
+    "rice", and with padding. Indices that are not ascending and distinct, and values that are not finite
+    (residual + gradient may overflow), are marked in the frame, and every receiver refuses the message.
 
     Args:
         sparse: values on the grid of its code. Leading dimensions are a batch; with padding or with

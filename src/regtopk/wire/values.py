@@ -1,4 +1,4 @@
-"""Values as words: plain numbers, or per block its scales and per value a symbol."""
+"""Values as words: plain numbers, or a symbol per value and the scales of each block."""
 
 from typing import NamedTuple
 
