@@ -29,6 +29,8 @@ def compile_only(
     max_registers: int | None = None,
 ) -> None:
     """In the place of `triton_launch.launch`."""
+    if arguments.get("DIGIT", 0) > 1:
+        return  # the program for digit 1, with another shift
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(program.params):
         value = arguments[parameter.name]

@@ -89,9 +89,8 @@ def test_more_rows_than_a_gpu_numbers_go_to_the_reference() -> None:
             assert dispatch.kernel_for(residual, grad) is reference
 
 
-def test_reasons_for_the_reference() -> None:
+def test_a_device_without_a_kernel_uses_the_reference() -> None:
     assert kernels.describe("meta") == dispatch.Choice("reference", "no fast kernel for device type 'meta'")
-    assert "torch.float16" in kernels.describe("cpu", torch.float16).reason
 
 
 @pytest.fixture

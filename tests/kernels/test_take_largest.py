@@ -11,7 +11,7 @@ from regtopk.kernels.triton_words import NUM_CANDIDATES, NUM_LOST
 from tests.kernels.checks import ADVERSARIAL, candidates_suffice, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
-LARGE = [65535, 65536, 65537, 2**17 - 1, 2**17, 2**17 + 1, 999_983]
+LARGE = [65535, 65536, 65537, 2**17 + 1, 999_983]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 

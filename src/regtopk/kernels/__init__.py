@@ -6,9 +6,6 @@ one by device, dtype and memory layout, and imports the compiled ones on first u
 in the environment forces the reference.
 """
 
-import torch
-from torch import Tensor
-
 from regtopk.kernels import reference
 from regtopk.kernels.dispatch import (
     Choice,
@@ -33,7 +30,6 @@ __all__ = [
     "SelfCheck",
     "Taken",
     "describe",
-    "draw_on_gpu",
     "estimate_threshold",
     "find_non_finite_row",
     "kernel_for",
@@ -44,10 +40,3 @@ __all__ = [
     "take_above_",
     "take_at_",
 ]
-
-
-def draw_on_gpu(numel: int, k: int, bits: int, state: int, num_rounds: int, device: torch.device) -> Tensor:
-    """k distinct entries of 0..J-1 without the host: see `triton_random.draw`."""
-    from regtopk.kernels.triton_random import draw
-
-    return draw(numel, k, bits, state, num_rounds, device)

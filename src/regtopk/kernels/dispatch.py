@@ -65,12 +65,10 @@ class Choice:
     reason: str
 
 
-def describe(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Choice:
-    """Which kernel large vectors on a device use, given the residual's dtype, and why."""
+def describe(device: torch.device | str) -> Choice:
+    """Which kernel large float32 and float64 vectors on a device use, and why."""
     if _wanted() == "reference":
         return Choice("reference", f"{VARIABLE}=reference")
-    if dtype not in _RESIDUAL_DTYPES:
-        return Choice("reference", f"no fast kernel for residuals of {dtype}")
     return _describe_type(torch.device(device).type)
 
 
