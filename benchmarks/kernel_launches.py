@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from kernels import REGTOPK, Case, Vectors, captured, elapsed_s
 
-from regtopk.kernels import triton
+from regtopk.kernels import cuda
 
 NUM_STEPS = 20
 # entries, warps, and registers of a thread at most
@@ -45,15 +45,15 @@ def show_tiles(case: Case) -> None:
         f"\nTop-k, {case.num_rows} x J = {case.numel:,}, density {case.density:g}; us, by entries and warps"
     )
     vectors = Vectors(case)
-    chosen = triton._TILE, triton._TILE_WARPS, triton._TILE_REGISTERS
+    chosen = cuda._TILE, cuda._TILE_WARPS, cuda._TILE_REGISTERS
     for tile, warps, registers in TILES:
-        triton._TILE, triton._TILE_WARPS, triton._TILE_REGISTERS = tile, warps, registers
+        cuda._TILE, cuda._TILE_WARPS, cuda._TILE_REGISTERS = tile, warps, registers
         residual = vectors.residual.clone()
         graph = captured([partial(vectors.topk, residual, 0)])
         times = [elapsed_s(graph.replay) for _ in range(5)]
         print(f"  {tile:>6} {warps:>3} {registers!s:>5} {1e6 * statistics.median(times):>9.1f}", flush=True)
         del graph
-    triton._TILE, triton._TILE_WARPS, triton._TILE_REGISTERS = chosen
+    cuda._TILE, cuda._TILE_WARPS, cuda._TILE_REGISTERS = chosen
 
 
 def main() -> None:

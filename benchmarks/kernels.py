@@ -1,8 +1,8 @@
 """How far is a selection step from the speed of memory?
 
 The floor is `residual.add_(grad)`: read both, write one. Beside it: our Top-k and RegTop-k steps (gradient
-checked for NaN and inf, accumulated, k largest found, moved out; RegTop-k damps the k entries sent before),
-and the same in plain torch (unchecked). All take turns, round after round, because times of a shared machine
+accumulated, k largest found, moved out; RegTop-k damps the k entries sent before), and the same in plain
+torch. All take turns, round after round, because times of a shared machine
 drift; what is printed is the median over the rounds. On a GPU each is timed as plain launches and as a
 captured graph, over several input sets where one would fit in the cache, and beside a device-to-device copy.
 
@@ -17,9 +17,7 @@ entries equal.
                                  [--warm-up W] [--gradients G] [--json] [--out FILE]
 """
 
-import argparse
 import ctypes
-import json
 import platform
 import statistics
 import sys
@@ -27,15 +25,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from reporting import give, parser_for
 from torch import Tensor
 
 from regtopk import kernels
 from regtopk.kernels import reference
+from regtopk.kernels.dispatch import kernel_named
 
 FLOOR, TOPK, REGTOPK = "in-place add", "Top-k", "RegTop-k"
 PLAIN_TOPK, PLAIN_REGTOPK = "Top-k, plain torch", "RegTop-k, plain torch"
@@ -72,9 +71,7 @@ class Vectors:
 
     def __init__(self, case: Case) -> None:
         self.k = case.k
-        self.kernel = import_module(
-            f"regtopk.kernels.{kernels.describe(case.device).kernel}"
-        )  # also if J is small
+        self.kernel = kernel_named(kernels.describe(case.device).kernel)  # also if J is small
         self.grads = [case.normal() for _ in range(case.num_grads)]
         self.residual = case.normal()
         self.damped = self.topk(self.residual, 0)[0]
@@ -96,17 +93,12 @@ class Vectors:
         return {name: [partial(step, own[name], turn) for turn in turns] for name, step in kinds.items()}
 
     def topk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        flag = residual.new_empty(residual.shape[:-1], dtype=torch.bool)
-        grad = self.grads[turn % len(self.grads)]
-        taken: tuple[Tensor, Tensor] = self.kernel.take_largest_(residual, grad, self.k, non_finite=flag)
-        return taken
+        return self.kernel.take_largest_(residual, self.grads[turn % len(self.grads)], self.k)
 
     def regtopk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        flag = residual.new_empty(residual.shape[:-1], dtype=torch.bool)
-        taken: tuple[Tensor, Tensor] = self.kernel.take_largest_(
-            residual, self.grads[turn], self.k, damped=self.damped, damping=self.damping, non_finite=flag
+        return self.kernel.take_largest_(
+            residual, self.grads[turn], self.k, damped=self.damped, damping=self.damping
         )
-        return taken
 
     def plain_topk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         residual.add_(self.grads[turn])
@@ -290,7 +282,7 @@ def command_without_out(words: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--numel", type=int, nargs="+", default=[11_173_962, 124_000_000])
     parser.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01, 0.1])
@@ -299,8 +291,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="workers in a batch")
     parser.add_argument("--warm-up", type=int, help="steps before; 20 on a CPU, 500 on a GPU")
     parser.add_argument("--gradients", type=int, default=1, help="that take turns")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, help="write JSON to this file too")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -323,12 +313,7 @@ def main() -> None:
             for density in arguments.density
         ],
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.json:
-        json.dump(report, sys.stdout, indent=1)
-    else:
-        show(report)
+    give(report, arguments, show)
 
 
 if __name__ == "__main__":

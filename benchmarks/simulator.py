@@ -12,19 +12,17 @@ code. The gradients count; the unit is one dense (N, J) float32 array.
     python benchmarks/simulator.py [--json] [--out FILE] [--workers N] [--numel J] [--density D] [--repeats R]
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from reporting import give, parser_for
 from torch import Tensor
 
 from regtopk import RegTopK, TopK, kernels
@@ -148,21 +146,14 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, help="write JSON to this file too")
+    parser = parser_for(__doc__)
     parser.add_argument("--workers", type=int, default=1000, help="N")
     parser.add_argument("--numel", type=int, default=100_000, help="J")
     parser.add_argument("--density", type=float, default=0.01, help="k / J")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each contestant")
     arguments = parser.parse_args()
     report = run(arguments.workers, arguments.numel, arguments.density, arguments.repeats)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.json:
-        json.dump(report, sys.stdout, indent=1)
-    else:
-        show(report)
+    give(report, arguments, show)
 
 
 if __name__ == "__main__":

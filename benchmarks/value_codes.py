@@ -12,23 +12,20 @@ on whole vectors. Then error feedback in the simulator, Top-k with the loss of e
     python benchmarks/value_codes.py [--json] [--out FILE]
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from reporting import give, parser_for
 from torch import Tensor
 
-from regtopk import TopK, kernels
+from regtopk import TopK
 from regtopk.core.algorithm import Conversation
 from regtopk.core.codes import quantise
 from regtopk.core.requests import SparseSum
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.selection import take_largest_
 from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
 from regtopk.simulate import Cluster
@@ -102,10 +99,10 @@ class CodedTopK(TopK):
     quantiser: Code
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        indices, values = kernels.take_largest_(state.residual, grad, self.num_selected(worker))
-        sent = self.quantiser(values)
-        state.residual.scatter_(-1, indices, values - sent)
-        return (yield from SparseSum(SparseGradient(indices, sent, worker.numel), worker.weight))
+        taken = take_largest_(state.residual, grad, self.num_selected(worker))
+        sent = self.quantiser(taken.values)
+        state.residual.scatter_(-1, taken.indices, taken.values - sent)
+        return (yield from SparseSum(replace(taken, values=sent), worker.weight))
 
 
 def student(generator: torch.Generator, *shape: int) -> Tensor:
@@ -185,17 +182,10 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, help="write JSON to this file too")
+    parser = parser_for(__doc__)
     arguments = parser.parse_args()
     report = run()
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.json:
-        json.dump(report, sys.stdout, indent=1)
-    else:
-        show(report)
+    give(report, arguments, show)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,15 @@ vector, and of a heavy-tailed one (Student's t with 3 degrees of freedom).
     python benchmarks/wire.py [--json] [--out FILE] [--numel J] [--device cuda]
 """
 
-import argparse
-import json
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from reporting import give, parser_for
 from torch import Tensor
 
 from regtopk import wire
@@ -146,19 +143,12 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--out", type=Path, help="write JSON to this file too")
+    parser = parser_for(__doc__)
     parser.add_argument("--numel", type=int, default=11_173_962, help="J; ResNet-18's by default")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     arguments = parser.parse_args()
     report = run(arguments.numel, arguments.device)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if arguments.json:
-        json.dump(report, sys.stdout, indent=1)
-    else:
-        show(report)
+    give(report, arguments, show)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
 """What every kernel must do, checked against the plain-torch reference."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from regtopk.kernels import reference
-from regtopk.kernels.triton import _TILE
+from regtopk.kernels import Kernel, reference
+from regtopk.kernels.cuda import _TILE
 from regtopk.kernels.triton_plan import plan_for
 from regtopk.kernels.triton_words import NUM_CANDIDATES, NUM_LOST, words_per_row
 
 
 def check_take_largest_(
-    kernel: ModuleType,
+    kernel: Kernel,
     residual: Tensor,
     grad: Tensor,
     k: int,
@@ -38,7 +37,7 @@ def check_take_largest_(
 
 
 def check_take_above_(
-    kernel: ModuleType, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
+    kernel: Kernel, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
 ) -> None:
     """A kernel's threshold selection must be the reference's, bit for bit."""
     of_reference = residual.clone()
@@ -50,7 +49,7 @@ def check_take_above_(
 
 
 def check_take_per_chunk_(
-    kernel: ModuleType,
+    kernel: Kernel,
     residual: Tensor,
     grad: Tensor,
     chunk: int,
@@ -79,13 +78,13 @@ def check_taken_at(residual: Tensor, accumulated: Tensor, indices: Tensor, value
     assert torch.equal(bits(residual), bits(accumulated.scatter(-1, indices, 0.0)))
 
 
-def candidates_do(words: Tensor, numel: int, k: int) -> list[bool]:
-    """Whether each row of a call of Triton's kernels took its k from the candidates, not from all entries."""
+def candidates_suffice(words: Tensor, numel: int, k: int) -> list[bool]:
+    """Whether each row of a call on CUDA took its k from the candidates, not from all entries."""
     item_bytes = 4 if words.shape[1] == words_per_row(31) else 8
     capacity = plan_for(numel, k, _TILE, item_bytes).capacity
     num, num_lost = words[:, NUM_CANDIDATES.value], words[:, NUM_LOST.value]
-    do: list[bool] = ((num <= capacity) & (num - num_lost >= k)).tolist()
-    return do
+    suffice: list[bool] = ((num <= capacity) & (num - num_lost >= k)).tolist()
+    return suffice
 
 
 def bits(x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk import kernels
 from regtopk.kernels import dispatch, reference, small_rows
 from tests.kernels.checks import ADVERSARIAL, bits, choose_damped
 
@@ -62,15 +61,6 @@ def test_a_nan_score_comes_first_as_in_torch() -> None:
     assert residual[1, 7] == 0
 
 
-def test_rows_that_are_not_finite_are_left_alone() -> None:
-    residual, grad, non_finite = torch.randn(2, 50), torch.randn(2, 50), torch.zeros(2, dtype=torch.bool)
-    before = residual.clone()
-    grad[1, 3] = torch.nan
-    small_rows.take_largest_(residual, grad, 20, non_finite=non_finite)
-    assert non_finite.tolist() == [False, True]
-    assert torch.equal(residual[1], before[1]) and not torch.equal(residual[0], before[0])
-
-
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("shape", [(20, 1), (20, 100), (2, 5, 9), (0, 5, 9)])
 def test_sums_have_the_references_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -84,15 +74,12 @@ def test_sums_have_the_references_bits(shape: tuple[int, ...], dtype: torch.dtyp
 
 def test_short_rows_on_the_cpu_go_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    short, long = torch.zeros(3, 100), torch.zeros(2, 1 << 16)
+    short = torch.zeros(3, 100)
     assert dispatch.kernel_for(short, short.half()) is small_rows
-    assert dispatch.kernel_for_sums(short) is small_rows
-    assert dispatch.kernel_for_sums(long) is reference
     for other in (torch.zeros(100, 3).T, short.bfloat16(), short.to("meta")):
         assert dispatch.kernel_for(other, short) is reference
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert dispatch.kernel_for(short, short) is reference
-    assert dispatch.kernel_for_sums(short) is reference
 
 
 def test_rows_that_are_not_in_one_piece_give_the_same_result() -> None:
@@ -100,5 +87,5 @@ def test_rows_that_are_not_in_one_piece_give_the_same_result() -> None:
     residual, grad = torch.randn(100, 4), torch.randn(4, 100)
     plain = residual.T.clone()
     expected = reference.take_largest_(plain, grad, 30)
-    taken = kernels.take_largest_(residual.T, grad, 30)
+    taken = dispatch.kernel_for(residual.T, grad).take_largest_(residual.T, grad, 30)
     assert torch.equal(taken[0], expected[0]) and torch.equal(residual.T, plain)

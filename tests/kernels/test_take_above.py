@@ -1,12 +1,10 @@
 """Threshold selections: the fast kernels against the reference, and the reference by hand."""
 
-from types import ModuleType
-
 import pytest
 import torch
 
 from regtopk import kernels
-from regtopk.kernels import reference
+from regtopk.kernels import Kernel, reference
 from tests.kernels.checks import check_take_above_
 
 
@@ -23,24 +21,24 @@ def test_the_reference_by_hand() -> None:
 
 @pytest.mark.parametrize("threshold", [-1.0, 1e-40, 1.0, 2.5, 100.0])
 @pytest.mark.parametrize("capacity", [1, 100, 5_000])
-def test_one_threshold(kernel: ModuleType, numel: int, threshold: float, capacity: int) -> None:
+def test_one_threshold(kernel: Kernel, numel: int, threshold: float, capacity: int) -> None:
     torch.manual_seed(0)
     check_take_above_(kernel, torch.randn(numel), torch.randn(numel), threshold, capacity)
 
 
-def test_a_threshold_a_row_and_nothing_to_add(kernel: ModuleType, numel: int) -> None:
+def test_a_threshold_a_row_and_nothing_to_add(kernel: Kernel, numel: int) -> None:
     torch.manual_seed(1)
     residual, threshold = torch.randn(2, 3, numel), torch.rand(2, 3) * 4
     check_take_above_(kernel, residual.clone(), None, threshold, 200)
     check_take_above_(kernel, residual, torch.randn(2, 3, numel).bfloat16(), threshold, numel)
 
 
-def test_entries_equal_to_the_threshold_are_taken(kernel: ModuleType, numel: int) -> None:
+def test_entries_equal_to_the_threshold_are_taken(kernel: Kernel, numel: int) -> None:
     residual = torch.full((numel,), -0.1, dtype=torch.float64)
     check_take_above_(kernel, residual, torch.zeros(numel), 0.1, 50)
 
 
-def test_every_size(kernel: ModuleType) -> None:
+def test_every_size(kernel: Kernel) -> None:
     for numel in (1, 63, 64, 65, 4095, 4096, 4097):
         check_take_above_(kernel, torch.randn(numel), torch.randn(numel), 1.0, max(1, numel // 2))
 

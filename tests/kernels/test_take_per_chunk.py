@@ -1,11 +1,9 @@
 """Chunked Top-k: the fast kernels against the reference, and the reference by hand."""
 
-from types import ModuleType
-
 import pytest
 import torch
 
-from regtopk.kernels import reference
+from regtopk.kernels import Kernel, reference
 from tests.kernels.checks import check_take_per_chunk_, choose_damped
 
 
@@ -19,7 +17,7 @@ def test_the_reference_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("chunk", "k"), [(1, 1), (64, 3), (1000, 1000), (4096, 5), (5000, 40), (20_000, 7)])
-def test_chunks(kernel: ModuleType, numel: int, chunk: int, k: int) -> None:
+def test_chunks(kernel: Kernel, numel: int, chunk: int, k: int) -> None:
     torch.manual_seed(chunk)
     numel = min(numel, 4 * chunk + chunk // 2)
     damped, damping = choose_damped(numel, max(1, numel // 50))
@@ -28,11 +26,11 @@ def test_chunks(kernel: ModuleType, numel: int, chunk: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, 1e-45])
-def test_equal_entries(kernel: ModuleType, numel: int, value: float) -> None:
+def test_equal_entries(kernel: Kernel, numel: int, value: float) -> None:
     check_take_per_chunk_(kernel, torch.zeros(numel), torch.full((numel,), value), 4096, 5)
 
 
-def test_batches_and_dtypes(kernel: ModuleType, numel: int) -> None:
+def test_batches_and_dtypes(kernel: Kernel, numel: int) -> None:
     torch.manual_seed(0)
     damped, damping = choose_damped(numel, 90, (2, 2))
     residual = torch.randn(2, 2, numel, dtype=torch.float64)

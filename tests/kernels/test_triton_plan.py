@@ -1,21 +1,21 @@
-"""What Triton's calls plan, also for rows that no memory here would hold: sizes alone are looked at."""
+"""What calls on CUDA plan, also for rows that no memory here would hold: sizes alone are looked at."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-import triton as triton_itself
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from regtopk.kernels import triton
+from regtopk.kernels import cuda
 from regtopk.kernels.triton_guess import offset_of_sample
 from regtopk.kernels.triton_plan import Plan, plan_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SAMPLES = 1 << 15
-GIVEN_OR_K_LONG = {"residual", "grad", "damped", "damping", "saved", "indices", "values", "non_finite"}
+GIVEN_OR_K_LONG = {"residual", "grad", "damped", "damping", "saved", "indices", "values"}
 
 
 @pytest.mark.parametrize("item_bytes", [4, 8])
@@ -40,11 +40,10 @@ def test_no_temporary_is_larger_than_promised(
             if isinstance(value, Tensor) and name not in GIVEN_OR_K_LONG:
                 temporaries[name] = max(value.nbytes, temporaries.get(name, 0))
 
-    monkeypatch.setattr(triton, "launch", note_sizes)
+    monkeypatch.setattr(cuda, "launch", note_sizes)
     residual, k = torch.empty(numel, dtype=dtype, device="meta"), round(density * numel)
     damped, damping = torch.empty(k, dtype=torch.int64, device="meta"), residual[:k]
-    flag = torch.empty((), dtype=torch.bool, device="meta")
-    triton.take_largest_(residual, residual, k, damped=damped, damping=damping, non_finite=flag)
+    cuda.take_largest_(residual, residual, k, damped=damped, damping=damping)
     assert {"work", "keys", "offsets", "slots", "tile_counts", "tile_stops", "num_above"} <= set(temporaries)
     for name, num_bytes in temporaries.items():
         assert num_bytes <= max(math.ceil(numel / 2048) * 128, 1 << 15), name
@@ -63,7 +62,7 @@ def test_samples_lie_all_over_rows_of_any_size() -> None:
             assert bool(((gaps > 0.5) & (gaps < 1.5)).all())  # of the mean
 
 
-@triton_itself.jit  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_offsets(out, num_groups, NUM: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, NUM)
     tl.store(out + i, offset_of_sample(i, num_groups))

@@ -72,7 +72,7 @@ def damaged(message: bytes, generator: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_ten_thousand_damaged_messages_are_refused() -> None:
+def test_thousands_of_damaged_messages_are_refused() -> None:
     generator = random.Random(1)
     cases = [
         (numel, bytes(make(numel, k, index_code, value_code).tolist()))
@@ -81,7 +81,7 @@ def test_ten_thousand_damaged_messages_are_refused() -> None:
         for value_code in VALUE_CODES
     ]
     num_refused = 0
-    while num_refused < 10_000:
+    while num_refused < 3_000:
         numel, message = generator.choice(cases)
         changed = damaged(message, generator)
         if changed == message:

@@ -75,11 +75,13 @@ def wire_code(dtype: torch.dtype, value_code: str) -> str:
 def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     """The values as the receiver will see them: what a code loses is lost here.
 
-    It is idempotent, odd, zero for zero (except "sign", which has no zero), and finite for finite values: too
-    large ones saturate. Blocks run along the last dimension from its start.
+    Idempotent, odd, zero for zero (but for "sign", which has none), and finite for finite values (too large
+    ones saturate). NaN and inf stay, so that `wire.encode` notices them: a residual + gradient that
+    overflowed must not travel as the largest number of a code. Blocks run along the last dimension from
+    its start.
 
     Args:
-        values: (..., m), float32 or float64, finite.
+        values: (..., m), float32 or float64.
         code: one of `VALUE_CODES`, or "sign".
         count: (...,) int64: entries from there on are padding. Padding does not affect the other entries, and
             comes back as zero if the code has blocks.
@@ -90,9 +92,11 @@ def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     if code in _HALF:
         half = _HALF[code]
         largest = torch.finfo(half).max
-        return single.clamp(-largest, largest).to(half).to(values.dtype)
-    coded = dequantise(*to_symbols(single, code, count), code).to(values.dtype)
-    if count is None:
+        coded = single.clamp(-largest, largest).to(half).to(values.dtype)
+    else:
+        coded = dequantise(*to_symbols(single, code, count), code).to(values.dtype)
+    coded = coded.where(values.abs() < torch.inf, values)
+    if count is None or code in _HALF:
         return coded
     return coded.masked_fill(torch.arange(coded.shape[-1], device=coded.device) >= count[..., None], 0.0)
 

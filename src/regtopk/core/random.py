@@ -67,8 +67,10 @@ def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.devi
     mapped again until they fall below J, which keeps all distinct.
     """
     bits = max(1, (numel - 1).bit_length())
-    if device is not None and kernels.describe(device).kernel == "triton":
-        return kernels.draw_on_gpu(numel, k, bits, mix(seed, step), _NUM_ROUNDS, device)
+    if device is not None and kernels.describe(device).kernel == "cuda":
+        from regtopk.kernels.triton_random import draw
+
+        return draw(numel, k, bits, mix(seed, step), _NUM_ROUNDS, device)
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]
     drawn = _permute(torch.arange(k, dtype=torch.int64, device=device), bits, keys)
     while bool((outside := drawn >= numel).any()):

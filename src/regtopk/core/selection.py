@@ -21,7 +21,8 @@ def take_largest_(
 
     score_j = |a_j| · damping_j (1 where j is not in ``damped``), a = residual + grad.
     """
-    indices, values = kernels.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    kernel = kernels.kernel_for(residual, grad)
+    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
     sent = _code_(residual, indices, values, code)
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
@@ -37,7 +38,8 @@ def take_largest_per_chunk_(
     damping: Tensor | None = None,
 ) -> SparseGradient:
     """The same with the k largest scores of every chunk; all of a last chunk that is shorter."""
-    indices, values = kernels.take_largest_per_chunk_(
+    kernel = kernels.kernel_for(residual, grad)
+    indices, values = kernel.take_largest_per_chunk_(
         residual, grad, chunk, k_per_chunk, damped=damped, damping=damping
     )
     sent = _code_(residual, indices, values, code)
@@ -57,7 +59,7 @@ def take_above_(
 def take_all_above_(
     residual: Tensor, grad: Tensor, threshold: Tensor, expected: int, *, code: str = "float32"
 ) -> SparseGradient:
-    """The same without a limit; one pass where no more than twice the expected number reach the threshold."""
+    """The same without a limit; a second pass is needed if more than twice the expected number reach it."""
     capacity = min(residual.shape[-1], 2 * expected)
     taken = kernels.take_above_(residual, grad, threshold, capacity)
     if bool(taken.num_left.any()):
@@ -67,15 +69,15 @@ def take_all_above_(
 
 
 def send_(residual: Tensor, taken: kernels.Taken, code: str) -> SparseGradient:
-    """What is sent of what a threshold took; the residual gets back what the code loses."""
+    """Code what a threshold took; the residual gets back what the code loses."""
     width = _width(taken.count)
     indices, values = taken.indices[..., :width], taken.values[..., :width]
     sent = _code_(residual, indices, values, code, taken.count)
-    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code, taken.num_left)
+    return SparseGradient(indices, sent, residual.shape[-1], taken.count, code)
 
 
 def put_back_(residual: Tensor, taken: kernels.Taken) -> None:
-    """As if nothing had been taken: another threshold may take it."""
+    """Undo a selection, so that another threshold can be tried."""
     residual.scatter_add_(-1, taken.indices, taken.values)
 
 
@@ -117,14 +119,16 @@ def find_largest_(
     damping: Tensor | None = None,
 ) -> Tensor:
     """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
-    indices, values = kernels.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    kernel = kernels.kernel_for(residual, grad)
+    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
     residual.scatter_(-1, indices, values)
     return indices
 
 
 def kth_largest(vector: Tensor, k: int) -> Tensor:
     """The k-th largest magnitude of a vector, (..., J) gives (...,); the vector is not changed."""
-    _, values = kernels.take_largest_(torch.zeros_like(vector), vector, k)
+    nothing = torch.zeros_like(vector)
+    _, values = kernels.kernel_for(nothing, vector).take_largest_(nothing, vector, k)
     return values.abs().amin(-1)
 
 
@@ -135,14 +139,14 @@ def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: st
 
 
 def _width(count: Tensor) -> int:
-    """Room for the fullest row, at least 1. Reads one number back, so that nothing J-sized is coded."""
+    """The count of the fullest row, at least 1. Reads one number back, so that nothing J-sized is coded."""
     return max(1, int(count.max()))
 
 
 def _code_(
     residual: Tensor, indices: Tensor, values: Tensor, code: str, count: Tensor | None = None
 ) -> Tensor:
-    """What is sent of the values taken: the residual, zero there, gets back what the code loses."""
+    """Code the values taken; the residual, zero there, gets back what the code loses."""
     if is_lossless(code):
         return values
     sent = quantise(values, code, count)

@@ -10,8 +10,8 @@ from torch import Tensor
 class SparseGradient:
     """The entries a worker sends: (..., m) indices and values of a vector of `numel` entries.
 
-    Rows may be padded: only the first ``count`` entries of a row are meant, the others are ignored
-    by every sum, size and code. ``count`` is None where every row is full.
+    Rows may be padded: only the first ``count`` entries of a row are valid. Every sum, size and code ignores
+    the others. ``count`` is None where every row is full.
 
     Args:
         indices: (..., m) int64, ascending and distinct within the first ``count`` entries of a row.
@@ -19,8 +19,6 @@ class SparseGradient:
         numel: J, the length of the dense vector.
         count: (...,) int64, or None.
         code: the value code whose grid the values lie on.
-        num_left: (...,) int64, how many more entries reached the threshold and stayed for want of room, or
-            None where there is no threshold. It is not sent.
     """
 
     indices: Tensor
@@ -28,7 +26,6 @@ class SparseGradient:
     numel: int
     count: Tensor | None = None
     code: str = "float32"
-    num_left: Tensor | None = None
 
     @property
     def is_valid(self) -> Tensor | None:

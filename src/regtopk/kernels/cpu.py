@@ -21,7 +21,7 @@ from torch import Tensor
 
 from regtopk.kernels import cpu_loops as loops
 from regtopk.kernels.cpu_loops import Array
-from regtopk.kernels.cpu_rows import Row, cut, flat, like, outputs, rows_of
+from regtopk.kernels.cpu_rows import Row, like, outputs, rows_of
 from regtopk.kernels.cpu_threshold import (
     collect_,
     collected,
@@ -32,13 +32,6 @@ from regtopk.kernels.cpu_threshold import (
 from regtopk.kernels.reference import Taken
 from regtopk.kernels.threads import over_rows, side_by_side
 
-_INFINITIES = {  # their memory as an unsigned integer
-    torch.float64: 0x7FF << 52,
-    torch.float32: 0xFF << 23,
-    torch.bfloat16: 0xFF << 7,
-    torch.float16: 0x1F << 10,
-}
-
 
 def take_largest_(
     residual: Tensor,
@@ -47,21 +40,13 @@ def take_largest_(
     *,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
-    non_finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     rows = rows_of(residual, grad, damped, damping)
-    is_refused = [False] * len(rows)
-    if non_finite is not None:
-        is_refused = _find_non_finite(grad)
-        non_finite.copy_(torch.tensor(is_refused).view(non_finite.shape))
     indices, values = outputs(residual, k)
 
     def take_row(n: int, num_threads: int) -> None:
-        if is_refused[n]:
-            indices[n], values[n] = np.arange(k), 0.0
-        else:
-            _take_largest_of_row_(rows[n].cut(num_threads), k, indices[n], values[n])
+        _take_largest_of_row_(rows[n].cut(num_threads), k, indices[n], values[n])
 
     over_rows(take_row, len(rows))
     return like(residual, indices), like(residual, values)
@@ -112,12 +97,6 @@ def take_largest_per_chunk_(
 
     over_rows(take_row, len(rows))
     return like(residual, indices), like(residual, values)
-
-
-def find_non_finite_row(grad: Tensor) -> int | None:
-    """See `reference.find_non_finite_row`."""
-    is_refused = _find_non_finite(grad)
-    return is_refused.index(True) if any(is_refused) else None
 
 
 def _take_largest_of_row_(row: Row, k: int, indices: Array, values: Array) -> None:
@@ -172,19 +151,3 @@ def _first(num: int, available: Array) -> Array:
 
 def _take_(row: Row, stretch: tuple[int, int], indices: Array, values: Array) -> None:
     loops.take_(row.accumulated, row.damped, row.saved, *stretch, indices, values)
-
-
-def _find_non_finite(grad: Tensor) -> list[bool]:
-    """Whether each row holds a NaN or inf."""
-    bits = flat(grad.view({2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[grad.itemsize]))
-    key_type = bits.dtype.type
-    mask, infinity = key_type((1 << (8 * grad.itemsize - 1)) - 1), key_type(_INFINITIES[grad.dtype])
-    is_refused = [False] * len(bits)
-
-    def check_row(n: int, num_threads: int) -> None:
-        stretches = cut(bits[n].size, num_threads, loops.LINE)
-        tasks = [(bits[n], *stretch, mask, infinity) for stretch in stretches]
-        is_refused[n] = not all(side_by_side(loops.is_finite, tasks))
-
-    over_rows(check_row, len(bits))
-    return is_refused

@@ -1,9 +1,9 @@
-"""The loops of the CPU kernels, compiled by numba; `cpu` calls them, one stretch of a row a thread.
+"""The loops of the CPU kernels, compiled by numba. `cpu` calls them, each on one stretch of a row.
 
 The bits of |x| read as an unsigned integer order like |x| itself: that integer is x's *key*. Loops that
 only compare look at `bits`, the residual's memory as unsigned integers, because compilers turn integer
-maxima and counts into vector instructions. `mask` clears the sign. Entries are looked at by the line:
-only where the largest of 64 counts is each of them compared, and nearly always it does not.
+maxima and counts into vector instructions. `mask` clears the sign. Entries are read in lines of 64: they are
+compared one by one only in a line whose largest key reaches the guess, which few lines do.
 
 All functions release the GIL, so plain threads run them side by side: numba's own threading layers
 would reset torch's number of threads, or refuse to be called from two threads at once.
@@ -89,15 +89,6 @@ def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
 
 
 @_compiled
-def is_finite(bits: Array, start: int, stop: int, mask: Any, infinity: Any) -> bool:
-    """Whether all entries of a stretch are finite."""
-    for block in range(start, stop, BLOCK):
-        if largest_key(bits[block : min(block + BLOCK, stop)], mask) >= infinity:
-            return False
-    return True
-
-
-@_compiled
 def is_ascending(indices: Array) -> bool:
     """Whether no index is smaller than the one before it."""
     for i in range(1, indices.size):  # noqa: SIM110 - a generator is not compiled
@@ -133,7 +124,7 @@ def sample_(accumulated: Array, grad: Array, kind: int, sample: Array) -> None:
 def collect(
     bits: Array, start: int, stop: int, mask: Any, guess: Any, num: int, positions: Array, keys: Array
 ) -> int:
-    """Append position and key of every entry with key >= guess, while there is room; count them."""
+    """Append position and key of every entry with key >= guess, as far as they fit; count all of them."""
     for line in range(start, stop, LINE):
         end = min(line + LINE, stop)
         if end - line < LINE or largest_key_of_line(bits[line:end], mask) >= guess:

@@ -36,7 +36,7 @@ class Row:
         return self.accumulated.size
 
     def cut(self, num_threads: int, multiple_of: int = loops.LINE) -> "Row":
-        """Into stretches: several for each thread, so that a slow one can do with fewer."""
+        """The row cut into stretches: several per thread, so that a slow thread can take fewer."""
         return replace(self, stretches=tuple(cut(self.numel, num_threads, multiple_of)))
 
 
@@ -72,7 +72,7 @@ def flat(tensor: Tensor) -> Array:
 
 
 def outputs(residual: Tensor, size: int) -> tuple[Array, Array]:
-    """Room for indices and values, (rows, size)."""
+    """Memory for indices and values, (rows, size)."""
     accumulated = flat(residual)
     shape = (accumulated.shape[0], size)
     return np.empty(shape, np.int64), np.empty(shape, accumulated.dtype)
@@ -84,7 +84,7 @@ def like(residual: Tensor, rows: Array) -> Tensor:
 
 
 def cut(numel: int, num_threads: int, multiple_of: int) -> list[tuple[int, int]]:
-    """A row into stretches for so many threads."""
+    """The (start, stop) of the stretches of a row, for so many threads."""
     num = min(4 * num_threads, _MAX_STRETCHES, numel // _SMALL_STRETCH) if num_threads > 1 else 1
     size = math.ceil(numel / max(1, num) / multiple_of) * multiple_of
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]

@@ -21,8 +21,8 @@ def position_type(numel: int) -> np.dtype[Any]:
 def guess(row: Row, k: int) -> tuple[Any, int]:
     """A key that somewhat more than k entries should reach, and how many to collect at most.
 
-    They are kept in arrays below J / 16 bytes each (or 128 KiB), of float32 up to density 0.001 all
-    together. Where they would not fit, nothing is collected.
+    What is collected is kept in two arrays of at most J / 16 bytes each (or 128 KiB); for float32 and a
+    density of up to 0.001 both together. Where they would not fit, nothing is collected.
     """
     num_samples = min(_NUM_SAMPLES, row.numel // 16) // 8 * 8
     expected = k * num_samples / row.numel
@@ -40,7 +40,7 @@ def guess(row: Row, k: int) -> tuple[Any, int]:
 
 
 def collect_(row: Row, guess: Any, capacity: int) -> list[tuple[int, Array, Array]]:
-    """Accumulate. For each stretch: how many keys reach the guess, their positions, and they."""
+    """Accumulate. For each stretch: how many keys reach the guess, their positions, and the keys."""
 
     def collect(start: int, stop: int) -> tuple[int, Array, Array]:
         room = min(capacity, stop - start)
@@ -56,7 +56,7 @@ def collect_(row: Row, guess: Any, capacity: int) -> list[tuple[int, Array, Arra
 
 
 def collected(row: Row, guess: Any, found: list[tuple[int, Array, Array]]) -> list[tuple[Array, Array]]:
-    """What was found in each stretch; looked for again where there was not room for all of it."""
+    """What was found in each stretch; a stretch that found more than it could keep is searched again."""
     for n, (num, positions, keys) in enumerate(found):
         if num > positions.size:
             positions, keys = np.empty(num, positions.dtype), np.empty(num, keys.dtype)
@@ -77,7 +77,7 @@ def threshold_of_collected(stretches: list[Array], k: int) -> tuple[Any, Array, 
 
 def threshold_by_digits(row: Row, k: int) -> tuple[Any, Array, Array]:
     """The same, over all entries of the row: one pass for each 16 bits of a key."""
-    num_bits = 8 * row.bits.itemsize - 1  # of the threshold's, not known yet
+    num_bits = 8 * row.bits.itemsize - 1  # bits of the threshold that are not known yet
     prefix, num_above = 0, np.zeros(len(row.stretches), np.int64)
     while num_bits > 0:
         width = min(16, num_bits)

@@ -5,79 +5,127 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from regtopk.errors import ArgumentError
 from regtopk.kernels import reference, small_rows
+from regtopk.kernels.reference import Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
 MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
 
-_MODULES = {"cpu": ("cpu", "numba"), "cuda": ("triton", "triton")}  # module here, and what it needs
+_PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device needs
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
 _GRAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _log = logging.getLogger("regtopk")
 
 
+class Kernel(Protocol):
+    """A module with these functions; `reference` says what they do."""
+
+    def take_largest_(
+        self,
+        residual: Tensor,
+        grad: Tensor,
+        k: int,
+        *,
+        damped: Tensor | None = None,
+        damping: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Accumulate, and take the k entries of largest score."""
+
+    def take_largest_per_chunk_(
+        self,
+        residual: Tensor,
+        grad: Tensor,
+        chunk: int,
+        k_per_chunk: int,
+        *,
+        damped: Tensor | None = None,
+        damping: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same for every chunk of the vector."""
+
+    def take_above_(
+        self, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
+    ) -> Taken:
+        """Accumulate, and take the entries that reach a threshold."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A kernel ("reference", "cpu" or "triton") and why it is the one."""
+    """The name of a kernel ("reference", "cpu" or "cuda") and why it is chosen."""
 
     kernel: str
     reason: str
 
 
-def describe(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Choice:
-    """Which kernel large vectors on a device use, given the residual's dtype, and why."""
+def describe(device: torch.device | str) -> Choice:
+    """Which kernel large float32 and float64 vectors on a device use, and why."""
     if _wanted() == "reference":
         return Choice("reference", f"{VARIABLE}=reference")
-    if dtype not in _RESIDUAL_DTYPES:
-        return Choice("reference", f"no fast kernel for residuals of {dtype}")
     return _describe_type(torch.device(device).type)
 
 
-def kernel_for(residual: Tensor | None, grad: Tensor | None) -> ModuleType:
-    """The module that works on these tensors (one of them may be missing)."""
-    either = grad if residual is None else residual
-    assert either is not None
-    device = either.device.type
+def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
+    """The kernel that works on these tensors."""
+    device = residual.device.type
     if _wanted() == "reference":
         return reference
-    size = either.numel() if device == "cuda" else either.shape[-1]  # a launch serves all rows
+    size = residual.numel() if device == "cuda" else residual.shape[-1]  # a launch serves all rows
     if size < SMALL_NUMEL.get(device, 0):
-        return _kernel_for_short(either)
-    if device in MAX_ROWS and either.numel() > MAX_ROWS[device] * either.shape[-1]:
+        return _kernel_for_short(residual)
+    if device in MAX_ROWS and residual.numel() > MAX_ROWS[device] * residual.shape[-1]:
         return reference
-    if residual is not None and not _is_rows(residual, _RESIDUAL_DTYPES):
+    if not _is_rows(residual, _RESIDUAL_DTYPES):
         return reference
     if grad is not None and not _is_rows(grad, _GRAD_DTYPES):
         return reference
     choice = _describe_type(device)
     if choice.kernel == "reference":
         _notice(choice.reason)
-        return reference
-    return import_module(f"regtopk.kernels.{choice.kernel}")
+    return kernel_named(choice.kernel)
 
 
-def kernel_for_sums(rows: Tensor) -> ModuleType:
-    """The module that adds rows."""
+def kernel_named(name: str) -> Kernel:
+    """The kernel of a `Choice`, imported where it is first asked for."""
+    if name == "cpu":
+        from regtopk.kernels import cpu
+
+        return cpu
+    if name == "cuda":
+        from regtopk.kernels import cuda
+
+        return cuda
+    return reference
+
+
+def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
+    """Accumulate, and take the entries that reach a threshold: see `reference.take_above_`."""
+    return kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+
+
+def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_n w_n x_n, from zero, in rank order: see `reference.sum_dense_in_rank_order`."""
     is_short = rows.device.type == "cpu" and rows.shape[-1] < SMALL_NUMEL["cpu"]
-    return small_rows if is_short and _wanted() != "reference" else reference
+    if is_short and _wanted() != "reference":
+        return small_rows.sum_dense_in_rank_order(rows, weights)
+    return reference.sum_dense_in_rank_order(rows, weights)
 
 
-def _kernel_for_short(residual: Tensor) -> ModuleType:
+def _kernel_for_short(residual: Tensor) -> Kernel:
     """Numpy on the CPU, if the rows are one piece of memory."""
     is_plain = residual.is_contiguous() and residual.dtype in _RESIDUAL_DTYPES
     return small_rows if is_plain and residual.device.type == "cpu" else reference
 
 
 def _wanted() -> str:
-    wanted = os.environ[VARIABLE] if VARIABLE in os.environ else "auto"  # noqa: SIM401 (get takes thrice as long)
+    wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in ("", "auto", "reference"):
         raise ArgumentError(f"{VARIABLE} must be 'auto' or 'reference', got {wanted!r}")
     return wanted
@@ -94,20 +142,28 @@ def _is_rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 @cache
 def _describe_type(device: str) -> Choice:
-    if device not in _MODULES:
+    if device not in _PACKAGES:
         return Choice("reference", f"no fast kernel for device type {device!r}")
-    kernel, needs = _MODULES[device]
+    package = _PACKAGES[device]
     try:
-        import_module(f"regtopk.kernels.{kernel}")
+        kernel_named(device)
     except ImportError as error:
-        extra = "regtopk[kernels]" if needs == "numba" else needs
-        return Choice("reference", f"{needs} is missing ({error}); try: pip install '{extra}'")
+        extra = "regtopk[kernels]" if package == "numba" else package
+        return Choice("reference", f"{package} is missing ({error}); try: pip install '{extra}'")
     except Exception as error:  # a package that does not fit the others may raise anything
-        return Choice("reference", f"{needs} cannot be imported ({type(error).__name__}: {error})")
-    return Choice(kernel, f"{device} tensors, {needs} {import_module(needs).__version__}")
+        return Choice("reference", f"{package} cannot be imported ({type(error).__name__}: {error})")
+    return Choice(device, f"{device} tensors, {package} {import_module(package).__version__}")
 
 
 @cache
 def _notice(reason: str) -> None:
-    """Say once why the slow path is taken. A log line, not a warning: the results are the same."""
-    _log.warning("regtopk selects with plain torch operations, which is slower: %s", reason)
+    """Log once why the slow path is taken: a warning on rank 0, and for debugging on the other ranks."""
+    level = logging.WARNING if _rank() == 0 else logging.DEBUG
+    _log.log(level, "regtopk selects with plain torch operations, which is slower: %s", reason)
+
+
+def _rank() -> int:
+    """This process's rank, as far as torch or its launcher tell; else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

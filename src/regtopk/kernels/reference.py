@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What a threshold took from each row: only the first ``count`` entries are meant.
+    """What a threshold took from each row: its first ``count`` entries; the rest is padding.
 
     Attributes:
         indices: (..., capacity) int64, ascending; zero past ``count``.
         values: (..., capacity); zero past ``count``.
         count: (...,) int64, how many were taken.
-        num_left: (...,) int64, how many more reached the threshold and stayed for want of room.
+        num_left: (...,) int64, how many more reached the threshold, but exceeded the capacity and stayed.
     """
 
     indices: Tensor
@@ -39,7 +39,6 @@ def take_largest_(
     *,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
-    non_finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate, take the k entries of largest score, and clear them from the residual.
 
@@ -52,34 +51,13 @@ def take_largest_(
         k: how many entries to take, 1 <= k <= J.
         damped: (..., m) int64, distinct entries whose score is rescaled.
         damping: (..., m), their factors >= 0, in the residual's dtype.
-        non_finite: (...,) bool, written if given: True for rows whose gradient holds a NaN or inf.
-            Such a row keeps its residual; its values are zero. If None, the caller has checked.
 
     Returns:
         The indices, (..., k) int64 in ascending order, and the accumulated values there.
     """
-    if non_finite is not None:
-        return _take_largest_of_finite_(residual, grad, k, damped, damping, non_finite)
     residual.add_(grad)
     indices = largest(score_of(residual, damped, damping), k)
     return indices, take_at_(residual, None, indices)
-
-
-def _take_largest_of_finite_(
-    residual: Tensor,
-    grad: Tensor,
-    k: int,
-    damped: Tensor | None,
-    damping: Tensor | None,
-    non_finite: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Without waiting for a device: everything is done for all rows, and undone where it must be."""
-    non_finite.copy_(~torch.isfinite(grad).all(-1))
-    is_bad, before = non_finite.unsqueeze(-1), residual.clone()
-    indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
-    residual.copy_(before.where(is_bad, residual))
-    first = torch.arange(k, device=indices.device)
-    return first.where(is_bad, indices), values.masked_fill(is_bad, 0.0)
 
 
 def largest(score: Tensor, k: int) -> Tensor:
@@ -109,7 +87,7 @@ def take_largest_per_chunk_(
     Args:
         residual: (..., J), float32 or float64; changed in place.
         grad: (..., J), any floating dtype; not changed.
-        chunk: entries a chunk, >= 1; the last chunk of a row may be shorter.
+        chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
         k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
         damped: (..., m) int64, distinct entries of the row whose score is rescaled.
         damping: (..., m), their factors >= 0, in the residual's dtype.
@@ -224,8 +202,8 @@ def sum_sparse_in_rank_order(
     total = values.new_zeros(*values.shape[:-2], numel) if out is None else out.zero_()
     if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
         return total.scatter_add_(-1, indices.flatten(-2), values.flatten(-2))
-    for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call a rank keeps the order
-        if total.dim() == 1:  # which fills a GPU with fewer entries than scatter_add_ does
+    for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call per rank keeps the order
+        if total.dim() == 1:  # index_add_ fills a GPU with fewer entries than scatter_add_ does
             total.index_add_(0, indices[rank], values[rank])
         else:
             total.scatter_add_(-1, indices[..., rank, :], values[..., rank, :])

@@ -1,16 +1,14 @@
-"""Does the kernel that runs here agree with the reference? A few seconds of random input say."""
+"""Does the kernel that runs here agree with the reference? Tried for a few seconds on random input."""
 
 import math
 import time
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.dispatch import describe
+from regtopk.kernels.dispatch import Kernel, describe, kernel_named
 
 _SMALLEST_NUMEL = 1 << 16  # small, so that many cases fit in the time
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -18,22 +16,22 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How many random cases agreed, and what the first that did not was."""
+    """How many random cases agreed, and the first that did not, if any."""
 
     num_cases: int
     failure: str | None
 
 
 def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> SelfCheck:
-    """Compare the kernel of a device with the reference until the time is over, at least once a dtype.
+    """Compare the kernel of a device with the reference until the time is over, at least once per dtype.
 
     Args:
         device: where the tensors lie.
-        seconds: how long, >= 0; compiling a kernel for the first time comes on top.
+        seconds: how long, >= 0, without the time to compile a kernel first.
     """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(0)
-    kernel = import_module(f"regtopk.kernels.{describe(device).kernel}")
+    kernel = kernel_named(describe(device).kernel)
     num_cases, stop = 0, math.inf
     while time.perf_counter() < stop:
         numel = int(torch.randint(_SMALLEST_NUMEL, _SMALLEST_NUMEL + 50_000, (), generator=generator))
@@ -50,7 +48,7 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
     return SelfCheck(num_cases, None)
 
 
-def _agrees(kernel: ModuleType, grad: Tensor, k: int, generator: torch.Generator) -> bool:
+def _agrees(kernel: Kernel, grad: Tensor, k: int, generator: torch.Generator) -> bool:
     """One step from residual zero: the same scores taken, the values right, and the rest left."""
     numel = grad.shape[-1]
     damped = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values

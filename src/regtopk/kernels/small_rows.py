@@ -1,4 +1,4 @@
-"""Kernels for short rows on the CPU, where calling torch's operations costs more than what they do: numpy.
+"""Kernels for short rows on the CPU, in numpy: there, calling torch's operations costs more than their work.
 
 The k-th largest score is found without the indices (numpy's partition uses vector instructions), and which
 entries reach it is read off in order, so there is nothing to sort. Rows where equal scores straddle the
@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.reference import find_non_finite_row, take_above_, take_largest_per_chunk_
+from regtopk.kernels.reference import take_above_, take_largest_per_chunk_
 
-__all__ = [
-    "find_non_finite_row",
-    "sum_dense_in_rank_order",
-    "take_above_",
-    "take_largest_",
-    "take_largest_per_chunk_",
-]
+__all__ = ["sum_dense_in_rank_order", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
-_SCARCE = 64  # of that many entries one is taken: torch has a fast way for that few itself
+_SCARCE = 64  # where at most one of so many entries is taken, torch is as fast
 
 
 def take_largest_(
@@ -30,14 +24,11 @@ def take_largest_(
     *,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
-    non_finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     numel = residual.shape[-1]
-    if non_finite is not None or _SCARCE * k <= numel:
-        return reference.take_largest_(
-            residual, grad, k, damped=damped, damping=damping, non_finite=non_finite
-        )
+    if _SCARCE * k <= numel:
+        return reference.take_largest_(residual, grad, k, damped=damped, damping=damping)
     residual.add_(grad)
     score = reference.score_of(residual, damped, damping)
     scores = score.numpy().reshape(-1, numel)

@@ -2,8 +2,8 @@
 
 Plain threads, because nothing else leaves torch alone: numba's threading layers reset torch's number of
 threads, or refuse to be called from two threads at once. After an operation torch's own threads wait for the
-next one in a busy loop, for milliseconds, so ours may get half a core, or none for a while: work is
-dealt out in small pieces, to whoever comes for the next, and nobody waits for a thread that did not come.
+next one in a busy loop, for milliseconds, so ours may get half a core, or none for a while. Work is therefore
+cut into small pieces: a thread takes the next one when it is ready, and nobody waits for one that took none.
 """
 
 import os
@@ -41,7 +41,7 @@ def side_by_side(function: Callable[..., Result], tasks: Sequence[Iterable[Any]]
 def over_rows(function: Callable[[int, int], None], num_rows: int) -> None:
     """Call a function with every row and the number of threads it may use itself.
 
-    Enough rows go to the threads whole; of a few, the threads share each one.
+    If there are at least as many rows as threads, each row goes to one thread; else all threads share it.
     """
     num_threads = torch.get_num_threads()
     if num_rows < num_threads:
@@ -53,5 +53,5 @@ def over_rows(function: Callable[[int, int], None], num_rows: int) -> None:
 
 @cache
 def _pool(pid: int, num_threads: int) -> ThreadPoolExecutor:
-    """Kept from call to call; a forked process has none of its parent's threads and gets its own."""
+    """The threads, kept from call to call; a forked process has none of its parent's, and gets its own."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="regtopk")

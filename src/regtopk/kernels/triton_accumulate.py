@@ -1,4 +1,4 @@
-"""Triton programs that pass over all entries once: accumulate, and take what is known by then."""
+"""Triton programs that pass over all entries once: they accumulate, and count or take entries."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,6 @@ import triton.language as tl
 from regtopk.kernels.triton_words import (
     GUESS,
     SIZES,
-    is_refused,
     key_of,
     lead_of,
     leading_bits_of_rank,
@@ -43,7 +42,6 @@ def accumulate(
     grad_stride,
     num_words,
     IS_ALIGNED: tl.constexpr,
-    IS_CHECKED: tl.constexpr,
     HAS_GRAD: tl.constexpr,
     KEY_BITS: tl.constexpr,
     ROOM: tl.constexpr,
@@ -51,33 +49,32 @@ def accumulate(
 ):
     """residual += grad on a tile; count its candidates, and keep where in it the first ROOM of them are.
 
-    Rows are worked on from their ends: there the gradient, checked just before, may be in the cache.
+    Programs start at the end of a row: a driver has just read the gradient, so its end may be in the cache.
     """
     row = tl.program_id(1).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    if not is_refused(work, row, num_words, IS_CHECKED):
-        residual += start_of(row, residual_stride, IS_ALIGNED)
-        grad += start_of(row, grad_stride, IS_ALIGNED)
-        lead = lead_of(row, residual_stride, IS_ALIGNED)
-        start = tile.to(tl.int64) * TILE
-        places = start + tl.arange(0, TILE)
-        if (start >= lead) & (start + TILE <= lead + numel):
-            keys = _accumulate(residual, grad, places, None, HAS_GRAD, KEY_BITS)
-        else:
-            mask = (places >= lead) & (places < lead + numel)
-            keys = _accumulate(residual, grad, places, mask, HAS_GRAD, KEY_BITS)
-        is_candidate = keys >= tl.load(work + row * num_words + GUESS).to(keys.dtype)
-        at_tile = row * tl.num_programs(0) + tile
-        if ROOM > 0:
-            position = tl.cumsum(is_candidate.to(tl.int32), 0)
-            num = tl.max(position, 0)
-            if num > 0:
-                slot = tl.where(is_candidate & (position <= ROOM), position, 0).to(tl.int16)
-                here = slots + at_tile * ROOM - 1 + slot
-                tl.store(here, tl.arange(0, TILE).to(tl.int16), mask=slot > 0)
-        else:
-            num = tl.sum(is_candidate.to(tl.int32))
-        tl.store(tile_counts + at_tile, num.to(tl.int64))
+    residual += start_of(row, residual_stride, IS_ALIGNED)
+    grad += start_of(row, grad_stride, IS_ALIGNED)
+    lead = lead_of(row, residual_stride, IS_ALIGNED)
+    start = tile.to(tl.int64) * TILE
+    places = start + tl.arange(0, TILE)
+    if (start >= lead) & (start + TILE <= lead + numel):
+        keys = _accumulate(residual, grad, places, None, HAS_GRAD, KEY_BITS)
+    else:
+        mask = (places >= lead) & (places < lead + numel)
+        keys = _accumulate(residual, grad, places, mask, HAS_GRAD, KEY_BITS)
+    is_candidate = keys >= tl.load(work + row * num_words + GUESS).to(keys.dtype)
+    at_tile = row * tl.num_programs(0) + tile
+    if ROOM > 0:
+        position = tl.cumsum(is_candidate.to(tl.int32), 0)
+        num = tl.max(position, 0)
+        if num > 0:
+            slot = tl.where(is_candidate & (position <= ROOM), position, 0).to(tl.int16)
+            here = slots + at_tile * ROOM - 1 + slot
+            tl.store(here, tl.arange(0, TILE).to(tl.int16), mask=slot > 0)
+    else:
+        num = tl.sum(is_candidate.to(tl.int32))
+    tl.store(tile_counts + at_tile, num.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, is_refused, key_of, lead_of
+from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, key_of, lead_of
 
-COMPARED_AT_ONCE = tl.constexpr(8)  # candidates; with fewer, more waits for memory one after another
+COMPARED_AT_ONCE = tl.constexpr(8)  # candidates; with fewer, there are more waits for memory in a row
 
 
 @triton.jit
@@ -44,7 +44,6 @@ def damp_before(
     grad_stride,
     num_words,
     KEY_BITS: tl.constexpr,
-    IS_CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Save a where it is damped, and leave a residual there that `accumulate` cannot overlook.
@@ -53,26 +52,25 @@ def damp_before(
     `accumulate` finds, |±score + g|, is at least the score. Count where only that sum reaches the guess.
     """
     row = tl.program_id(1).to(tl.int64)
-    if not is_refused(work, row, num_words, IS_CHECKED):
-        work += row * num_words
-        d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        mask = d < num_damped
-        d = row * num_damped + d
-        j = tl.load(damped + d, mask=mask, other=0)
-        here = residual + row * residual_stride + j
-        r = tl.load(here, mask=mask, other=0.0)
-        g = tl.load(grad + row * grad_stride + j, mask=mask, other=0.0)
-        a = (r + g).to(r.dtype)
-        score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
-        announced = tl.where(g < 0, -score, score)
-        tl.store(saved + d, a, mask=mask)
-        tl.store(here, announced, mask=mask)
-        found = (announced + g).to(r.dtype)
-        least = tl.load(work + GUESS)
-        is_lost = mask & (key_of(found, KEY_BITS) >= least) & (key_of(score, KEY_BITS) < least)
-        num_lost = tl.sum(is_lost.to(tl.int32))
-        if num_lost > 0:
-            tl.atomic_add(work + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
+    work += row * num_words
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = d < num_damped
+    d = row * num_damped + d
+    j = tl.load(damped + d, mask=mask, other=0)
+    here = residual + row * residual_stride + j
+    r = tl.load(here, mask=mask, other=0.0)
+    g = tl.load(grad + row * grad_stride + j, mask=mask, other=0.0)
+    a = (r + g).to(r.dtype)
+    score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+    announced = tl.where(g < 0, -score, score)
+    tl.store(saved + d, a, mask=mask)
+    tl.store(here, announced, mask=mask)
+    found = (announced + g).to(r.dtype)
+    least = tl.load(work + GUESS)
+    is_lost = mask & (key_of(found, KEY_BITS) >= least) & (key_of(score, KEY_BITS) < least)
+    num_lost = tl.sum(is_lost.to(tl.int32))
+    if num_lost > 0:
+        tl.atomic_add(work + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -94,32 +92,30 @@ def damp_after(
     num_words,
     IS_ALIGNED: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    IS_CHECKED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Where the candidates do: put a back, and the score's key among theirs. Else put the score there.
+    """Put a back if the candidates suffice, with the score's key among theirs; otherwise put the score.
 
     A damped entry is looked for among the candidates of its tile.
     """
     row = tl.program_id(1).to(tl.int64)
-    if not is_refused(work, row, num_words, IS_CHECKED):
-        d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        mask = d < num_damped
-        d = row * num_damped + d
-        j = tl.load(damped + d, mask=mask, other=0)
-        a = tl.load(saved + d, mask=mask, other=0.0)
-        score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
-        here = residual + row * residual_stride + j
-        if is_enough(work + row * num_words, k, capacity):
-            tl.store(here, a, mask=mask)
-            at_tile = row * num_tiles + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
-            num = tl.load(tile_counts + at_tile, mask=mask, other=0)
-            first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
-            position = _find_in_tile(offsets + first, num, j, TILE, BLOCK)
-            tl.store(keys + first + position, key_of(score, KEY_BITS), mask=position >= 0)
-        else:
-            tl.store(here, score, mask=mask)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = d < num_damped
+    d = row * num_damped + d
+    j = tl.load(damped + d, mask=mask, other=0)
+    a = tl.load(saved + d, mask=mask, other=0.0)
+    score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+    here = residual + row * residual_stride + j
+    if is_enough(work + row * num_words, k, capacity):
+        tl.store(here, a, mask=mask)
+        at_tile = row * num_tiles + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
+        num = tl.load(tile_counts + at_tile, mask=mask, other=0)
+        first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
+        position = _find_in_tile(offsets + first, num, j, TILE, BLOCK)
+        tl.store(keys + first + position, key_of(score, KEY_BITS), mask=position >= 0)
+    else:
+        tl.store(here, score, mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -158,17 +154,15 @@ def undamp(
     num_steps,
     residual_stride,
     num_words,
-    IS_CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Put a back for the score: among the values if the entry was taken, else in the residual.
 
     Looks for it in the ascending indices by bisection, from 2^(num_steps - 1) = half_k < k on. Where
-    the candidates did, a is back already.
+    the candidates sufficed, `damp_after` has put a back already.
     """
     row = tl.program_id(1).to(tl.int64)
-    is_left = is_refused(work, row, num_words, IS_CHECKED)
-    if not (is_enough(work + row * num_words, k, capacity) | is_left):
+    if not is_enough(work + row * num_words, k, capacity):
         d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = d < num_damped
         d = row * num_damped + d

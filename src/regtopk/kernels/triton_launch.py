@@ -1,6 +1,6 @@
-"""Launches Triton programs, remembering which compiled one belongs to which arguments.
+"""Launches Triton programs, and remembers which compiled program belongs to which arguments.
 
-Triton asks that anew at every launch, which takes longer than a small program runs.
+Triton would look that up at every launch, which takes longer than a small program runs.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ def launch(
 
     Args:
         program: decorated with `triton.jit`.
-        grid: how many run, by their two numbers.
-        arguments: by name, all of the program's and any others.
-        num_warps: threads of each one, in groups of 32.
-        max_registers: of a thread, so that more of them run at a time.
+        grid: (parts, rows), the range of a program's two numbers.
+        arguments: by name; those that the program does not have are ignored.
+        num_warps: threads per program, in groups of 32.
+        max_registers: per thread; with fewer, more threads run at a time.
     """
     key: list[Any] = [id(program), num_warps, max_registers]
     values = []  # as the compiled program takes them: addresses instead of tensors

@@ -1,4 +1,4 @@
-"""What the launches of one call on CUDA share: the rows, the plan, and room for what they find."""
+"""What the launches of one call on CUDA share: the rows, the plan, and memory for what they find."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +11,22 @@ from torch import Tensor
 from regtopk.kernels.triton_words import words_per_row
 
 _MAX_SAMPLES = 1 << 15
-_PER_KEY = 8  # samples of which the largest stands for all
+_PER_KEY = 8  # of so many samples, the largest stands for all
 _LEAST_CAPACITY = 1 << 12
-_ENTRIES_PER_BYTE = 16  # of a temporary, at least: room for candidates takes J / 16 bytes at most
+_ENTRIES_PER_BYTE = 16  # memory for candidates takes J / 16 bytes at most
 
 
 @dataclass(frozen=True)
 class Rows:
-    """(rows, J) tensors, and words through which the launches speak."""
+    """The (rows, J) tensors of a call, and the words through which its launches communicate."""
 
     residual: Tensor
     grad: Tensor | None
     work: Tensor
-    is_checked: bool = False
 
     @property
     def num(self) -> int:
-        """How many."""
+        """How many rows."""
         return self.residual.shape[0]
 
     @property
@@ -37,7 +36,7 @@ class Rows:
 
     @property
     def key_bits(self) -> int:
-        """All but the sign's."""
+        """The bits of a number without its sign."""
         return 8 * self.residual.itemsize - 1
 
     @property
@@ -52,7 +51,7 @@ class Rows:
 
     @property
     def item_bytes(self) -> int:
-        """Of a candidate's key or of its offset, whichever are more."""
+        """Bytes of a candidate's key or of its offset, whichever is larger."""
         return max(self.key_dtype.itemsize, self.offset_dtype.itemsize)
 
     @property
@@ -75,26 +74,25 @@ class Rows:
             "num_words": self.work.shape[1],
             "numel": self.numel,
             "IS_ALIGNED": self.is_aligned,
-            "IS_CHECKED": self.is_checked,
             "KEY_BITS": self.key_bits,
         }
 
     def num_tiles(self, tile: int) -> int:
-        """How many cover a row, wherever in 16 bytes it starts."""
+        """How many tiles cover a row, wherever in 16 bytes it starts."""
         lead = 3 if self.is_aligned and stride(self.residual) % 4 else 0
         return math.ceil((self.numel + lead) / tile)
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Room of (rows, size)."""
+        """Memory of shape (rows, size), not initialised."""
         return torch.empty(self.num, size, dtype=dtype, device=self.residual.device)
 
 
-def rows_of(residual: Tensor, grad: Tensor | None, is_checked: bool = False) -> Rows:
+def rows_of(residual: Tensor, grad: Tensor | None) -> Rows:
     """A call's rows, with words that are zero."""
     rows = as_rows(residual)
     words = words_per_row(8 * residual.itemsize - 1)
     work = torch.zeros(rows.shape[0], words, dtype=torch.int64, device=residual.device)
-    return Rows(rows, None if grad is None else as_rows(grad), work, is_checked)
+    return Rows(rows, None if grad is None else as_rows(grad), work)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -104,20 +102,20 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def stride(rows: Tensor) -> int:
-    """From row to row. Of a single one, 0: a multiple of 16, which lets loads be 16 bytes wide."""
+    """Entries from row to row; 0 for a single row: a multiple of 16 lets loads be 16 bytes wide."""
     return rows.stride(0) if rows.shape[0] > 1 else 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which key of a sample to collect from, and room to collect in; all zero: collect nothing.
+    """Which key of a sample is the guess, and how many candidates to keep; all zero: keep none.
 
     Attributes:
         num_keys: keys to look at, each the largest of ``per_key`` samples.
         per_key: see above.
         rank: which of them is the guess, from 1 for the largest.
-        capacity: room for a row's candidates.
-        room: for a tile's, at first; a power of two.
+        capacity: how many candidates of a row are kept.
+        room: how many of a tile are kept at first; a power of two.
     """
 
     num_keys: int = 0
@@ -129,13 +127,13 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan_for(numel: int, k: int, tile: int, item_bytes: int) -> Plan:
-    """A guess that k entries reach, but for 4 sigma of bad luck, and no more than there is room for.
+    """A guess that at least k entries reach (within 4 sigma), but not more than there is room for.
 
     Args:
         numel: J.
         k: how many are to be taken.
         tile: entries that one program accumulates.
-        item_bytes: of a candidate's key or of its offset, whichever are more.
+        item_bytes: of a candidate's key or of its offset, whichever is larger.
     """
     num_samples = min(_MAX_SAMPLES, 1 << (numel // 16).bit_length() >> 1)
     if num_samples < _PER_KEY:
@@ -176,7 +174,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Room for the offsets and keys of a row's candidates, in its order."""
+    """Memory for the offsets and keys of a row's candidates, in the order of the row."""
 
     capacity: int
     offsets: Tensor
@@ -189,7 +187,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Damped:
-    """The damped entries of each row, (rows, m), and room for what is there."""
+    """The damped entries of each row, (rows, m), and memory to save what they hold."""
 
     indices: Tensor
     factors: Tensor
@@ -198,7 +196,7 @@ class Damped:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Programs for all of them."""
+        """How many programs serve all of them."""
         return math.ceil(self.indices.shape[1] / self.block), self.indices.shape[0]
 
     def options(self) -> dict[str, Any]:

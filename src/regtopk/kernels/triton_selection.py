@@ -1,4 +1,4 @@
-"""Triton programs that find the k largest of what was collected, or of everything, and move them out."""
+"""Triton programs that find the k largest of the candidates, or of all entries, and move them out."""
 
 import triton
 import triton.language as tl
@@ -13,12 +13,11 @@ from regtopk.kernels.triton_words import (
     SIZES,
     WANTED,
     is_enough,
-    is_refused,
     key_of,
     lead_of,
 )
 
-COUNTED_SINGLY = tl.constexpr(32)  # keys of a block, at most, that are faster counted one by one
+COUNTED_SINGLY = tl.constexpr(32)  # up to so many keys of a block are counted faster one by one
 PART = tl.constexpr(1024)
 
 
@@ -54,7 +53,6 @@ def gather(
     residual_stride,
     num_words,
     IS_ALIGNED: tl.constexpr,
-    IS_CHECKED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
@@ -66,44 +64,43 @@ def gather(
     with the largest gradients: a program's tiles are therefore far from each other.
     """
     row = tl.program_id(1).to(tl.int64)
-    if not is_refused(work, row, num_words, IS_CHECKED):
-        work += row * num_words
-        tile_counts += row * num_tiles
-        tile_stops += row * num_tiles
-        slots += row * num_tiles * ROOM
-        total = tl.load(tile_stops + num_tiles - 1)
-        if tl.program_id(0) == 0:
-            tl.store(work + NUM_CANDIDATES, total)
-        if (total <= capacity) & (total - tl.load(work + NUM_LOST) >= k):
-            lead = lead_of(row, residual_stride, IS_ALIGNED)
-            residual += row * residual_stride
-            offsets += row * capacity
-            keys += row * capacity
-            tile = tl.program_id(0) + tl.arange(0, NUM_TILES) * tl.num_programs(0)
-            num = tl.load(tile_counts + tile, mask=tile < num_tiles, other=0)
-            first = tl.load(tile_stops + tile, mask=tile < num_tiles, other=0) - num
-            slot = tl.arange(0, ROOM)[None, :]
-            mask = (slot < num[:, None]) & (num <= ROOM)[:, None]
-            place = tl.load(slots + tile[:, None].to(tl.int64) * ROOM + slot, mask=mask, other=0)
-            offset = tile[:, None].to(tl.int64) * TILE - lead + place
-            key = key_of(tl.load(residual + offset, mask=mask, other=0.0), KEY_BITS)
-            tl.store(offsets + first[:, None] + slot, offset.to(offsets.dtype.element_ty), mask=mask)
-            tl.store(keys + first[:, None] + slot, key, mask=mask)
-            if tl.max(num) > ROOM:
-                guess = tl.load(work + GUESS)
-                for n in range(NUM_TILES):
-                    again = tl.program_id(0) + n * tl.num_programs(0)
-                    count = tl.load(tile_counts + again, mask=again < num_tiles, other=0)
-                    if count > ROOM:
-                        at = tl.load(tile_stops + again) - count
-                        start = again.to(tl.int64) * TILE - lead
-                        stop = tl.minimum(start + TILE, numel)
-                        _look_again(residual, offsets, keys, guess, at, start, stop, KEY_BITS, PART)
+    work += row * num_words
+    tile_counts += row * num_tiles
+    tile_stops += row * num_tiles
+    slots += row * num_tiles * ROOM
+    total = tl.load(tile_stops + num_tiles - 1)
+    if tl.program_id(0) == 0:
+        tl.store(work + NUM_CANDIDATES, total)
+    if (total <= capacity) & (total - tl.load(work + NUM_LOST) >= k):
+        lead = lead_of(row, residual_stride, IS_ALIGNED)
+        residual += row * residual_stride
+        offsets += row * capacity
+        keys += row * capacity
+        tile = tl.program_id(0) + tl.arange(0, NUM_TILES) * tl.num_programs(0)
+        num = tl.load(tile_counts + tile, mask=tile < num_tiles, other=0)
+        first = tl.load(tile_stops + tile, mask=tile < num_tiles, other=0) - num
+        slot = tl.arange(0, ROOM)[None, :]
+        mask = (slot < num[:, None]) & (num <= ROOM)[:, None]
+        place = tl.load(slots + tile[:, None].to(tl.int64) * ROOM + slot, mask=mask, other=0)
+        offset = tile[:, None].to(tl.int64) * TILE - lead + place
+        key = key_of(tl.load(residual + offset, mask=mask, other=0.0), KEY_BITS)
+        tl.store(offsets + first[:, None] + slot, offset.to(offsets.dtype.element_ty), mask=mask)
+        tl.store(keys + first[:, None] + slot, key, mask=mask)
+        if tl.max(num) > ROOM:
+            guess = tl.load(work + GUESS)
+            for n in range(NUM_TILES):
+                again = tl.program_id(0) + n * tl.num_programs(0)
+                count = tl.load(tile_counts + again, mask=again < num_tiles, other=0)
+                if count > ROOM:
+                    at = tl.load(tile_stops + again) - count
+                    start = again.to(tl.int64) * TILE - lead
+                    stop = tl.minimum(start + TILE, numel)
+                    _look_again(residual, offsets, keys, guess, at, start, stop, KEY_BITS, PART)
 
 
 @triton.jit
 def _load_key(residual, keys, is_fast, i, stop, KEY_BITS: tl.constexpr):
-    """Of the candidates or of all entries; -1 from `stop` on."""
+    """The i-th keys of the candidates, or of all entries; -1 from `stop` on."""
     if is_fast:
         key = tl.load(keys + i, mask=i < stop, other=-1)
     else:
@@ -134,48 +131,44 @@ def count_digit(
     capacity,
     residual_stride,
     num_words,
-    IS_CHECKED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     DIGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Settle the digit before this one, and count this one among the keys that start so.
+    """Settle the digit before this one, and count the values of this one among the keys that start so.
 
-    Of the candidates, or of all entries where the candidates do not do.
+    The keys are those of the candidates, or of all entries if the candidates do not suffice.
     """
     row = tl.program_id(1).to(tl.int64)
-    if not is_refused(work, row, num_words, IS_CHECKED):
-        work += row * num_words
-        prefix = tl.full((), 0, tl.int64)
-        wanted = tl.full((), 0, tl.int64) + k
+    work += row * num_words
+    prefix = tl.full((), 0, tl.int64)
+    wanted = tl.full((), 0, tl.int64) + k
+    if DIGIT > 0:
+        prefix, wanted = _next_prefix(work, DIGIT - 1)
+    if tl.program_id(0) == 0:
+        tl.store(work + PREFIX + DIGIT, prefix)
+        tl.store(work + WANTED + DIGIT, wanted)
+    shift: tl.constexpr = KEY_BITS - 7 - 8 * DIGIT
+    counts = tl.zeros((BINS,), tl.int32)
+    all_counts = work + COUNTS + DIGIT * BINS
+    is_fast = is_enough(work, k, capacity)
+    num = tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        key = _load_key(residual + row * residual_stride, keys + row * capacity, is_fast, i, num, KEY_BITS)
+        is_counted = i < num
         if DIGIT > 0:
-            prefix, wanted = _next_prefix(work, DIGIT - 1)
-        if tl.program_id(0) == 0:
-            tl.store(work + PREFIX + DIGIT, prefix)
-            tl.store(work + WANTED + DIGIT, wanted)
-        shift: tl.constexpr = KEY_BITS - 7 - 8 * DIGIT
-        counts = tl.zeros((BINS,), tl.int32)
-        all_counts = work + COUNTS + DIGIT * BINS
-        is_fast = is_enough(work, k, capacity)
-        num = tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel)
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num, tl.num_programs(0) * BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            key = _load_key(
-                residual + row * residual_stride, keys + row * capacity, is_fast, i, num, KEY_BITS
-            )
-            is_counted = i < num
-            if DIGIT > 0:
-                is_counted = is_counted & ((key >> (shift + 8)) == prefix)
-            num_counted = tl.sum(is_counted.to(tl.int32))
-            digit = tl.where(is_counted, (key >> shift) & (BINS - 1), 0).to(tl.int32)
-            if num_counted > COUNTED_SINGLY:
-                counts += tl.histogram(digit, BINS)
-                counts -= tl.where(tl.arange(0, BINS) == 0, BLOCK - num_counted, 0)
-            elif num_counted > 0:
-                one = tl.full((BLOCK,), 1, tl.int64)
-                tl.atomic_add(all_counts + digit, one, mask=is_counted, sem="relaxed")
-        if tl.max(counts) > 0:
-            tl.atomic_add(all_counts + tl.arange(0, BINS), counts.to(tl.int64), sem="relaxed")
+            is_counted = is_counted & ((key >> (shift + 8)) == prefix)
+        num_counted = tl.sum(is_counted.to(tl.int32))
+        digit = tl.where(is_counted, (key >> shift) & (BINS - 1), 0).to(tl.int32)
+        if num_counted > COUNTED_SINGLY:
+            counts += tl.histogram(digit, BINS)
+            counts -= tl.where(tl.arange(0, BINS) == 0, BLOCK - num_counted, 0)
+        elif num_counted > 0:
+            one = tl.full((BLOCK,), 1, tl.int64)
+            tl.atomic_add(all_counts + digit, one, mask=is_counted, sem="relaxed")
+    if tl.max(counts) > 0:
+        tl.atomic_add(all_counts + tl.arange(0, BINS), counts.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -198,32 +191,28 @@ def count_taken(
     capacity,
     residual_stride,
     num_words,
-    IS_CHECKED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Settle the last digit, so the threshold; count what is above it and equal to it in a stretch."""
+    """Settle the last digit, and thereby the threshold; count the keys above and equal to it in a stretch."""
     row = tl.program_id(1).to(tl.int64)
-    if not is_refused(work, row, num_words, IS_CHECKED):
-        work += row * num_words
-        threshold, wanted = _next_prefix(work, (KEY_BITS - 7) // 8)
-        if tl.program_id(0) == 0:
-            tl.store(work + PREFIX, threshold)
-            tl.store(work + WANTED, wanted)
-        is_fast = is_enough(work, k, capacity)
-        first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
-        above = tl.zeros((BLOCK,), tl.int32)
-        equal = tl.zeros((BLOCK,), tl.int32)
-        for start in range(first, stop, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            key = _load_key(
-                residual + row * residual_stride, keys + row * capacity, is_fast, i, stop, KEY_BITS
-            )
-            above += (key > threshold).to(tl.int32)
-            equal += (key == threshold).to(tl.int32)
-        here = row * tl.num_programs(0) + tl.program_id(0)
-        tl.store(num_above + here, tl.sum(above).to(tl.int64))
-        tl.store(num_equal + here, tl.sum(equal).to(tl.int64))
+    work += row * num_words
+    threshold, wanted = _next_prefix(work, (KEY_BITS - 7) // 8)
+    if tl.program_id(0) == 0:
+        tl.store(work + PREFIX, threshold)
+        tl.store(work + WANTED, wanted)
+    is_fast = is_enough(work, k, capacity)
+    first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
+    above = tl.zeros((BLOCK,), tl.int32)
+    equal = tl.zeros((BLOCK,), tl.int32)
+    for start in range(first, stop, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        key = _load_key(residual + row * residual_stride, keys + row * capacity, is_fast, i, stop, KEY_BITS)
+        above += (key > threshold).to(tl.int32)
+        equal += (key == threshold).to(tl.int32)
+    here = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(num_above + here, tl.sum(above).to(tl.int64))
+    tl.store(num_equal + here, tl.sum(equal).to(tl.int64))
 
 
 @triton.jit
@@ -236,15 +225,6 @@ def _sum_before(counts, here, NUM_STRETCHES: tl.constexpr):
     return total
 
 
-@triton.jit
-def _write_first(indices, values, k, BLOCK: tl.constexpr):
-    """What a refused row takes: its first k entries, with value 0."""
-    for start in range(tl.program_id(0) * BLOCK, k, tl.num_programs(0) * BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        tl.store(indices + i, i.to(tl.int64), mask=i < k)
-        tl.store(values + i, tl.zeros((BLOCK,), values.dtype.element_ty), mask=i < k)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def write_taken(
     residual,
@@ -253,7 +233,6 @@ def write_taken(
     keys,
     num_above,
     num_equal,
-    non_finite,
     indices,
     values,
     numel,
@@ -261,7 +240,6 @@ def write_taken(
     capacity,
     residual_stride,
     num_words,
-    IS_CHECKED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     NUM_STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -271,36 +249,30 @@ def write_taken(
     here = tl.program_id(0)
     indices += row * k
     values += row * k
-    is_bad = is_refused(work, row, num_words, IS_CHECKED)
-    if IS_CHECKED and here == 0:
-        tl.store(non_finite + row, is_bad.to(tl.uint8))
-    if is_bad:
-        _write_first(indices, values, k, BLOCK)
-    else:
-        work += row * num_words
-        is_fast = is_enough(work, k, capacity)
-        first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
-        if first < stop:
-            residual += row * residual_stride
-            offsets += row * capacity
-            threshold = tl.load(work + PREFIX)
-            wanted = tl.load(work + WANTED)
-            equal_before = _sum_before(num_equal + row * NUM_STRETCHES, here, NUM_STRETCHES)
-            before = _sum_before(num_above + row * NUM_STRETCHES, here, NUM_STRETCHES)
-            before += tl.minimum(equal_before, wanted)
-            for start in range(first, stop, BLOCK):
-                i = start + tl.arange(0, BLOCK)
-                key = _load_key(residual, keys + row * capacity, is_fast, i, stop, KEY_BITS)
-                rank = tl.cumsum((key == threshold).to(tl.int32), 0)
-                num_wanted = tl.minimum(tl.maximum(wanted - equal_before, 0), BLOCK).to(tl.int32)
-                is_taken = (key > threshold) | ((key == threshold) & (rank <= num_wanted))
-                position = tl.cumsum(is_taken.to(tl.int32), 0)
-                offset = i
-                if is_fast:
-                    offset = tl.load(offsets + i, mask=is_taken, other=0).to(tl.int64)
-                a = tl.load(residual + offset, mask=is_taken, other=0.0)
-                tl.store(indices + before - 1 + position, offset, mask=is_taken)
-                tl.store(values + before - 1 + position, a, mask=is_taken)
-                tl.store(residual + offset, tl.zeros_like(a), mask=is_taken)
-                before += tl.max(position)
-                equal_before += tl.max(rank)
+    work += row * num_words
+    is_fast = is_enough(work, k, capacity)
+    first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
+    if first < stop:
+        residual += row * residual_stride
+        offsets += row * capacity
+        threshold = tl.load(work + PREFIX)
+        wanted = tl.load(work + WANTED)
+        equal_before = _sum_before(num_equal + row * NUM_STRETCHES, here, NUM_STRETCHES)
+        before = _sum_before(num_above + row * NUM_STRETCHES, here, NUM_STRETCHES)
+        before += tl.minimum(equal_before, wanted)
+        for start in range(first, stop, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            key = _load_key(residual, keys + row * capacity, is_fast, i, stop, KEY_BITS)
+            rank = tl.cumsum((key == threshold).to(tl.int32), 0)
+            num_wanted = tl.minimum(tl.maximum(wanted - equal_before, 0), BLOCK).to(tl.int32)
+            is_taken = (key > threshold) | ((key == threshold) & (rank <= num_wanted))
+            position = tl.cumsum(is_taken.to(tl.int32), 0)
+            offset = i
+            if is_fast:
+                offset = tl.load(offsets + i, mask=is_taken, other=0).to(tl.int64)
+            a = tl.load(residual + offset, mask=is_taken, other=0.0)
+            tl.store(indices + before - 1 + position, offset, mask=is_taken)
+            tl.store(values + before - 1 + position, a, mask=is_taken)
+            tl.store(residual + offset, tl.zeros_like(a), mask=is_taken)
+            before += tl.max(position)
+            equal_before += tl.max(rank)

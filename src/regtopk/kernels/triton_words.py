@@ -1,26 +1,25 @@
-"""How the Triton programs of one call speak to each other, and what they share.
+"""What the Triton programs of one call share, and how one launch tells the next what it found.
 
 The bits of |x| read as an integer order like |x| itself: that integer is x's *key*. Every program works
-on one row, number `program_id(1)`. A row's words in `work` (int64, zero at first) are how one launch
-tells the next what it found: nothing is read back by the host.
+on one row, number `program_id(1)`. What a launch finds, it writes to the row's words in `work` (int64, zero
+at first), where the next launch reads it. The host reads nothing back.
 
     0          candidates: entries whose key reached the guess
     1          damped candidates whose score does not reach it
     2          the guess
-    3          1 if the gradient holds a NaN or inf: the row is left alone
-    4          programs that have taken their part of the sample
+    3          programs that have taken their part of the sample
     8 + i      the leading i digits of the threshold (8 bits a digit)
     24 + i     how many more are to be taken among the keys that start so
     40 + 256 i how many keys have each value of digit i, after the digits before it
 
-Parameters have no annotations but constexpr because Triton reads them itself, and knows no other.
+Parameters are annotated with constexpr or not at all: Triton reads annotations itself, and knows no other.
 """
 
 import triton
 import triton.language as tl
 
 NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
-GUESS, NON_FINITE, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+GUESS, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
 BINS = tl.constexpr(256)
 # sizes that change from call to call: no program is compiled again because one is a multiple of 16
@@ -40,7 +39,7 @@ SIZES = [
 
 
 def words_per_row(key_bits: int) -> int:
-    """Of `work`."""
+    """How many words of `work` a row has."""
     return int(COUNTS.value) + (key_bits + 1) // 8 * int(BINS.value)
 
 
@@ -81,16 +80,7 @@ def lead_of(row, stride, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def is_refused(work, row, num_words, IS_CHECKED: tl.constexpr):
-    """Whether to leave the row alone."""
-    if IS_CHECKED:
-        return tl.load(work + row * num_words + NON_FINITE) != 0
-    else:
-        return False
-
-
-@triton.jit
 def is_enough(work, k, capacity):
-    """Whether a row's candidates were kept, all of them, and the scores of k or more reach the guess."""
+    """Whether a row's candidates suffice: all were kept, and at least k of their scores reach the guess."""
     num = tl.load(work + NUM_CANDIDATES)
     return (num <= capacity) & (num - tl.load(work + NUM_LOST) >= k)

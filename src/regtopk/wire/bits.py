@@ -1,4 +1,4 @@
-"""Bits and 32-bit words, on any device and over leading dimensions, without reading anything back.
+"""Bits and 32-bit words, on any device and with leading dimensions; nothing is read back to the host.
 
 Bit i of a section is bit i mod 32 of its word i // 32; words are little-endian int32.
 """
@@ -13,8 +13,9 @@ def reinterpret(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """The same bits as numbers of another dtype, along the last dimension."""
     *batch, size = numbers.shape
     flat = numbers.flatten()
-    if flat.storage_offset() * flat.element_size() % dtype.itemsize:  # torch only views aligned storage
-        flat = flat.clone()
+    is_aligned = flat.storage_offset() * flat.element_size() % dtype.itemsize == 0
+    if flat.stride(0) != 1 or not is_aligned:  # torch only views aligned storage without gaps
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(dtype).view(*batch, size * numbers.element_size() // dtype.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""The frame of a message: what it says of itself, and what is wrong with it.
+"""The frame of a message: how it is made, and how it is checked.
 
 32 bytes, little-endian: magic (4), version (1), index code (1), value code (1), zero (1), J (8), count (8),
 checksum (8). The checksum is the sum of (2 i + 3) · word_i modulo 2^64 over the 32-bit words of the message,
@@ -35,19 +35,26 @@ REASONS = (
     f"version must be {VERSION}",
     "index and value codes must be those expected",
     "numel must be the J expected",
-    "count must be in 0..J and within the capacity (-1: the sender's entries were broken)",
+    "count must be in 0..J and within the capacity",
     "length must be what count and codes ask for",
     "checksum must be that of the words",
     "indices must be below J, ascending and distinct",
     "values and scales must be finite",
+    "the sender's indices must be below J, ascending and distinct (count is -1)",
+    "the sender's values must be finite (count is -2: its residual + gradient has overflowed, or it has "
+    "refused a message itself)",
 )
 BAD_MAGIC, BAD_VERSION, BAD_CODES, BAD_NUMEL, BAD_COUNT, BAD_LENGTH, BAD_CHECKSUM, BAD_INDICES, BAD_VALUES = (
-    1 << i for i in range(len(REASONS))
+    1 << i for i in range(9)
 )
+BAD_INDICES_SENT, BAD_VALUES_SENT = 1 << 9, 1 << 10
+
+# In the place of the count: the sender itself says that nobody can use its entries.
+_COUNT_OF_BAD_INDICES, _COUNT_OF_BAD_VALUES = -1, -2
 
 
 class Header(NamedTuple):
-    """What frames say, each (...,). Where the status is not 0, the number is at least within bounds."""
+    """What frames say, each (...,). The number of entries is within bounds even if the status is not 0."""
 
     num_entries: Tensor
     status: Tensor
@@ -66,13 +73,21 @@ def reasons(bits: int) -> str:
     return "; ".join(reason for i, reason in enumerate(REASONS) if bits >> i & 1)
 
 
-def make_frame(is_sound: Tensor, numel: int, count: int, index_code: str, value_code: str) -> Tensor:
-    """The frame's words (..., 8), its checksum still zero; a count of -1 marks entries not to be trusted."""
+def make_frame(
+    is_ascending: Tensor, is_finite: Tensor, numel: int, count: int, index_code: str, value_code: str
+) -> Tensor:
+    """The frame's words (..., 8), its checksum still zero.
+
+    Rows whose indices do not ascend, or whose values are not finite, are marked in the place of the count:
+    receivers refuse them. The sender does not do so itself: it would have to wait for its device.
+    """
     kinds = VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
-    frame = torch.zeros(*is_sound.shape, 4, dtype=torch.int64, device=is_sound.device)
+    frame = torch.zeros(*is_finite.shape, 4, dtype=torch.int64, device=is_finite.device)
     frame[..., 0] = MAGIC | kinds << 32  # filled in one by one: a tensor from a list waits for the device
     frame[..., 1] = numel
-    frame[..., 2] = torch.where(is_sound, count, -1)
+    frame[..., 2] = torch.where(is_ascending, count, _COUNT_OF_BAD_INDICES).where(
+        is_finite, _COUNT_OF_BAD_VALUES
+    )
     return reinterpret(frame, torch.int32)
 
 
@@ -103,10 +118,11 @@ def to_words(messages: Tensor) -> Tensor:
 
 
 def check_frame(words: Tensor, numel: int, capacity: int, index_code: str, value_code: str) -> Header:
-    """What each frame says, checked. Where it is wrong, count is at least within bounds."""
+    """What each frame says, checked."""
     kinds = words[..., 1]
     found_numel, count, checksum = reinterpret(words[..., 2:8], torch.int64).unbind(-1)
     is_counted = (count >= 0) & (count <= min(numel, capacity))
+    has_bad_indices, has_bad_values = count == _COUNT_OF_BAD_INDICES, count == _COUNT_OF_BAD_VALUES
     count = count * is_counted
     size = HEADER_WORDS + value_words(count, value_code)  # the fewest words it can take
     layout, index_id = None, torch.zeros_like(kinds)
@@ -118,11 +134,13 @@ def check_frame(words: Tensor, numel: int, capacity: int, index_code: str, value
     status = status_of(
         (words[..., 0] == MAGIC, BAD_MAGIC),
         ((kinds & 0xFF) == VERSION, BAD_VERSION),
-        ((kinds >> 8) == (index_id | VALUE_IDS[value_code] << 8), BAD_CODES),
+        (((kinds >> 8) == (index_id | VALUE_IDS[value_code] << 8)) | ~is_counted, BAD_CODES),
         (found_numel == numel, BAD_NUMEL),
-        (is_counted, BAD_COUNT),
+        (is_counted | has_bad_indices | has_bad_values, BAD_COUNT),
         (size <= words.shape[-1], BAD_LENGTH),
         (checksum == _checksum(words), BAD_CHECKSUM),
+        (~has_bad_indices, BAD_INDICES_SENT),
+        (~has_bad_values, BAD_VALUES_SENT),
     )
     return Header(count, status, layout)
 

@@ -41,9 +41,9 @@ class _Body(NamedTuple):
 def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     """One worker's message, or a batch of equally long ones, as bytes (..., num_bytes) uint8.
 
-    Nothing is read back from the device, except one number where the length depends on values there:
-    with "rice", and with padding. Indices that are not ascending and distinct, and values that are not
-    finite, are marked in the frame and refused by every receiver.
+    Nothing is read back from the device, except one number where the length depends on values there: with
+    "rice", and with padding. Indices that are not ascending and distinct, and values that are not finite
+    (residual + gradient may overflow), are marked in the frame, and every receiver refuses the message.
 
     Args:
         sparse: values on the grid of its code. Leading dimensions are a batch; with padding or with
@@ -70,8 +70,8 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     if index_code == "rice":
         unary = unary[..., : num_words(int(packed.unary_bits))]
     value_code = wire_code(values.dtype, sparse.code)
-    is_sound = are_in_order(indices, sparse.numel) & torch.isfinite(values).all(-1)
-    frame = make_frame(is_sound, sparse.numel, indices.shape[-1], packed.code, value_code)
+    is_ascending, is_finite = are_in_order(indices, sparse.numel), torch.isfinite(values).all(-1)
+    frame = make_frame(is_ascending, is_finite, sparse.numel, indices.shape[-1], packed.code, value_code)
     return seal([frame, pack_values(values, value_code), packed.fields, unary])
 
 
@@ -79,7 +79,8 @@ def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     """Dense values (..., m) on the grid of a code, without indices, as bytes (..., num_bytes)."""
     value_code = wire_code(values.dtype, code)
     size = values.shape[-1]
-    frame = make_frame(torch.isfinite(values).all(-1), size, size, "dense", value_code)
+    is_finite = torch.isfinite(values).all(-1)
+    frame = make_frame(torch.ones_like(is_finite), is_finite, size, size, "dense", value_code)
     return seal([frame, pack_values(values, value_code)])
 
 
@@ -105,6 +106,10 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
             f"index and value codes of a message must be known, got {index_id} and {value_id}"
         )
     index_code = "elias-fano" if index_code == "bitmap" else index_code
+    try:
+        check_index_code(index_code, numel)
+    except ArgumentError as error:
+        raise WireFormatError(f"index code of a message must hold indices below J: {error}") from None
     header = check_frame(words, numel, numel, index_code, value_code)
     _raise_if(header.status)
     dtype = torch.float64 if value_code == "float64" else torch.float32
@@ -158,7 +163,7 @@ def decode_segment(
     count, status, _ = check_frame(words, size, size, "dense", value_code)
     start = torch.full_like(count, HEADER_WORDS)
     values, is_sound = unpack_values(words, start, count, size, value_code, dtype)
-    is_full = (count == size) | (status & BAD_COUNT != 0)  # say it once
+    is_full = (count == size) | (status != 0)  # what else is wrong explains it
     status = status + status_of((is_sound, BAD_VALUES), (is_full, BAD_COUNT))
     return values.masked_fill((status != 0).unsqueeze(-1), 0), status
 
@@ -183,7 +188,7 @@ def _decode_body(
     values, values_are_sound = unpack_values(words, start, count, capacity, value_code, dtype)
     start = start + value_words(count, value_code)
     indices, indices_are_sound, end = unpack_indices(words, start, count, layout, numel, capacity, index_code)
-    is_long_enough = (end <= words.shape[-1]) | (status & BAD_LENGTH != 0)  # say it once
+    is_long_enough = (end <= words.shape[-1]) | (status & BAD_LENGTH != 0)  # once is enough
     status = status + status_of(
         (indices_are_sound, BAD_INDICES), (values_are_sound, BAD_VALUES), (is_long_enough, BAD_LENGTH)
     )

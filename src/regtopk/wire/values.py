@@ -1,4 +1,4 @@
-"""Values as words: plain numbers, or per block its scales and per value a symbol."""
+"""Values as words: plain numbers, or a symbol per value and the scales of each block."""
 
 from typing import NamedTuple
 
@@ -66,9 +66,8 @@ def unpack_values(
     symbols = bits.unpack(section, VALUE_BITS[code])[..., :capacity]
     values = dequantise(symbols, scales, code).masked_fill(is_padding, 0)
     lo, hi = scales[..., 0], scales[..., -1]
-    is_ordered = (
-        torch.isfinite(lo) & (hi >= 0) if code == "sign" else lo <= hi
-    )  # minus and plus, in any order
+    # The two scales of "sign", minus and plus, may come in any order.
+    is_ordered = torch.isfinite(lo) & (hi >= 0) if code == "sign" else lo <= hi
     is_sound = (torch.isfinite(hi) & (lo >= 0) & is_ordered).all(-1)
     return Unpacked(values.to(dtype), is_sound)
 

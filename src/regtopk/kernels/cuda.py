@@ -1,13 +1,14 @@
 """Fast kernels for CUDA tensors: one pass over memory, then k-sized work, and the host never waits.
 
-The same plan as `cpu`: a sample says which key somewhat more than k entries reach, one pass accumulates
-and collects the entries that reach it, and the k-th largest of those is found digit by digit. Where they
-do not do (the guess was wrong, many entries are equal, or k is a large part of J), the digits of all
-entries are counted instead. Which of the two is decided on the device, so a step can be captured in a
-CUDA graph. Of equal scores at the threshold the first in the row are taken.
+The programs are written in Triton (`triton_*`). The plan is that of `cpu`: a sample says which key somewhat
+more than k entries reach. One pass accumulates, and collects the entries that reach it: the candidates. The
+k-th largest candidate is then found digit by digit. If the candidates do not suffice (the guess was wrong,
+many entries are equal, or k is a large part of J), the digits of all entries are counted instead. The device
+decides which of the two is done, so a step can be captured in a CUDA graph. Of equal scores at the threshold
+the first in the row are taken.
 
-Temporaries of a row: each at most J / 16 bytes (in whole tiles of 2,048 entries), or 32 KiB where that is
-more; up to density 0.001 all of them together about as much. What is k long does not count.
+A temporary takes at most J / 16 bytes per row (in whole tiles of 2,048 entries), or 32 KiB where that is
+more. Up to density 0.001 all temporaries together take about as much. Those of length k are not counted.
 """
 
 import math
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import reference, triton_accumulate, triton_damping, triton_guess, triton_selection
-from regtopk.kernels.reference import Taken, find_non_finite_row
+from regtopk.kernels.reference import Taken
 from regtopk.kernels.triton_launch import launch
 from regtopk.kernels.triton_plan import (
     Candidates,
@@ -32,16 +33,13 @@ from regtopk.kernels.triton_plan import (
 )
 from regtopk.kernels.triton_words import GUESS
 
-__all__ = ["find_non_finite_row", "take_above_", "take_largest_", "take_largest_per_chunk_"]
-
-# entries an accumulating program works on, warps, registers (benchmarks/kernel_launches.py --tiles)
+# entries per accumulating program, its warps and registers (benchmarks/kernel_launches.py --tiles)
 _TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 11, 8, None
-_CHECKED, _CHECKED_WARPS = 1 << 13, 8  # and one that looks for NaN
 _BLOCK = 1 << 10  # entries looked at together after that
-_TILES_TOGETHER = 16  # whose candidates one program gathers; full ones it looks at one after another
-_SMALL_BLOCK = 1 << 8  # damped entries, which are all over the row
-_KEYS_OF_SAMPLER = 1 << 7
-_MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or all of it
+_TILES_TOGETHER = 16  # one program gathers the candidates of so many tiles
+_SMALL_BLOCK = 1 << 8  # damped entries per program; they lie all over the row
+_KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
+_MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
 
@@ -52,15 +50,14 @@ def take_largest_(
     *,
     damped: Tensor | None = None,
     damping: Tensor | None = None,
-    non_finite: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     with torch.cuda.device_of(residual):
-        rows = rows_of(residual, grad, is_checked=non_finite is not None)
+        rows = rows_of(residual, grad)
         damp = _damped(rows, damped, damping)
         plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
-        if plan.rank or rows.is_checked:
-            _guess_and_check(rows, plan)
+        if plan.rank > 0:
+            _guess(rows, plan)
         if damp is not None:
             _damp_before_(rows, damp)
         tiles = _accumulate_(rows, plan.room)
@@ -68,7 +65,7 @@ def take_largest_(
         if damp is not None:
             _damp_after_(rows, damp, k, tiles, candidates)
         _find_threshold(rows, k, candidates)
-        indices, values = _move_out_(rows, k, candidates, non_finite)
+        indices, values = _move_out_(rows, k, candidates)
         if damp is not None:
             _undamp_(rows, damp, plan.capacity, indices, values)
     return _as_batch(residual, indices), _as_batch(residual, values)
@@ -127,21 +124,15 @@ def take_largest_per_chunk_(
     return _as_batch(residual, indices), _as_batch(residual, values)
 
 
-def _guess_and_check(rows: Rows, plan: Plan) -> None:
+def _guess(rows: Rows, plan: Plan) -> None:
     num_samplers = math.ceil(plan.num_keys / _KEYS_OF_SAMPLER)
-    num_blocks = rows.num_tiles(_CHECKED) if rows.is_checked else 0
     own = {
         "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "num_groups": rows.numel // 4,
         "keys": rows.empty(plan.num_keys, rows.key_dtype), "rank": plan.rank, "NUM_KEYS": plan.num_keys,
-        "PER_KEY": plan.per_key, "NUM_SAMPLERS": num_samplers, "BLOCK": _CHECKED,
+        "PER_KEY": plan.per_key, "NUM_SAMPLERS": num_samplers,
         "NUM_BITS": 22 if rows.key_bits == 31 else 25,  # rounds the guess down by 2^-14 of it at most
     }  # fmt: skip
-    launch(
-        triton_guess.guess_and_check,
-        (num_samplers + num_blocks, rows.num),
-        rows.options | own,
-        _CHECKED_WARPS,
-    )
+    launch(triton_guess.guess, (num_samplers, rows.num), rows.options | own, _SAMPLER_WARPS)
 
 
 def _accumulate_(rows: Rows, room: int) -> Tiles:
@@ -169,16 +160,14 @@ def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
 
 
 def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
-    """By its digits; what was found is among the words."""
+    """Find the k-th largest key digit by digit; the result is among the words."""
     own = rows.options | candidates.options() | {"k": k, "BLOCK": _BLOCK}
     grid = _num_stretches(rows, candidates), rows.num
     for digit in range((rows.key_bits + 1) // 8):
         launch(triton_selection.count_digit, grid, own | {"DIGIT": digit})
 
 
-def _move_out_(
-    rows: Rows, k: int, candidates: Candidates, non_finite: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _move_out_(rows: Rows, k: int, candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Take what is above the threshold, and the first of what equals it."""
     indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
     num_stretches = _num_stretches(rows, candidates)
@@ -186,7 +175,6 @@ def _move_out_(
         "indices": indices, "values": values, "k": k, "NUM_STRETCHES": num_stretches, "BLOCK": _BLOCK,
         "num_above": rows.empty(num_stretches, torch.int64),
         "num_equal": rows.empty(num_stretches, torch.int64),
-        "non_finite": rows.work if non_finite is None else non_finite.view(-1).view(torch.uint8),
     }  # fmt: skip
     own |= rows.options | candidates.options()
     launch(triton_selection.count_taken, (num_stretches, rows.num), own)
@@ -233,7 +221,7 @@ def _num_stretches(rows: Rows, candidates: Candidates) -> int:
 
 
 def _keys_of(threshold: float | Tensor, residual: Tensor) -> Tensor:
-    """One threshold a row, as keys, (rows,) int64."""
+    """One threshold per row, as keys, (rows,) int64."""
     batch = residual.shape[:-1]
     if not isinstance(threshold, Tensor):
         threshold = residual.new_full(batch, threshold)
