@@ -7,8 +7,7 @@ import pytest
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.report import write_report
 from regtopk.report.style import METHODS, styles_of
-from regtopk.run_writer import RunWriter
-from regtopk.runs import CONFIG, SUMMARY, Panel, make_header, write_json
+from regtopk.runs import CONFIG, SUMMARY, Panel, RunWriter, make_header, write_json
 
 PANELS = (
     Panel(

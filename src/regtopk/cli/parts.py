@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from regtopk.errors import RegtopkError
+from regtopk.errors import RegtopkError, RunExistsError
 from regtopk.report import columns_of, format_number
 
 P = ParamSpec("P")
@@ -39,7 +39,9 @@ def say_errors(command: Callable[P, T]) -> Callable[P, T]:
         try:
             return command(*args, **kwargs)
         except RegtopkError as error:
-            typer.echo(f"regtopk: {error}", err=True)
+            is_taken = isinstance(error, RunExistsError)
+            advice = ": choose another --out, or replace it with --force" if is_taken else ""
+            typer.echo(f"regtopk: {error}{advice}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("regtopk: interrupted", err=True)
