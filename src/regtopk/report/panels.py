@@ -94,6 +94,7 @@ def _draw_bars(
     axes.set_xlabel(panel.x_label)
     if panel.log_x:
         axes.set_xscale("log")
+        label_log_axis(axes.xaxis, *axes.get_xlim())
 
 
 def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:
