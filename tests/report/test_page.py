@@ -128,6 +128,39 @@ def test_page_of_several_runs(tmp_path: Path) -> None:
     assert (tmp_path / "two" / "figure.png").exists()
 
 
+def test_drawings_are_labelled(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
+    assert labels == ["Lines &lt; &amp; &gt;", "Steps"]
+
+
+def test_a_method_named_like_a_formula(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        for name in ("$\\frac$", "$a$"):
+            writer.add({"method": name, "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish({"table": []})
+    assert "$\\frac$" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "$a$" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+
+
+def test_several_commands_stand_with_the_settings(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, {**HEADER, "command": "first\nsecond"}) as writer:
+        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish({"table": [{"measure": "topk", "bytes a step": 3}]})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("<pre>first\nsecond</pre>") == 1
+    assert "<th>bytes per step</th>" in page
+
+
+def test_parts_outside_are_left_alone(tmp_path: Path) -> None:
+    write_run(tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / CONFIG, {**HEADER, "parts": ["../other"]})
+    with pytest.raises(OutputError, match="must be subfolders"):
+        write_report(tmp_path / "run")
+    assert not (tmp_path / "other" / "index.html").exists()
+
+
 def test_no_run_to_report(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="folder must hold a finished run"):
         write_report(tmp_path)

@@ -154,7 +154,7 @@ def _table(run: Run) -> str:
     """All rows, and the columns that are not empty; a method's line stands before its name."""
     rows, styles = run.summary["table"], styles_of_run(run)
     columns = columns_of(rows)
-    head = "".join(f"<th>{escape(heading_of(column))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(label_of(heading_of(column)))}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(_cell(row.get(key), styles) for key in columns)}</tr>" for row in rows)
     ran_on = f"<p>{escape(hardware_and_time(run.summary))}</p>" if "hardware" in run.summary else ""
     return (
@@ -173,7 +173,7 @@ def _cell(content: object, styles: Mapping[str, Style]) -> str:
 
 def heading_of(column: str) -> str:
     """What a column of a table is called in print."""
-    return HEADINGS.get(column, label_of(column))
+    return HEADINGS.get(column, column)
 
 
 def _settings(run: Run) -> str:

@@ -100,13 +100,11 @@ class RunWriter:
     def configure(self, settings: Mapping[str, Any]) -> None:
         """Change settings of the header that depend on what the folder holds, now that it is locked."""
         self._header["config"] = {**self._header["config"], **settings}
-        with writing_to(self.folder):
-            write_json(self.folder / CONFIG, self._header)
+        write_json(self.folder / CONFIG, self._header)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary: from now on the run counts as finished."""
-        with writing_to(self.folder):
-            write_json(self.folder / SUMMARY, summary)
+        write_json(self.folder / SUMMARY, summary)
 
 
 @contextmanager
@@ -129,8 +127,10 @@ def writing_to(folder: Path) -> Iterator[None]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write readable JSON, all of it or, at a kill, nothing."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    new.replace(path)
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    with writing_to(path.parent):
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
 
 
 def check_holds_no_run(folder: Path) -> None:
