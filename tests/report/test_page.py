@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -7,7 +8,7 @@ import pytest
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.report import write_report
 from regtopk.report.style import METHODS, styles_of
-from regtopk.runs import CONFIG, SUMMARY, Panel, RunWriter, make_header, write_json
+from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, write_json
 
 PANELS = (
     Panel(
@@ -159,6 +160,22 @@ def test_parts_outside_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="must be subfolders"):
         write_report(tmp_path / "run")
     assert not (tmp_path / "other" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        (CONFIG, json.dumps({**HEADER, "panels": [{"colour": "red"}]}), "TypeError: .*'colour'"),
+        (METRICS, '{"method": "topk", "iteration": 0}\n', "KeyError: 'density'"),
+        (SUMMARY, "{}", "KeyError: 'table'"),
+        (SUMMARY, '{"table": [{"measure": "topk"}], "hardware": ["a CPU"]}', "KeyError: 'minutes'"),
+    ],
+)
+def test_a_run_that_cannot_be_drawn(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(OutputError, match=f"folder must hold a run that can be drawn, got .*: {reason}"):
+        write_report(tmp_path)
 
 
 def test_no_run_to_report(tmp_path: Path) -> None:

@@ -76,25 +76,6 @@ def test_a_header_that_lacks_a_field(tmp_path: Path, name: str, value: Any) -> N
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("panel", [{"x": "step"}, 3, {"colour": "red"}])
-def test_a_panel_that_is_none(tmp_path: Path, panel: Any) -> None:
-    write_run(tmp_path)
-    (tmp_path / CONFIG).write_text(json.dumps({**HEADER, "panels": [panel]}))
-    with pytest.raises(OutputError, match=r"panels in .*config.json must have the fields of a Panel: "):
-        read_run(tmp_path)
-
-
-def test_a_record_that_cannot_be_drawn(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / METRICS).write_text('{"method": "topk", "step": 0, "density": 0.1}\n')
-    message = r"record 1 of .* must have 'loss', which its figure shows, got \['density', 'method', 'step'\]"
-    with pytest.raises(OutputError, match=message):
-        read_run(tmp_path)
-    (tmp_path / METRICS).write_text('{"step": 0}\n')
-    with pytest.raises(OutputError, match=r"record 1 of .* must have 'method' of type str, got None"):
-        read_run(tmp_path)
-
-
 @pytest.mark.parametrize("parts", [["."], [".."], ["a/b"], ["/"], ["a", "away"], [1], "a"])
 def test_parts_are_subfolders(tmp_path: Path, parts: Any) -> None:
     (tmp_path / "run").mkdir()

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from regtopk.errors import OutputError
 from regtopk.report.figure import draw_files, draw_inline, drawings_of, styles_of_run
 from regtopk.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
 from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, parts_of, read_header, read_run, writing_to
@@ -60,9 +61,17 @@ def write_report(folder: Path) -> Path:
         The page.
 
     Raises:
-        OutputError: the folder holds no finished run, or cannot be written.
+        OutputError: the folder holds no finished run, or one that cannot be drawn, or it cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
+    try:
+        return _write_report(folder)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # made by hand
+        reason = f"{type(error).__name__}: {error}"
+        raise OutputError(f"folder must hold a run that can be drawn, got {folder}: {reason}") from error
+
+
+def _write_report(folder: Path) -> Path:
     header = read_header(folder)
     parts = parts_of(folder, header)
     runs = [read_run(part) for part in parts or [folder]]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from regtopk.errors import OutputError
-from regtopk.runs.run import CARRIED, CONFIG, METRICS, SUMMARY, Panel, Record, Run
+from regtopk.runs.run import CARRIED, CONFIG, METRICS, SUMMARY, Record, Run
 
 T = TypeVar("T")
 
@@ -43,19 +43,12 @@ def read_run(folder: Path) -> Run:
     """Read a finished run back, its seeds merged.
 
     Raises:
-        OutputError: there is none, it was not finished, or something is missing in it.
+        OutputError: there is none, it was not finished, or its header lacks a field.
     """
     header = read_header(folder)
     _check_fields(folder / CONFIG, header, RUN_HEADER)
     summary = _read(folder / SUMMARY, _parse_object)
-    records = _read(folder / METRICS, _parse_lines)
-    try:
-        panels = [Panel(**panel) for panel in header["panels"]]
-    except TypeError as error:
-        raise OutputError(f"panels in {folder / CONFIG} must have the fields of a Panel: {error}") from None
-    for number, record in enumerate(records, start=1):
-        _check_is_drawable(f"record {number} of {folder / METRICS}", record, panels)
-    return Run(folder, header, merge_seeds(records), summary)
+    return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -122,10 +115,3 @@ def _check_fields(what: object, content: Mapping[str, Any], types: Mapping[str, 
     for name, kind in types.items():
         if not isinstance(content.get(name), kind):
             raise OutputError(f"{what} must have {name!r} of type {kind.__name__}, got {content.get(name)!r}")
-
-
-def _check_is_drawable(what: str, record: Record, panels: Sequence[Panel]) -> None:
-    _check_fields(what, record, {"method": str})
-    for name in {name for panel in panels for name in (panel.x, panel.y, *panel.where)}:
-        if name not in record:
-            raise OutputError(f"{what} must have {name!r}, which its figure shows, got {sorted(record)}")
