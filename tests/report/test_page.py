@@ -178,6 +178,13 @@ def test_a_run_that_cannot_be_drawn(tmp_path: Path, name: str, text: str, reason
         write_report(tmp_path)
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "index.html").mkdir()  # in the way
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*: Is a directory"):
+        write_report(tmp_path)
+
+
 def test_no_run_to_report(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="folder must hold a finished run"):
         write_report(tmp_path)

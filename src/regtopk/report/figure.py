@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.3, 3.2)
-INLINE_SCALE = 0.85  # of a panel on a page, where three stand side by side: its text is larger in it
+INLINE_SCALE = 0.85  # panels of a page are drawn smaller and shown larger: their text stays legible
 BAR_INCHES = 0.24  # height of a row in a panel with bars
 LETTER_INCHES = 0.07  # width of a letter in a method's name
 LINE_INCHES = 0.2  # height of a line of the legend

@@ -54,7 +54,7 @@ def points_of(run: Run) -> list[Point]:
 
 
 def frontier_of(run: Run) -> Frontier | None:
-    """What to draw; None where all methods send about the same by nature, or nothing was measured."""
+    """What to draw; None if accuracy or bytes were not measured, or all methods send about as much."""
     points = points_of(run)
     if not points:
         return None

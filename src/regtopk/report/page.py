@@ -66,7 +66,7 @@ def write_report(folder: Path) -> Path:
     """
     try:
         return _write_report(folder)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # made by hand
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # records made up
         reason = f"{type(error).__name__}: {error}"
         raise OutputError(f"folder must hold a run that can be drawn, got {folder}: {reason}") from error
 
@@ -88,7 +88,7 @@ def _write_report(folder: Path) -> Path:
 def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
     is_single = header is runs[0].header
     body = [_opening("h1", header, runs[0].summary if is_single else {})]
-    if "\n" not in header["command"]:  # of several commands the settings tell
+    if "\n" not in header["command"]:  # several stand with the settings only
         body.append(f"<pre>{escape(header['command'])}</pre>")
     for run in runs:
         if not is_single:

@@ -109,7 +109,7 @@ class RunWriter:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Say of an error of the file system which output folder it concerns.
+    """Turn errors of the file system into errors that name the output folder.
 
     Raises:
         OutputError: the folder cannot be written.
