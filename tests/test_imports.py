@@ -21,7 +21,6 @@ LEVELS = {
     "experiments": 7,
     "report": 7,
     "plan": 7,
-    "run_writer": 6,
     "runs": 5,
     "simulate": 4,
     "distributed": 4,

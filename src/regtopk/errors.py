@@ -9,7 +9,8 @@
     ├── OracleError        (also a RuntimeError)  an algorithm peeks, and this cluster cannot answer
     ├── WireFormatError    (also a ValueError)    a message that is damaged or not ours
     ├── ClusterError       (also a RuntimeError)  the ranks disagree, or the model cannot be attached to
-    ├── OutputError        (also an OSError)      a folder that cannot be written, or holds another run
+    ├── OutputError        (also an OSError)      a folder that cannot be written, or cannot be read as a run
+    │   └── RunExistsError                        a folder that holds another run
     └── MissingExtraError  (also an ImportError)  an optional dependency is not installed
 
 Every message names the argument, the rule and the value, and is raised before any state changes.
@@ -45,7 +46,11 @@ class ClusterError(RegtopkError, RuntimeError):
 
 
 class OutputError(RegtopkError, OSError):
-    """An output folder cannot be written, or holds another run."""
+    """An output folder cannot be written, or a folder cannot be read as a run."""
+
+
+class RunExistsError(OutputError):
+    """An output folder holds a run already, which is not replaced unasked."""
 
 
 class MissingExtraError(RegtopkError, ImportError):

@@ -10,8 +10,7 @@ from matplotlib.text import Text
 from regtopk.report.figure import draw_all, drawings_of, styles_of_run
 from regtopk.report.frontier import Frontier, Point, frontier_of, spread_apart
 from regtopk.report.page import write_report
-from regtopk.run_writer import RunWriter
-from regtopk.runs import Panel, Run, make_header
+from regtopk.runs import Panel, Run, RunWriter, make_header
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

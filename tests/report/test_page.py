@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -7,8 +8,7 @@ import pytest
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.report import write_report
 from regtopk.report.style import METHODS, styles_of
-from regtopk.run_writer import RunWriter
-from regtopk.runs import CONFIG, SUMMARY, Panel, make_header, write_json
+from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, write_json
 
 PANELS = (
     Panel(
@@ -127,6 +127,62 @@ def test_page_of_several_runs(tmp_path: Path) -> None:
     assert page.count("<h2>A &lt;title&gt;</h2>") == 2
     assert page.count("<figure>") == 2 * len(PANELS)
     assert (tmp_path / "two" / "figure.png").exists()
+
+
+def test_drawings_are_labelled(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
+    assert labels == ["Lines &lt; &amp; &gt;", "Steps"]
+
+
+def test_a_method_named_like_a_formula(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        for name in ("$\\frac$", "$a$"):
+            writer.add({"method": name, "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish({"table": []})
+    assert "$\\frac$" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "$a$" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+
+
+def test_several_commands_stand_with_the_settings(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, {**HEADER, "command": "first\nsecond"}) as writer:
+        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish({"table": [{"measure": "topk", "bytes a step": 3}]})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("<pre>first\nsecond</pre>") == 1
+    assert "<th>bytes per step</th>" in page
+
+
+def test_parts_outside_are_left_alone(tmp_path: Path) -> None:
+    write_run(tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / CONFIG, {**HEADER, "parts": ["../other"]})
+    with pytest.raises(OutputError, match="must be subfolders"):
+        write_report(tmp_path / "run")
+    assert not (tmp_path / "other" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        (CONFIG, json.dumps({**HEADER, "panels": [{"colour": "red"}]}), "TypeError: .*'colour'"),
+        (METRICS, '{"method": "topk", "iteration": 0}\n', "KeyError: 'density'"),
+        (SUMMARY, "{}", "KeyError: 'table'"),
+        (SUMMARY, '{"table": [{"measure": "topk"}], "hardware": ["a CPU"]}', "KeyError: 'minutes'"),
+    ],
+)
+def test_a_run_that_cannot_be_drawn(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(OutputError, match=f"folder must hold a run that can be drawn, got .*: {reason}"):
+        write_report(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "index.html").mkdir()  # in the way
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*: Is a directory"):
+        write_report(tmp_path)
 
 
 def test_no_run_to_report(tmp_path: Path) -> None:

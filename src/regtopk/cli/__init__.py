@@ -23,8 +23,7 @@ from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
 from regtopk.experiments.deep.config import PRESETS
 from regtopk.experiments.settings import check_word
 from regtopk.report import write_report
-from regtopk.run_writer import claim_folder
-from regtopk.runs import CONFIG, SUMMARY, read_header, versions, write_json
+from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
 
 app = typer.Typer(
     help="Train over slow networks by sending a thousandth of the gradient.",

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from regtopk.cli.parts import as_typed, show
-from regtopk.errors import ArgumentError
+from regtopk.errors import ArgumentError, OutputError, RunExistsError
 from regtopk.experiments import parse_settings
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.fig3 import record
@@ -49,6 +49,9 @@ def reproduce_fig3(
     try:
         with _progress() as say:
             summary = record(config, folder, command=command, resume=resume, force=force, say=say)
+    except RunExistsError as error:
+        advice = "choose another --out, go on with --resume, or replace it with --force"
+        raise OutputError(f"{error}: {advice}") from None
     except KeyboardInterrupt:
         if (folder / CONFIG).exists():
             typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)

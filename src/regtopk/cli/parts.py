@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from regtopk.errors import RegtopkError
-from regtopk.report import columns_of, format_number
+from regtopk.errors import RegtopkError, RunExistsError
+from regtopk.report import columns_of, format_number, heading_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +39,9 @@ def say_errors(command: Callable[P, T]) -> Callable[P, T]:
         try:
             return command(*args, **kwargs)
         except RegtopkError as error:
-            typer.echo(f"regtopk: {error}", err=True)
+            is_taken = isinstance(error, RunExistsError)
+            advice = ": choose another --out, or replace it with --force" if is_taken else ""
+            typer.echo(f"regtopk: {error}{advice}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("regtopk: interrupted", err=True)
@@ -74,7 +76,7 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
     columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        _add_column(table, column, [format_number(row.get(column)) for row in rows])
+        _add_column(table, heading_of(column), [format_number(row.get(column)) for row in rows])
     for name, summary in summaries.items():
         table.add_section()
         table.add_row(name, style="bold")
@@ -90,7 +92,7 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
 
 def _add_column(table: Table, name: str, cells: Sequence[str]) -> None:
     """Numbers to the right; a column is as wide as its longest word at least, of names a part of it."""
-    if name == "measure":
+    if not name:  # the first column: methods or measures
         longest = max((len(cell) for cell in cells), default=0)
         table.add_column("", overflow="fold", min_width=min(longest, _LEAST_NAME))
         return

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from regtopk.experiments.settings import ConfigT
-from regtopk.run_writer import RunWriter
-from regtopk.runs import Panel, Record, make_header
+from regtopk.runs import Panel, Record, RunWriter, make_header
 
 Progress = Callable[[float], None]
 Summary = dict[str, Any]

@@ -42,8 +42,7 @@ from regtopk.experiments.experiment import Summary
 from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import divide
 from regtopk.experiments.threads import threads_for
-from regtopk.run_writer import RunWriter, check_holds_no_run
-from regtopk.runs import Record, make_header, read_records
+from regtopk.runs import Record, RunWriter, check_holds_no_run, make_header, read_records
 
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
 Say = Callable[[float, str], None]  # the fraction done, and a few words

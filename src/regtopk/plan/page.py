@@ -8,8 +8,7 @@ from regtopk.plan.costs import Calibration
 from regtopk.plan.methods import DENSE, FP16, PEER, POWERSGD, Method, Prediction, Situation, predict
 from regtopk.plan.predict import Plan
 from regtopk.plan.units import format_bandwidth, format_size, format_time
-from regtopk.run_writer import RunWriter
-from regtopk.runs import Panel, Record, make_header
+from regtopk.runs import Panel, Record, RunWriter, make_header
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]

@@ -1,4 +1,4 @@
-"""Lays out a run's panels with matplotlib, as files and for a page."""
+"""Lays out a run's panels with matplotlib, for files and for a page."""
 
 import io
 import math
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.3, 3.2)
-BAR_INCHES = 0.24  # of height for each row of a panel with bars
-LETTER_INCHES = 0.07  # of width for a letter of a method's name
-LINE_INCHES = 0.2  # of height for a line of the legend
-TITLE_INCHES = 0.25  # of height for the title of a panel
-LEGEND_INCHES = 6.5  # the least width that all labels of a legend fit into
+INLINE_SCALE = 0.85  # panels of a page are drawn smaller and shown larger: their text stays legible
+BAR_INCHES = 0.24  # height of a row in a panel with bars
+LETTER_INCHES = 0.07  # width of a letter in a method's name
+LINE_INCHES = 0.2  # height of a line of the legend
+TITLE_INCHES = 0.25  # height of a panel's title
+LEGEND_INCHES = 6.5  # the least width of a figure: any one label of the legend fits
 STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
+    "text.parse_math": False,  # a $ in a name is a $
     "text.color": INK[0],
     "axes.labelcolor": INK[0],
     "axes.edgecolor": GRID[0],
@@ -56,14 +58,14 @@ class Drawing(NamedTuple):
 
 
 def styles_of_run(run: Run) -> dict[str, Style]:
-    """The look of each method that is drawn; at equal bytes the code of values is half of a method."""
+    """The look of each method that is drawn; at equal bytes labels say how values are coded."""
     config = run.header["config"]
     value_code = config.get("value_code", "") if config.get("like") else ""
     return styles_of(_drawn_methods(run), run.summary.get("base"), value_code)
 
 
 def _drawn_methods(run: Run) -> list[str]:
-    """All, but at equal bytes, where there are many, each with one lr."""
+    """All methods; at equal bytes, where there are many, each with its best lr only."""
     methods = methods_of(run.records)
     if not run.header["config"].get("like") or run.summary.get("metric") != "accuracy":
         return methods
@@ -72,7 +74,7 @@ def _drawn_methods(run: Run) -> list[str]:
 
 
 def drawings_of(run: Run) -> list[Drawing]:
-    """The panels of a run, and what each method reaches with how many bytes where that was measured."""
+    """The panels of a run and, where bytes were measured, accuracy against bytes."""
     styles = styles_of_run(run)
     records = [record for record in run.records if record["method"] in styles]
     drawings = [
@@ -88,7 +90,7 @@ def drawings_of(run: Run) -> list[Drawing]:
 
 
 def _panel_inches(panel: Panel, styles: Mapping[str, Style]) -> tuple[float, float]:
-    """Panels with names of methods beside them grow with these."""
+    """A panel with bars grows with the number and the length of the methods' names beside them."""
     width, height = PANEL_INCHES
     if panel.marks != "bars":
         return width, height
@@ -97,30 +99,42 @@ def _panel_inches(panel: Panel, styles: Mapping[str, Style]) -> tuple[float, flo
 
 
 def draw_files(run: Run, png: Path, svg: Path) -> None:
-    """All panels with a legend, as a picture and as a drawing for print."""
+    """Draw all panels with a legend, as PNG and as SVG."""
     figure = draw_all(drawings_of(run), list(styles_of_run(run).values()))
-    figure.savefig(png, dpi=160, facecolor="white")
-    figure.set_layout_engine("none")  # everything has its place now; finding it takes half of the time
+    save_png(figure, png)
+    figure.set_layout_engine("none")  # everything has its place now: laying it out again is slow
     svg.write_text(_to_svg(figure, salt=run.panels[0].y), encoding="utf-8")
 
 
+def save_png(figure: "Figure", path: Path) -> None:
+    """Save a picture with 256 colours: a quarter of the bytes, and no difference to see."""
+    from PIL import Image  # comes with matplotlib
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, facecolor="white", pil_kwargs={"compress_level": 0})
+    picture = Image.open(buffer).convert("RGB")
+    picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(path)
+
+
 def draw_inline(drawing: Drawing, *, salt: str) -> str:
-    """One panel as an SVG element for a page: no ground, no title, no legend.
+    """One panel as an SVG element for a page, without background, title and legend.
 
     Args:
         drawing: what to draw.
-        salt: different for every drawing of a page, so that their inner names do not clash.
+        salt: different for every drawing of a page, so that their ids do not clash.
     """
     matplotlib = _import_matplotlib()
+    width, height = drawing.size
+    scale = 1.0 if drawing.is_wide else INLINE_SCALE
     with matplotlib.rc_context(STYLE):
-        figure: Figure = matplotlib.figure.Figure(figsize=drawing.size, layout="constrained")
+        figure: Figure = matplotlib.figure.Figure((scale * width, scale * height), layout="constrained")
         drawing.draw(figure.subplots())
     text = _to_svg(figure, salt=salt)
     return text[text.index("<svg") :]
 
 
 def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
-    """Rows of panels, the wide ones below, and the legend in a strip of its own that is high enough."""
+    """Rows of panels, the wide ones below them, and a strip for the legend at the bottom."""
     matplotlib = _import_matplotlib()
     rows = _rows(drawings)
     width = max(LEGEND_INCHES, *(sum(drawing.size[0] for drawing in row) for row in rows))

@@ -1,4 +1,4 @@
-"""What each method reaches with how many bytes a step: one labelled point a method, with its best lr."""
+"""Accuracy against bytes per step: one labelled point per method, with its best lr."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH_INCHES = 9.5
-AXES_INCHES = 8.4  # what of the width is left to the axes
+AXES_INCHES = 8.4  # the part of the width that the axes have
 LINE_INCHES = 0.17  # between two labels
 LETTER_INCHES = 0.052
 LEAST_HEIGHT_INCHES = 2.6  # of the axes
 BELOW_INCHES = 0.8  # for the axis and its label
-TITLE = "Accuracy against bytes a step: mean and range over seeds"
+TITLE = "Accuracy against bytes per step: mean and range over seeds"
 MARGIN = 0.03  # of the axes' width, left of the first point and between points and labels
-LEAST_RATIO = 1.1  # of bytes that are worth a figure if they are not meant to be equal
-LONGEST_TAIL = 10  # times the better half's spread; what is further below is drawn at the lower edge
+LEAST_SPREAD = 1.1  # most bytes over fewest: below it, bytes that happen to differ are not worth a figure
+LONGEST_TAIL = 10  # times the spread of the better half; a point further below is drawn at the lower edge
 
 
 class Point(NamedTuple):
-    """A method: its bytes a worker and step; mean, lowest and highest accuracy of its seeds."""
+    """A method: its bytes per worker and step; mean, lowest and highest accuracy of its seeds."""
 
     method: str
     num_bytes: float
@@ -36,14 +36,14 @@ class Point(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The methods of a run, each with its best lr, and the bytes that they were given, if they were."""
+    """The methods of a run, each with its best lr, and their budget of bytes, if they had one."""
 
     points: list[Point]
     budget: float | None
 
 
 def points_of(run: Run) -> list[Point]:
-    """All methods of a summary of accuracies; none of another, or where a method has several densities."""
+    """A point for each method; none if accuracy was not measured, or a method has several densities."""
     if run.summary.get("metric") != "accuracy":
         return []
     points = [
@@ -54,20 +54,20 @@ def points_of(run: Run) -> list[Point]:
 
 
 def frontier_of(run: Run) -> Frontier | None:
-    """From the run's summary; None where bytes tell nothing."""
+    """What to draw; None if accuracy or bytes were not measured, or all methods send about as much."""
     points = points_of(run)
     if not points:
         return None
     num_bytes = {point.method: point.num_bytes for point in points}
     budget = num_bytes.get(run.summary.get("base", "")) if run.header["config"].get("like") else None
-    if budget is None and max(num_bytes.values()) < LEAST_RATIO * min(num_bytes.values()):
+    if budget is None and max(num_bytes.values()) < LEAST_SPREAD * min(num_bytes.values()):
         return None
     kept = best_lr_of(run)
     return Frontier([point for point in points if point.method in kept], budget)
 
 
 def best_lr_of(run: Run) -> set[str]:
-    """Of methods that differ in lr alone the best, or the base if it is one of them; all others."""
+    """The methods to draw: where several differ in lr only, the base or else the best of them."""
     base = run.summary.get("base")
     results = sorted(run.summary["results"], key=lambda r: (r["method"] == base, r["mean"]))
     return set({without_option(r["method"], "lr"): r["method"] for r in results}.values())
@@ -79,7 +79,7 @@ def frontier_inches(frontier: Frontier) -> tuple[float, float]:
 
 
 def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes") -> None:
-    """Points with their range over seeds, each labelled at the right of those that are beside it."""
+    """Draw points with their range over seeds; labels stand to the right of all points nearby."""
     points = sorted(frontier.points, key=lambda point: point.mean)
     longest = max(len(styles[point.method].label) for point in points)
     label_width = min(0.7, (LETTER_INCHES * (longest + 8) + 0.2) / AXES_INCHES)
@@ -92,7 +92,7 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
         for near in _groups(points, 2 * MARGIN * decades)
         for point in near
     }
-    for group in _groups(points, (label_width + 2 * MARGIN) * decades):  # whose labels could overlap
+    for group in _groups(points, (label_width + 2 * MARGIN) * decades):  # their labels could overlap
         shown = [max(point.mean, floor) for point in group]
         places = spread_apart(shown, gap, bottom + gap / 2, top - gap / 2)
         for point, place in zip(group, places, strict=True):
@@ -105,7 +105,7 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
 
 
 def _set_x_axis(axes: "Axes", points: Sequence[Point], label_width: float) -> float:
-    """Leave room for labels right of the last point; how many decades the axis has."""
+    """Leave room for labels right of the last point. Returns how many decades the axis has."""
     low, high = (math.log10(pick(point.num_bytes for point in points)) for pick in (min, max))
     decades = max(1.0, (high - low) / (1 - label_width - 3 * MARGIN))
     axes.set_xscale("log")
@@ -115,7 +115,7 @@ def _set_x_axis(axes: "Axes", points: Sequence[Point], label_width: float) -> fl
 
 
 def _set_y_axis(axes: "Axes", points: Sequence[Point]) -> float:
-    """End it above the methods that failed; the lowest mean that is drawn where it is."""
+    """End the axis above methods that failed. Returns the lowest mean that is drawn in its place."""
     middle, high = median(point.mean for point in points), max(point.high for point in points)
     least = middle - LONGEST_TAIL * max(1.0, high - middle)
     kept = [point.low for point in points if point.mean >= least]
@@ -127,7 +127,7 @@ def _set_y_axis(axes: "Axes", points: Sequence[Point]) -> float:
 
 
 def _groups(points: Sequence[Point], least_decades: float) -> list[list[Point]]:
-    """Points whose bytes are nearer than that to those of another, each group in the order of the points."""
+    """Chains of points with neighbours nearer than that in bytes; a group keeps the order of the points."""
     by_bytes = sorted(point.num_bytes for point in points)
     ends = [at for at, after in pairwise(by_bytes) if math.log10(after / at) > least_decades]
     bounds = pairwise([0.0, *ends, math.inf])
@@ -135,8 +135,8 @@ def _groups(points: Sequence[Point], least_decades: float) -> list[list[Point]]:
 
 
 def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places at least a gap apart and within the limits, in the given rising order, as near as can be."""
-    blocks: list[tuple[float, int]] = []  # mean and number of neighbours that share a shift
+    """Places near the wanted ones (which rise), at least a gap apart, within the limits."""
+    blocks: list[tuple[float, int]] = []  # mean shift and number of neighbours that move together
     for at, place in enumerate(wanted):
         blocks.append((place - at * gap, 1))
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
@@ -148,7 +148,7 @@ def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -
 
 
 def _draw_point(axes: "Axes", point: Point, floor: float, place: tuple[float, float], style: Style) -> None:
-    """A dot and its range, or a triangle at the lower edge; a line leads to the label."""
+    """Draw a dot and its range, or a triangle at the lower edge, and a line that leads to the label."""
     x, y, label = point.num_bytes, max(point.mean, floor), f"{style.label}  {point.mean:.1f}"
     if point.mean < floor:
         label += " ↓"
@@ -156,12 +156,5 @@ def _draw_point(axes: "Axes", point: Point, floor: float, place: tuple[float, fl
     else:
         axes.plot([x, x], [max(point.low, floor), point.high], color=style.light, lw=2.5, alpha=0.4)
         axes.plot([x], [y], "o", ms=6, color=style.light, mew=0)
-    line = {
-        "arrowstyle": "-",
-        "color": style.light,
-        "lw": 0.7,
-        "shrinkA": 2,
-        "shrinkB": 0,
-        "relpos": (0, 0.5),
-    }
+    line = dict(arrowstyle="-", color=style.light, lw=0.7, shrinkA=2, shrinkB=0, relpos=(0, 0.5))
     axes.annotate(label, (x, y), place, color=INK[0], fontsize=LABEL_POINTS, va="center", arrowprops=line)

@@ -6,9 +6,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from regtopk.errors import OutputError
 from regtopk.report.figure import draw_files, draw_inline, drawings_of, styles_of_run
 from regtopk.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
-from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, read_header, read_run
+from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, parts_of, read_header, read_run, writing_to
+
+# what the columns of a table are called in print, where that is not their key in summary.json
+HEADINGS = {
+    "measure": "",
+    "bytes a step": "bytes per step",
+    "s a run": "s per run",
+    "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
+}
 
 LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
 DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0"}
@@ -52,31 +61,38 @@ def write_report(folder: Path) -> Path:
         The page.
 
     Raises:
-        OutputError: the folder holds no finished run.
+        OutputError: the folder holds no finished run, or one that cannot be drawn, or it cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
+    try:
+        return _write_report(folder)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # records made up
+        reason = f"{type(error).__name__}: {error}"
+        raise OutputError(f"folder must hold a run that can be drawn, got {folder}: {reason}") from error
+
+
+def _write_report(folder: Path) -> Path:
     header = read_header(folder)
-    parts = [folder / part for part in header.get("parts", ())]
-    for part in parts:
-        write_report(part)
+    parts = parts_of(folder, header)
     runs = [read_run(part) for part in parts or [folder]]
-    if not parts:
-        draw_files(runs[0], folder / FIGURE_PNG, folder / FIGURE_SVG)
-    page = folder / PAGE
-    page.write_text(_page(header, runs), encoding="utf-8")
-    return page
+    for run in runs:
+        with writing_to(run.folder):
+            draw_files(run, run.folder / FIGURE_PNG, run.folder / FIGURE_SVG)
+            (run.folder / PAGE).write_text(_page(run.header, [run]), encoding="utf-8")
+    if parts:
+        with writing_to(folder):
+            (folder / PAGE).write_text(_page(header, runs), encoding="utf-8")
+    return folder / PAGE
 
 
 def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
-    is_single = len(runs) == 1 and header == runs[0].header
-    body = [f"<h1>{escape(header['title'])}</h1>", f"<p>{escape(header['about'])}</p>"]
-    body.append(f"<pre>{escape(header['command'])}</pre>")
+    is_single = header is runs[0].header
+    body = [_opening("h1", header, runs[0].summary if is_single else {})]
+    if "\n" not in header["command"]:  # several stand with the settings only
+        body.append(f"<pre>{escape(header['command'])}</pre>")
     for run in runs:
         if not is_single:
-            body.append(f"<h2>{escape(run.header['title'])}</h2><p>{escape(run.header['about'])}</p>")
-        if "finding" in run.summary:
-            at = 1 if is_single else len(body)
-            body.insert(at, f"<p class=finding>{escape(run.summary['finding'])}</p>")
+            body.append(_opening("h2", run.header, run.summary))
         body += [_legend(run), _panels(run), _table(run), _settings(run)]
     versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
     return (
@@ -86,6 +102,12 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
         f"<title>{escape(header['title'])}</title>\n<style>{_colours(runs)}{CSS}</style>\n</head>\n<body>\n"
         f"<main>\n{''.join(body)}\n<footer>{escape(versions)}</footer>\n</main>\n</body>\n</html>\n"
     )
+
+
+def _opening(tag: str, header: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The title, the finding if there is one, and what the run is about."""
+    finding = f"<p class=finding>{escape(summary['finding'])}</p>" if "finding" in summary else ""
+    return f"<{tag}>{escape(header['title'])}</{tag}>{finding}<p>{escape(header['about'])}</p>"
 
 
 def _variable(style: Style) -> str:
@@ -122,13 +144,14 @@ def _panels(run: Run) -> str:
     styles = styles_of_run(run)
     for number, drawing in enumerate(drawings_of(run)):
         picture = draw_inline(drawing, salt=f"{run.header['experiment']}{number}")
-        kind = ' class="row"' if drawing.is_wide else ""
-        figures.append(f"<figure{kind}><h3>{escape(drawing.title)}</h3>{_adaptive(picture, styles)}</figure>")
+        kind, title = ' class="row"' if drawing.is_wide else "", escape(drawing.title)
+        labelled = picture.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+        figures.append(f"<figure{kind}><h3>{title}</h3>{_adaptive(labelled, styles)}</figure>")
     return f'<div class="panels">{"".join(figures)}</div>'
 
 
 def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
-    """The drawing with its light colours turned into the page's variables, which follow the reader."""
+    """The drawing with the page's variables for its light colours: they have a dark value too."""
     names = {INK[0]: "ink", GRID[0]: "grid"}
     names |= {style.light: _variable(style) for style in styles.values()}
     for colour, name in names.items():
@@ -137,10 +160,10 @@ def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
 
 
 def _table(run: Run) -> str:
-    """All rows, and the columns that say something; methods have their line before them."""
+    """All rows, and the columns that are not empty; a method's line stands before its name."""
     rows, styles = run.summary["table"], styles_of_run(run)
     columns = columns_of(rows)
-    head = "".join(f"<th>{escape(_heading(column))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(label_of(heading_of(column)))}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(_cell(row.get(key), styles) for key in columns)}</tr>" for row in rows)
     ran_on = f"<p>{escape(hardware_and_time(run.summary))}</p>" if "hardware" in run.summary else ""
     return (
@@ -152,13 +175,14 @@ def _cell(content: object, styles: Mapping[str, Style]) -> str:
     if isinstance(content, str) and content in styles:
         style = styles[content]
         return f'<td title="{escape(content)}">{_key(style)}{escape(style.label)}</td>'
-    if isinstance(content, str):  # a method that is not drawn, or words
+    if isinstance(content, str):  # a method that is not drawn, or any other text
         return f'<td title="{escape(content)}">{escape(label_of(content))}</td>'
     return f"<td>{escape(format_number(content))}</td>"
 
 
-def _heading(column: str) -> str:
-    return "" if column == "measure" else label_of(column)
+def heading_of(column: str) -> str:
+    """What a column of a table is called in print."""
+    return HEADINGS.get(column, column)
 
 
 def _settings(run: Run) -> str:

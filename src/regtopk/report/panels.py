@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LABEL_POINTS = 8.5  # size of the names of methods beside their marks
 LARGE = 10_000  # numbers from here on are written with powers of ten
-MAX_CIRCLES = 25  # of published points on one curve
+MAX_CIRCLES = 25  # published points on one curve
 
 
 def methods_of(records: Sequence[Record]) -> list[str]:
@@ -23,19 +23,14 @@ def methods_of(records: Sequence[Record]) -> list[str]:
 
 
 def line_of(style: Style) -> dict[str, Any]:
-    """A method's line, as matplotlib is told."""
+    """A method's line, in the words of matplotlib."""
     dashes = (0, style.dashes or None)
     return {"color": style.light, "lw": style.width, "alpha": style.opacity, "ls": dashes}
 
 
 def draw_panel(panel: Panel, records: Sequence[Record], styles: Mapping[str, Style], axes: "Axes") -> None:
-    """What the panel shows of the records, with its axes."""
-    shown = [r for r in records if all(r[key] in (value, None) for key, value in panel.where.items())]
-    if panel.x_max is not None:
-        shown = [record for record in shown if record[panel.x] <= panel.x_max]
-    shown = [
-        record for record in shown if _as_list(record[panel.y])
-    ]  # where all seeds diverged there is none
+    """Draw what the panel shows of the records, and its axes."""
+    shown = [record for record in records if _is_shown(record, panel)]
     curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
     if panel.marks == "bars":
         _draw_bars(axes, panel, curves, styles)
@@ -56,30 +51,39 @@ def draw_panel(panel: Panel, records: Sequence[Record], styles: Mapping[str, Sty
         label_log_axis(axes.yaxis, *axes.get_ylim())
 
 
+def _is_shown(record: Record, panel: Panel) -> bool:
+    """Whether the record belongs to the panel, lies within its axes, and has a value (not all diverged)."""
+    return (
+        all(record[name] in (value, None) for name, value in panel.where.items())
+        and (panel.x_max is None or _x_of(record, panel) <= panel.x_max)
+        and bool(_per_seed(record[panel.y]))
+    )
+
+
 def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Style) -> None:
-    x = [record[panel.x] for record in curve]
-    seeds = [_as_list(record[panel.y]) for record in curve]
+    x = [_x_of(record, panel) for record in curve]
+    seeds = [_per_seed(record[panel.y]) for record in curve]
     y = [median(values) for values in seeds]
     if panel.marks == "stems":
         _draw_stems(axes, panel, x, y, style)
         return
     mark = "o" if len(x) == 1 else ""
     axes.plot(x, y, marker=mark, zorder=3 - style.width / 10, **line_of(style))
-    if len(seeds[0]) > 1:
+    if any(len(values) > 1 for values in seeds):
         low, high = [min(values) for values in seeds], [max(values) for values in seeds]
         axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
     if panel.dots is not None:
         dotted = [record for record in curve if panel.dots in record]
         dotted = dotted[:: max(1, len(dotted) // MAX_CIRCLES)]
-        at = [record[panel.x] for record in dotted], [record[panel.dots] for record in dotted]
+        at = [_x_of(record, panel) for record in dotted], [record[panel.dots] for record in dotted]
         axes.plot(*at, "o", ms=5, mfc="none", mec=style.light, mew=0.9, zorder=3)
 
 
 def _draw_bars(
     axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style]
 ) -> None:
-    """One row a method: the median over seeds of its last record, and the range."""
-    seeds = {method: _as_list(curve[-1][panel.y]) for method, curve in curves.items()}
+    """One row per method: the median over seeds of its last record, and the range."""
+    seeds = {method: _per_seed(curve[-1][panel.y]) for method, curve in curves.items()}
     ranked = sorted(seeds, key=lambda method: median(seeds[method]))
     for row, method in enumerate(ranked):
         style, values = styles[method], seeds[method]
@@ -90,6 +94,7 @@ def _draw_bars(
     axes.set_xlabel(panel.x_label)
     if panel.log_x:
         axes.set_xscale("log")
+        label_log_axis(axes.xaxis, *axes.get_xlim())
 
 
 def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:
@@ -101,7 +106,7 @@ def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], styl
 
 
 def label_log_axis(axis: "Axis", low: float, high: float) -> None:
-    """Powers of ten as 10⁻⁶: plain text, which takes the page's font and a third of the time."""
+    """Label powers of ten as 10⁻⁶: plain text takes the page's font and is drawn three times as fast."""
     shown_between = ("235" if high < LARGE else "3") if high / low < 100 else ""
 
     def label_between(at: float, _: float) -> str:
@@ -120,5 +125,13 @@ def _power_of_ten(exponent: int) -> str:
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _as_list(value: Any) -> list[float]:
+def _x_of(record: Record, panel: Panel) -> float:
+    values = _per_seed(record[panel.x])
+    return values[0] if len(values) == 1 else sum(values) / len(values)
+
+
+def _per_seed(value: Any) -> list[float]:
+    """The values of the seeds: one where all have the same, none where all diverged."""
+    if value is None:
+        return []
     return value if isinstance(value, list) else [value]

@@ -119,6 +119,13 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_a_folder_that_is_taken_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    done = CliRunner().invoke(app, ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)])
+    advice = "holds config.json: choose another --out, go on with --resume, or replace it with --force\n"
+    assert done.exit_code == 2 and done.stderr.endswith(advice)
+
+
 def test_the_command_says_what_came_out_and_is_kept_as_typed(tmp_path: Path) -> None:
     words = ["reproduce", "fig3", "--preset", "smoke", "--set", "num_rounds=2", "--set", "evaluate_every=1"]
     words += ["--seeds", "1", "--methods", "topk,regtopk"]

@@ -1,6 +1,6 @@
-"""Several budgets in one figure: what methods reach with how many bytes a step.
+"""Draw accuracy against bytes per step over several budgets: runs that differ in their budget only.
 
-``python -m regtopk.report.budgets FOLDER FOLDER ... PICTURE``: of runs that differ in their budget alone.
+``python tools/budgets.py FOLDER FOLDER ... PICTURE``
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regtopk.errors import ArgumentError, RegtopkError
-from regtopk.report.figure import Drawing, draw_all
+from regtopk.report.figure import Drawing, draw_all, save_png
 from regtopk.report.frontier import Point, points_of
 from regtopk.report.panels import label_log_axis, line_of
 from regtopk.report.style import Style, styles_of, without_option
@@ -19,17 +19,17 @@ from regtopk.runs import Run, read_run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TITLE = "Accuracy against bytes a step, several budgets: mean and range"
+TITLE = "Accuracy against bytes per step, several budgets: mean and range"
 SIZE_INCHES = (7.0, 4.2)
-FREE = {"like", "density", "methods", "seeds", "data", "side_by_side", "num_branches"}  # may differ
+MAY_DIFFER = {"like", "density", "methods", "seeds", "data", "side_by_side", "num_branches"}
 
 
 def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
-    """Each method that all the runs have, whatever its density there, by rising bytes.
+    """The points of each method that all runs have, at whatever density, in order of their bytes.
 
     Raises:
-        ArgumentError: there are fewer than two runs, they differ in more than their budget, one was not made
-            for bytes, or nothing is in them all.
+        ArgumentError: there are fewer than two runs, they differ in more than their budget, bytes were not
+            measured in one, or no method is in all of them.
     """
     if len(runs) < 2:
         raise ArgumentError(f"folders must be at least two, got {len(runs)}")
@@ -54,7 +54,7 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
 
 def _check_differs_in_budget_alone(run: Run, other: Run) -> None:
     settings, others = run.header["config"], other.header["config"]
-    for key in sorted(settings.keys() & others.keys() - FREE):
+    for key in sorted(settings.keys() & others.keys() - MAY_DIFFER):
         if settings[key] != others[key]:
             raise ArgumentError(
                 f"folders must hold runs that differ in their budget alone, got {key} {settings[key]!r} in "
@@ -63,11 +63,11 @@ def _check_differs_in_budget_alone(run: Run, other: Run) -> None:
 
 
 def draw_budgets(runs: Sequence[Run], picture: Path) -> None:
-    """One line a method, over all the budgets."""
+    """Draw one line per method, over all budgets."""
     curves = curves_of(runs)
     styles = styles_of(list(curves), value_code=runs[0].header["config"].get("value_code", ""))
     drawing = Drawing(TITLE, SIZE_INCHES, partial(_draw, curves, styles), is_wide=True)
-    draw_all([drawing], list(styles.values())).savefig(picture, dpi=160, facecolor="white")
+    save_png(draw_all([drawing], list(styles.values())), picture)
 
 
 def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes") -> None:
@@ -86,8 +86,8 @@ def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes"
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", type=Path, nargs="+", help="of runs of fig3 at equal bytes")
-    parser.add_argument("picture", type=Path, help="to write")
+    parser.add_argument("folders", type=Path, nargs="+", help="recorded runs of fig3 at equal bytes")
+    parser.add_argument("picture", type=Path, help="the PNG file to write")
     given = parser.parse_args()
     try:
         draw_budgets([read_run(folder) for folder in given.folders], given.picture)

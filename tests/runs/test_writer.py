@@ -1,20 +1,37 @@
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from regtopk.errors import OutputError
-from regtopk.run_writer import RunWriter
-from regtopk.runs import CONFIG, METRICS, SUMMARY, Panel, make_header, read_header, read_records, read_run
+from regtopk.errors import OutputError, RunExistsError
+from regtopk.runs import (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Panel,
+    Record,
+    RunWriter,
+    make_header,
+    read_header,
+    read_records,
+    read_run,
+)
 
 PANEL = Panel(title="t", x="iteration", y="loss", x_label="iteration", y_label="loss", where={"a": 1})
 HEADER = make_header("e", title="T", about="A", command="c", config={"lr": 0.1}, panels=[PANEL])
+RECORDS: list[Record] = [
+    {"method": "topk", "a": 1, "iteration": 0, "loss": [1.0, 2.0]},
+    {"method": "topk", "a": 1, "iteration": 1, "loss": [0.5, 1.0]},
+]
 
 
 def write_run(folder: Path, *, force: bool = False) -> None:
     with RunWriter(folder, HEADER, force=force) as writer:
-        writer.add({"iteration": 0, "loss": [1.0, 2.0]})
-        writer.add({"iteration": 1, "loss": [0.5, 1.0]})
+        writer.add(RECORDS[0])
+        writer.add(RECORDS[1])
         writer.finish({"final": 0.5})
 
 
@@ -23,7 +40,7 @@ def test_a_run_reads_back(tmp_path: Path) -> None:
     run = read_run(tmp_path / "deep" / "run")
     assert run.header == HEADER
     assert run.panels == [PANEL]
-    assert run.records == [{"iteration": 0, "loss": [1.0, 2.0]}, {"iteration": 1, "loss": [0.5, 1.0]}]
+    assert run.records == RECORDS
     assert run.summary == {"final": 0.5}
 
 
@@ -49,7 +66,7 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [CONFIG, METRICS, "index.html"])
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("precious")
-    with pytest.raises(OutputError, match=f"must not hold a run, but .* holds {name}: .*--force"):
+    with pytest.raises(RunExistsError, match=f"^output folder must not hold a run, but .* holds {name}$"):
         write_run(tmp_path)
     assert (tmp_path / name).read_text() == "precious"
 
@@ -109,28 +126,54 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         write_run(tmp_path / "file")
 
 
-def test_no_run_to_read(tmp_path: Path) -> None:
-    with pytest.raises(
-        OutputError, match=r"must hold a finished run, but .*config.json cannot be read: No such"
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """What a full disk does: a write fails in the middle."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_records(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutputError, match=r"output folder must be writable, got .*: File too large"),
+        no_file_longer_than(2500),
+        RunWriter(tmp_path, HEADER) as writer,  # closing fails too
     ):
-        read_run(tmp_path)
+        for step in range(10):
+            writer.add({"step": step, "text": "x" * 600})
+    with RunWriter(tmp_path, HEADER, resume=True):
+        assert [record["step"] for record in read_records(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_an_unfinished_run_to_read(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, HEADER) as writer:
-        writer.add({"iteration": 0})
-    with pytest.raises(OutputError, match=r"must hold a finished run, but .*summary.json cannot be read"):
-        read_run(tmp_path)
-
-
-def test_a_damaged_run_to_read(tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text('{"experiment": ')
-    with pytest.raises(OutputError, match=r"config.json cannot be read: not JSON, Expecting value"):
-        read_header(tmp_path)
-
-
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_settings(tmp_path: Path) -> None:
     write_run(tmp_path)
-    (tmp_path / METRICS).write_text('{"a": 1}\n{"a": \n{"a": 2}\n')
-    with pytest.raises(OutputError, match=r"must hold a run, but .* cannot be read: not JSON, record 2: "):
-        read_records(tmp_path)
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        with pytest.raises(OutputError, match="File too large"), no_file_longer_than(10):
+            writer.configure({"lr": 1.0})
+        with pytest.raises(OutputError, match="File too large"), no_file_longer_than(10):
+            writer.finish({"final": 1.0})
+    assert read_run(tmp_path).summary == {"final": 0.5}
+    assert read_header(tmp_path)["config"] == {"lr": 0.1}
+
+
+def test_hardware_and_software_are_written_where_they_change(tmp_path: Path) -> None:
+    first = {"hardware": "a GPU", "software": "torch"}
+    records: list[Record] = [
+        {"step": 0, **first},
+        {"step": 1, **first},
+        {"step": 2, **first, "hardware": "a CPU"},
+        {"step": 3},
+        {"step": 4},
+    ]
+    for some in (records, records[:2]):  # as a run that is resumed writes them
+        with RunWriter(tmp_path, HEADER, resume=True) as writer:
+            for record in some:
+                writer.add(record)
+    assert read_records(tmp_path) == records + records[:2]
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert lines[1] == {"step": 1} and lines[2] == {"step": 2, "hardware": "a CPU"}
+    assert lines[5] == records[0] and lines[6] == {"step": 1}

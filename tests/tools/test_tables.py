@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from regtopk.experiments.deep.config import DeepConfig
-from regtopk.report.markdown import as_markdown
+from tools.tables import as_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDERS = sorted(path.parent for path in DOCS.glob("results/fig3-*/summary.json"))
@@ -14,7 +14,7 @@ FOLDERS = sorted(path.parent for path in DOCS.glob("results/fig3-*/summary.json"
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_document_holds_the_recorded_table(folder: Path) -> None:
-    # python -m regtopk.report.markdown docs/results/FOLDER
+    # python tools/tables.py docs/results/FOLDER
     assert as_markdown(folder) in (DOCS / "deep-networks.md").read_text(encoding="utf-8")
 
 
