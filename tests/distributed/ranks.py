@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
-_forks.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "regtopk"])
+_forks.set_forkserver_preload(["pytest", "torch", "torch.distributed", "torch._dynamo", "regtopk"])
 
 
 class Ranks:
     """N gloo processes that run any importable function on every rank.
+
+    Warnings are treated there as in the test that calls: by the filters of pyproject.toml and by its marks.
 
     Args:
         num_ranks: N.
@@ -41,7 +43,7 @@ class Ranks:
         if not self._processes:
             self._start_processes()
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, warnings.filters))
         return list(range(self.num_ranks))
 
     def wait_for(self, ranks: list[int], timeout_s: float = 120) -> list[Any]:
@@ -85,7 +87,6 @@ class Ranks:
 
 
 def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connection) -> None:
-    warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -96,8 +97,10 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connec
         timeout=timedelta(seconds=timeout_s),
     )
     while True:
-        function, args = pipe.recv()
+        function, args, warnings.filters = pipe.recv()
         try:
-            pipe.send((True, function(*args)))
+            with warnings.catch_warnings():  # which takes note of the new filters
+                answer = function(*args)
+            pipe.send((True, answer))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
