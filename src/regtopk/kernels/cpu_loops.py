@@ -26,7 +26,7 @@ NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
 def _compiled(function: Any) -> Any:
     try:
         return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba may write neither beside this file nor below HOME: each process compiles anew
+    except RuntimeError:  # numba can write neither beside this file nor below HOME
         return njit(nogil=True)(function)
 
 
