@@ -3,23 +3,25 @@ PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
-# two parts that take about as long, one for each of two cores
-FIRST := tests/algorithms tests/core tests/distributed tests/plan tests/report
+# The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
+# One job more than there are cores, because tests with several processes wait at times.
+PARTS := distributed experiments kernels
+JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
 
-.PHONY: demo test test-first test-second lint format clean
+.PHONY: demo test test-others $(PARTS:%=test-%) lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
 
 test: .venv/.installed
-	$(MAKE) --jobs=3 --output-sync=target lint test-first test-second
+	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target $(PARTS:%=test-%) test-others lint
 
-test-first:
-	.venv/bin/pytest $(FIRST)
+$(PARTS:%=test-%): test-%: .venv/.installed
+	.venv/bin/pytest tests/$*
 
-test-second:
-	.venv/bin/pytest $(FIRST:%=--ignore=%)
+test-others: .venv/.installed
+	.venv/bin/pytest $(PARTS:%=--ignore=tests/%)
 
 lint: .venv/.installed
 	.venv/bin/ruff check

@@ -1,9 +1,20 @@
 """What tests of several folders need."""
 
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+# What the command prints depends on these; tests expect a terminal as it is without them.
+_OF_TERMINALS = "COLUMNS LINES NO_COLOR FORCE_COLOR PY_COLORS GITHUB_ACTIONS TTY_COMPATIBLE TTY_INTERACTIVE"
+for _name in _OF_TERMINALS.split():
+    os.environ.pop(_name, None)
+os.environ["TERM"] = "xterm"  # not dumb: rich draws no progress bar there
+
+if len(tempfile.gettempdir()) > 70:  # a socket's path is 103 at most, and multiprocessing adds about 32
+    tempfile.tempdir = "/tmp"
 
 
 @pytest.fixture

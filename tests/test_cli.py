@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regtopk import ALGORITHMS, __version__
+from regtopk.__main__ import main
 from regtopk.cli import app
 from regtopk.cli.parts import show
 from tests.processes import ended
@@ -32,6 +34,18 @@ def test_list() -> None:
     code, out, _ = invoke("list")
     assert code == 0
     assert all(name in out for name in ALGORITHMS)
+
+
+def test_an_ascii_stdout_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "argv", ["regtopk", "list"])
+    with pytest.raises(SystemExit) as done:
+        main()
+    sys.stdout.flush()
+    assert done.value.code == 0
+    assert b"adaptive" in printed.getvalue() and b"?" in printed.getvalue()
 
 
 def test_list_as_json() -> None:

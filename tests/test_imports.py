@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import regtopk
+from regtopk.__main__ import main
 
 SOURCE = Path(regtopk.__file__).parent
 EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL")
@@ -170,8 +171,14 @@ def test_exported_names(module: ModuleType, names: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_command_without_its_extra(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None; from regtopk.__main__ import main; main()"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert answer.returncode == 2
-    assert answer.stderr == "regtopk: the command line needs an extra: pip install 'regtopk[cli]'\n"
+def test_command_without_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    for name in [name for name in sys.modules if f"{name}.".startswith((f"{missing}.", "regtopk.cli."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code == 2
+    shown = "regtopk: the command line needs an extra: pip install 'regtopk[cli]'\n"
+    assert capsys.readouterr() == ("", shown)

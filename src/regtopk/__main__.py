@@ -1,10 +1,14 @@
 """The command `regtopk`, also as `python -m regtopk`."""
 
+import io
 import sys
 
 
 def main() -> None:
     """Run the command line; say what to install if its extra is missing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it has no sign for
     try:
         from regtopk.cli import app
     except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -15,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
-_forks.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "regtopk"])
+_forks.set_forkserver_preload(["pytest", "torch", "torch.distributed", "torch._dynamo", "regtopk"])
 
 
 class Ranks:
     """N gloo processes that run any importable function on every rank.
+
+    Warnings are treated there as in the test that calls: by the filters of pyproject.toml and by its marks.
 
     Args:
         num_ranks: N.
@@ -41,7 +44,7 @@ class Ranks:
         if not self._processes:
             self._start_processes()
         for pipe in self._pipes:
-            pipe.send((function, args))
+            _send(pipe, (function, args, warnings.filters))
         return list(range(self.num_ranks))
 
     def wait_for(self, ranks: list[int], timeout_s: float = 120) -> list[Any]:
@@ -56,7 +59,7 @@ class Ranks:
                 raise TimeoutError(f"of ranks {ranks} only {sorted(answers)} answered within {timeout_s} s")
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
-                is_fine, answers[rank] = self._pipes[rank].recv()
+                is_fine, answers[rank] = _receive(self._pipes[rank])
                 if not is_fine:  # the others may be waiting for this one: start anew
                     self.stop()
                     raise AssertionError(f"rank {rank}:\n{answers[rank]}")
@@ -85,7 +88,6 @@ class Ranks:
 
 
 def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connection) -> None:
-    warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -96,8 +98,18 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connec
         timeout=timedelta(seconds=timeout_s),
     )
     while True:
-        function, args = pipe.recv()
+        function, args, warnings.filters = _receive(pipe)
         try:
-            pipe.send((True, function(*args)))
+            with warnings.catch_warnings():  # which takes note of the new filters
+                answer = function(*args)
+            _send(pipe, (True, answer))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            _send(pipe, (False, traceback.format_exc()))
+
+
+def _send(pipe: Connection, content: Any) -> None:
+    pipe.send_bytes(pickle.dumps(content))  # not send: tensors would need room in /dev/shm, and open files
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())

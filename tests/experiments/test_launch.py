@@ -22,7 +22,7 @@ for record in launch(ranks.sleep, {}, 2):
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
 
 def wait_until_gone(pids: list[int], timeout_s: float = 60) -> None:

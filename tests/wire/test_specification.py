@@ -28,7 +28,8 @@ def test_a_decoder_written_from_the_page_reads_what_we_send(case: tuple[SparseGr
 
 @pytest.mark.parametrize(("index_code", "value_code"), [("elias-fano", "float32"), ("rice", "4bit")])
 def test_the_examples_on_the_page(index_code: str, value_code: str) -> None:
-    found = re.search(rf"```text {index_code} {value_code}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    page = PAGE.read_text(encoding="utf-8")
+    found = re.search(rf"```text {index_code} {value_code}\n(.*?)```", page, re.DOTALL)
     assert found is not None
     values = quantise(torch.tensor([1.0, -2.0, 0.5]), value_code)
     sparse = SparseGradient(torch.tensor([7, 40, 99]), values, 100, code=value_code)

@@ -22,7 +22,12 @@ BLOCK = 64 * LINE  # stays in the first-level cache between being added to and b
 # what a gradient's memory holds (16-bit floats as uint16), or that there is nothing to add
 NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
 
-_compiled = njit(nogil=True, cache=True)
+
+def _compiled(function: Any) -> Any:
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # numba can write neither beside this file nor below HOME
+        return njit(nogil=True)(function)
 
 
 @_compiled

@@ -1,0 +1,25 @@
+"""What tests on ranks rely on."""
+
+import warnings
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+
+ON_OLD_ARM = "mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs ..."
+
+
+def test_our_warnings_are_errors_and_torchs_of_the_cpu_is_not(two_ranks: Ranks) -> None:
+    assert two_ranks.run(warnings.warn, ON_OLD_ARM) == [None, None]
+    with pytest.raises(AssertionError, match="UserWarning: we should not"):
+        two_ranks.run(warnings.warn, "we should not")
+
+
+@pytest.mark.filterwarnings("ignore:forgiven")
+def test_a_mark_of_the_test_reaches_the_ranks(two_ranks: Ranks) -> None:
+    assert two_ranks.run(warnings.warn, "forgiven here") == [None, None]
+
+
+def test_and_no_other_test(two_ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="forgiven there"):
+        two_ranks.run(warnings.warn, "forgiven there")
