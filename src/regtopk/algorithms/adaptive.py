@@ -12,9 +12,9 @@ from regtopk.algorithms.regtopk import RegTopK
 from regtopk.core.algorithm import Algorithm, Conversation, Promise, WithDensity
 from regtopk.core.exact import exact_sum
 from regtopk.core.options import check_integer, check_number
-from regtopk.core.payload import payload_bytes
 from regtopk.core.requests import DenseSum, Request
 from regtopk.core.state import State, per_worker, shared
+from regtopk.core.traffic import payload_bytes
 from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 

@@ -13,7 +13,6 @@ import torch
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.requests import Request
-from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout, Worker
 from regtopk.simulate.driver import SimulatedDriver
 
@@ -67,7 +66,7 @@ def ask(algorithm: Algorithm[Any]) -> Facts:
         layout=layout,
         batch_shape=(NUM_WORKERS,),
     )
-    driver = SimulatedDriver(Traffic.zeros(NUM_WORKERS), (1 / NUM_WORKERS,) * NUM_WORKERS, "elias-fano")
+    driver = SimulatedDriver(worker)
     requests: list[str] = []
 
     def answer(request: Request) -> Any:
