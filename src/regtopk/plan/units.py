@@ -23,6 +23,13 @@ _PER_SECOND = {
     "ns": 1e9,
     "min": 1 / 60,
 }
+_TIMES = (  # the unit, its seconds, and from how many seconds on it is used
+    ("days", 86400.0, 172800.0),
+    ("h", 3600.0, 7200.0),
+    ("min", 60.0, 999.5),
+    ("s", 1.0, 0.9995),
+    ("ms", 1e-3, 0.9995e-3),
+)
 _SIZES = {
     **{f"{prefix}b": factor for prefix, factor in _DECIMAL.items()},
     **{f"{prefix}ib": 1024.0 ** (n + 1) for n, prefix in enumerate("kmgt")},
@@ -131,11 +138,20 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A time for people: 12.3 ms."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * factor:
-            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+    """A time for people: 12.3 ms, 5.84 s, 20.6 min, 69.4 days."""
+    for unit, factor, least in _TIMES:
+        if seconds >= least:
+            return (
+                f"{seconds / factor:.3g} {unit}"
+                if seconds < 1000 * factor
+                else f"{seconds / factor:,.0f} {unit}"
+            )
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_factor(factor: float) -> str:
+    """How many times as fast, for people: 0.84, 32.8, 1,240."""
+    return f"{factor:.3g}" if factor < 999.5 else f"{float(f'{factor:.3g}'):,.0f}"
 
 
 def _scaled(number: float, prefixes: dict[str, float]) -> str:

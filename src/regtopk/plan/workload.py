@@ -7,13 +7,13 @@ import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
@@ -30,15 +30,10 @@ class Workload:
 
     shapes: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """J, the number of parameters."""
         return sum(prod(shape) for shape in self.shapes)
-
-    @property
-    def layout(self) -> Layout:
-        """The parameters one after another."""
-        return Layout.of_shapes((str(n), shape, _kind(shape)) for n, shape in enumerate(self.shapes))
 
     @classmethod
     def of_size(cls, numel: int) -> "Workload":
@@ -57,10 +52,6 @@ class Workload:
                 f"model must have parameters that require a gradient, got none in {type(model).__name__}"
             )
         return cls(shapes)
-
-
-def _kind(shape: tuple[int, ...]) -> str:
-    return {2: "linear", 4: "conv"}.get(len(shape), "other" if len(shape) > 1 else "bias")
 
 
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
