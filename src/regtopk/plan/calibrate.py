@@ -1,8 +1,8 @@
 """Measures what work and messages cost on this machine.
 
 There is one process per worker of this machine, at least two, joined by gloo over loopback. Several workers
-all work at the same time, and processor time is counted; a single one works while the other process sleeps, and
-elapsed time is counted.
+all work at the same time, and processor time is counted. A single one works alone while the other process
+sleeps, and elapsed time is counted.
 """
 
 import hashlib
