@@ -2,9 +2,7 @@
 
 import importlib
 import os
-import statistics
 import sys
-import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from regtopk.errors import ArgumentError
+from regtopk.plan.bench import Bench
 
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
-_NUM_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -108,23 +106,20 @@ def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> floa
     """
     model.to(device).train()
     on_device = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
-    times = []
+
+    def step() -> None:
+        model.zero_grad()
+        with redirect_stdout(sys.stderr):
+            _some_loss(model(*on_device)).backward()
+
     try:
-        for _ in range(_NUM_STEPS + 1):
-            model.zero_grad()
-            start = time.perf_counter()
-            with redirect_stdout(sys.stderr):
-                _some_loss(model(*on_device)).backward()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+        return Bench(torch.device(device)).typical(step)
     except Exception as error:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]
         raise ArgumentError(
             f"model must run forward and backward on its inputs, but with {shapes} it failed with "
             f"{type(error).__name__}: {error}"
         ) from error
-    return statistics.median(times[1:])
 
 
 def _some_loss(output: Any) -> Tensor:
