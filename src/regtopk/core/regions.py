@@ -28,15 +28,7 @@ def dense_regions(numel: int, weights: Sequence[float]) -> list[tuple[int, int]]
 def region_bytes(
     numel: int, num_workers: int, idle: tuple[int, ...], dtype: torch.dtype, code: str
 ) -> tuple[int, ...]:
-    """Bytes of a dense vector's part for each worker's region, N long; 0 where the region is empty.
-
-    Args:
-        numel: length of the vector.
-        num_workers: N.
-        idle: the workers of weight zero, which own no region.
-        dtype: of the values.
-        code: how they are coded.
-    """
+    """Bytes of a dense vector's part for each worker's region, N long; idle workers own none."""
     weights = [1.0] * num_workers
     for rank in idle:
         weights[rank] = 0.0
@@ -46,19 +38,12 @@ def region_bytes(
 
 
 class Split(NamedTuple):
-    """Sizes of a sparse sum that is split by index region.
+    """Sizes of a sparse sum that is split by index region."""
 
-    Args:
-        piece_bytes: what a worker sends to the owner of a region.
-        sums_bytes: what the owner sends to everybody.
-        message_bytes: what a worker would send to everybody without a split.
-        union: how many entries the sum has.
-    """
-
-    piece_bytes: int
-    sums_bytes: int
-    message_bytes: int
-    union: float
+    piece_bytes: int  # that a worker sends to the owner of a region
+    sums_bytes: int  # that the owner sends to everybody
+    message_bytes: int  # that a worker would send to everybody without a split
+    union: float  # how many entries the sum has
 
 
 @lru_cache(maxsize=4096)

@@ -24,21 +24,13 @@ FEW, MORE = 2, 4  # the numbers of workers it is asked with
 
 
 class Asked(NamedTuple):
-    """One request of a step, and how its size depends on k and N.
+    """One request of a step, and how its length depends on k and N: it is (a + b / N) k."""
 
-    Args:
-        request: as it was made on the small vector.
-        per_k: a of its length (a + b / N) k.
-        per_k_over_n: b of it.
-        numel_per_k: length over k of the vector that its entries belong to; None where that is the gradient.
-        is_ragged: whether the gradient decides how many entries are sent. Ranks then tell their sizes first.
-    """
-
-    request: Request
-    per_k: float
-    per_k_over_n: float
-    numel_per_k: float | None
-    is_ragged: bool
+    request: Request  # as it was made on the small vector
+    per_k: float  # a
+    per_k_over_n: float  # b
+    numel_per_k: float | None  # of the vector that its entries belong to; None where that is the gradient
+    is_ragged: bool  # the gradient decides how many entries are sent: ranks tell their sizes first
 
     def scaled(self, numel: int, k: int, num_workers: int) -> Request:
         """The request on a vector of J entries: of the right shapes, on torch's "meta" device."""
@@ -60,21 +52,13 @@ class Asked(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a step of an algorithm on a small vector showed.
+    """What a step of an algorithm on a small vector showed."""
 
-    Args:
-        requests: of the step, in order.
-        density: share of the entries it sends if it is told no density and always sends as many; else None.
-        code: of the values it sends.
-        listens: whether rank 0 shares a report before every step.
-        peeks: whether it asks what only a simulator can answer.
-    """
-
-    requests: tuple[Asked, ...]
-    density: float | None
-    code: str
-    listens: bool
-    peeks: bool
+    requests: tuple[Asked, ...]  # of the step, in order
+    density: float | None  # of one that is told none and always sends the same share; None for the others
+    code: str  # of the values it sends
+    listens: bool  # rank 0 shares a report before every step
+    peeks: bool  # it asks what only a simulator can answer
 
     @property
     def ways(self) -> tuple[Literal["all_gather", "split"], ...]:
@@ -98,13 +82,7 @@ def make_algorithm(name: str, *, code: str | None = None, **amount: float) -> Al
 
 @lru_cache(maxsize=1024)
 def probe(name: str, density: float, code: str) -> Probe:
-    """Run one step of an algorithm on random gradients with two numbers of workers, and look at it.
-
-    Args:
-        name: in the table.
-        density: that it is told, if it takes one.
-        code: of the values, if it takes one.
-    """
+    """Run a step of an algorithm of the table, told a density and a code if it takes them, and look at it."""
     is_told = takes(name, "density")
     numel = min(MAX_PROBE_NUMEL, round(PROBE_ENTRIES / density)) if is_told else PROBE_NUMEL
     rows = isqrt(numel)

@@ -43,17 +43,11 @@ _NUM_CALLS = 24
 
 
 class Task(NamedTuple):
-    """Something to measure: the lines it gives points of, and how.
-
-    Args:
-        lines: the names of the lines.
-        run: measures the points.
-        needs_all: whether all processes must take part.
-    """
+    """Something to measure: the names of the lines it gives points of, and how."""
 
     lines: tuple[str, ...]
     run: Callable[[], Iterable[Point]]
-    needs_all: bool = False
+    needs_all: bool = False  # all processes must take part
 
 
 @dataclass(frozen=True)

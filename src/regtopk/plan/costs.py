@@ -52,9 +52,18 @@ class Calibration:
             StateError: it cannot be read, or is none.
         """
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            lines = {
+                str(name): {str(unit): float(seconds) for unit, seconds in line.items()}
+                for name, line in content["lines"].items()
+            }
+            return cls(dict(content["machine"]), lines)
         except OSError as error:
             raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"calibration must be what `regtopk plan` writes, but {path} is not: {error!r}"
+            ) from error
 
     def write(self, path: Path) -> None:
         """Keep it in a file.
@@ -69,25 +78,6 @@ class Calibration:
             beside.replace(path)
         except OSError as error:
             raise OutputError(f"calibration must be writable, but {path} is not: {error.strerror}") from error
-
-    @classmethod
-    def from_json(cls, text: str, source: str) -> "Calibration":
-        """Read it back.
-
-        Raises:
-            StateError: not a calibration.
-        """
-        try:
-            content = json.loads(text)
-            lines = {
-                str(name): {str(unit): float(seconds) for unit, seconds in line.items()}
-                for name, line in content["lines"].items()
-            }
-            return cls(dict(content["machine"]), lines)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(
-                f"calibration must be what `regtopk plan` writes, but {source} is not: {error!r}"
-            ) from error
 
 
 def fit(points: Sequence[tuple[Units, float]]) -> Line:

@@ -77,21 +77,13 @@ def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = Fal
 
 
 class Exchange(NamedTuple):
-    """What a method does in a step: equal parts one after another, each with this work and these moves.
-
-    Args:
-        work: computed for one part.
-        moves: the collectives of one part.
-        num_parts: how many; all but the last may run beside the backward pass.
-        payload_bytes: one worker's messages, of all parts.
-        memory_bytes: that the messages take at the peak.
-    """
+    """What a method does in a step: equal parts one after another, each with this work and these moves."""
 
     work: list[Work]
     moves: list[Move]
-    num_parts: int
-    payload_bytes: int
-    memory_bytes: float = 0.0
+    num_parts: int  # all but the last may run beside the backward pass
+    payload_bytes: int  # one worker's messages, of all parts
+    memory_bytes: float = 0.0  # that the messages take at the peak
 
     @property
     def lines(self) -> set[str]:

@@ -20,19 +20,12 @@ _BYTES_PER_DECODED_ENTRY = 64  # by how much the peak of a sum of N messages of 
 
 
 class Move(NamedTuple):
-    """One collective on a worker's interface.
+    """One collective on a worker's interface."""
 
-    Args:
-        kind: of collective, as it is calibrated.
-        num_messages: that a worker sends one after another.
-        num_hops: that must follow one another on the way of the last byte.
-        sent_bytes: through the interface (as many are received at the same time).
-    """
-
-    kind: str
-    num_messages: int
-    num_hops: int
-    sent_bytes: float
+    kind: str  # as it is calibrated
+    num_messages: int  # that a worker sends one after another
+    num_hops: int  # that must follow one another on the way of the last byte
+    sent_bytes: float  # through the interface (as many are received at the same time)
 
 
 class Work(NamedTuple):
@@ -43,26 +36,19 @@ class Work(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What answering a request takes of one worker.
+    """What answering a request takes of one worker."""
 
-    Args:
-        payload_bytes: of the messages it contributes.
-        moves: the collectives, in order.
-        work: encoding its messages, and decoding and summing everybody's.
-        memory_bytes: at the peak, beside the model and the residual.
-    """
-
-    payload_bytes: int
+    payload_bytes: int  # of the messages it contributes
     moves: list[Move]
-    work: list[Work]
-    memory_bytes: float
+    work: list[Work]  # encoding its messages, and decoding and summing everybody's
+    memory_bytes: float  # at the peak, beside the model and the residual
 
 
 def answer(request: Request, num_workers: int, *, is_ragged: bool, is_split: bool) -> Answered:
-    """How N workers answer a request.
+    """How N workers answer a request, whose tensors may be on the "meta" device.
 
     Args:
-        request: of the real shapes; its tensors may be on the "meta" device.
+        request: of the real shapes.
         num_workers: N, all of them sending.
         is_ragged: whether ranks must tell one another the sizes of their messages first.
         is_split: whether a sparse sum is split by index region, instead of gathered by all.

@@ -98,19 +98,14 @@ def predict(method: Method, situation: Situation, costs: Calibration) -> Predict
 class Plan(NamedTuple):
     """Every method's prediction, and what follows from them.
 
-    Args:
-        situation: where.
-        predictions: of the methods that fit the memory.
-        too_large: of those that do not.
-        not_measured: the methods that some cost is missing for.
-        break_even_bits_per_s: the bandwidth below which some compressed method beats dense and fp16; None if
-            one does at every bandwidth (then it pays here too), or none does at any.
+    Below the break-even some compressed method beats dense and fp16. It is None if one does at every
+    bandwidth (then it pays here too), or none does at any.
     """
 
     situation: Situation
-    predictions: list[Prediction]
-    too_large: list[Prediction]
-    not_measured: list[Method]
+    predictions: list[Prediction]  # of the methods that fit the memory
+    too_large: list[Prediction]  # of those that do not
+    not_measured: list[Method]  # that some cost is missing for
     break_even_bits_per_s: float | None
 
     @property
