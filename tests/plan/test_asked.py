@@ -8,7 +8,7 @@ import torch
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import converse
 from regtopk.core.codes import full_message_bytes
-from regtopk.core.requests import DenseSum, SparseSum
+from regtopk.core.requests import DenseSum, Gather, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.plan import moves
@@ -72,7 +72,7 @@ def test_messages_whose_size_depends_on_the_gradient(name: str) -> None:
 def test_what_is_asked_of_many_workers_and_long_vectors() -> None:
     """Consensus: proposals of ceil(k / N) entries of J, and a dense sum of k."""
     gather, dense = (asked.scaled(10**9, 10**6, 96) for asked in probe("consensus", 0.001, "4bit").requests)
-    assert gather.tensor.shape == (10_417,) and gather.numel == 10**9
+    assert isinstance(gather, Gather) and gather.tensor.shape == (10_417,) and gather.numel == 10**9
     assert isinstance(dense, DenseSum) and dense.tensor.shape == (10**6,) and dense.code == "4bit"
     (candidates,) = probe("random-candidates", 0.001, "4bit").requests
     request = candidates.scaled(10**9, 10**6, 96)

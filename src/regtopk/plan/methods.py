@@ -31,8 +31,8 @@ class Method(NamedTuple):
     collective: Way
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether it is neither DDP without a hook nor torch's fp16 hook."""
+    def sends_less(self) -> bool:
+        """Whether it is meant to send less than DDP without a hook and torch's fp16 hook."""
         return self not in (DENSE, FP16)
 
     @property

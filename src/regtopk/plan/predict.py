@@ -121,7 +121,7 @@ class Plan(NamedTuple):
     @property
     def pays(self) -> bool:
         """Whether some compressed method beats both dense and fp16."""
-        return self.best.method.is_compressed
+        return self.best.method.sends_less
 
     def speedup(self, prediction: Prediction) -> float:
         """Against DDP without a hook."""
@@ -180,7 +180,7 @@ def find_break_even(methods: Sequence[Method], situation: Situation, costs: Cali
 
     def pays(bandwidth: float) -> bool:
         there = situation.at(bandwidth=bandwidth)
-        return best_of([predict(method, there, costs) for method in methods]).method.is_compressed
+        return best_of([predict(method, there, costs) for method in methods]).method.sends_less
 
     low, high = LOWEST, HIGHEST
     if pays(high) or not pays(low):

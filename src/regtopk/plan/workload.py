@@ -1,7 +1,7 @@
 """What is exchanged: the sizes of a model's gradients, and how long its step takes without an exchange."""
 
-import importlib
 import os
+import pkgutil
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -65,10 +65,7 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
         sys.path.insert(0, os.getcwd())  # as `python -m` would
     try:
         with redirect_stdout(sys.stderr):  # what a model prints does not belong to a plan
-            made: Any = importlib.import_module(module_name)
-            for part in name.split("."):
-                made = getattr(made, part)
-            made = made()
+            made = pkgutil.resolve_name(spec)()
     except (Exception, SystemExit) as error:
         raise ArgumentError(
             f"model must be importable and callable without arguments, but {spec!r} failed with "

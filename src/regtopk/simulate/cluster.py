@@ -39,8 +39,8 @@ class Cluster:
         layout: which parameter owns which entries; one anonymous layer if None.
         index_code: how sent indices are counted: "elias-fano", "rice" or "raw32".
         link: a link model that `report` takes the time of a step from.
-        is_checked: whether gradients that are not finite are refused. Asking a GPU makes the host wait for it
-            in every step; without it the caller must see to them.
+        is_checked: whether gradients that are not finite are refused. The check makes the host wait for a GPU
+            in every step; without it the caller must keep such gradients away.
     """
 
     def __init__(
