@@ -19,6 +19,7 @@ from regtopk.core.selection import take_at_
 from regtopk.core.sparse import to_dense
 from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
+from regtopk.plan.asked import probe
 from regtopk.plan.bench import Bench
 from regtopk.plan.cases import algorithm_points
 from tests.plan.made_up import write_calibration
@@ -47,6 +48,17 @@ class RoundRobin(Sparsifier[ResidualState]):
         return to_dense(indices.expand(total.shape), total, worker.numel)
 
 
+class Chatty(RoundRobin):
+    """Asks once more for every worker."""
+
+    name: ClassVar[str] = "chatty"
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        for _ in range(worker.num_workers):
+            yield DenseSum(grad[..., :8], worker.weight)
+        return (yield from super().exchange(grad, state, worker))
+
+
 @pytest.fixture(autouse=True)
 def in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, NAME, RoundRobin)
@@ -72,6 +84,12 @@ def test_an_older_calibration_leaves_it_out_with_a_note() -> None:
     found = json.loads(answer.stdout)
     assert NAME not in {row["name"] for row in found["methods"]}
     assert any(note.endswith(f"has not measured all of their work: {NAME}.") for note in found["notes"])
+
+
+def test_more_workers_may_ask_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "chatty", Chatty)
+    asked = probe("chatty", 0.5, "4bit").requests
+    assert len(asked) == 4 + 1 and all(each.per_k == 1 and each.per_k_over_n == 0 for each in asked)
 
 
 def test_its_work_can_be_measured() -> None:

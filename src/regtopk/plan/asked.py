@@ -90,6 +90,8 @@ def probe(name: str, density: float, code: str) -> Probe:
     numel = shape[0] * shape[1]
     algorithm = make_algorithm(name, code=code, density=min(1.0, PROBE_ENTRIES / numel))
     few, more = (_requests(algorithm, shape, num_workers) for num_workers in (FEW, MORE))
+    if len(few) != len(more):  # a number of requests that grows with N is taken as it is for more workers
+        few = more
     sums = [request for request in few if isinstance(request, (SparseSum, DenseSum))]
     is_fixed = not any(_count(request) is not None for request in few)
     k = PROBE_ENTRIES if is_told or not is_fixed or not sums else _length(sums[-1])
