@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK, NUM_SCALES
-from regtopk.core.codes import full_message_bytes, longest_message_bytes
+from regtopk.core.codes import longest_message_bytes
+from regtopk.core.regions import split_of
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import WireFormatError
 from regtopk.wire import decode, encode
@@ -29,20 +30,10 @@ def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) 
     numel, k = sparse.numel, sparse.indices.shape[-1]
     if num_workers < 3 or sparse.count is not None or k == 0:
         return False
-    code = "elias-fano" if index_code == "rice" else index_code
-    dtype, region = sparse.values.dtype, -(-numel // num_workers)
-    union = min(numel, -(-numel * (1 - (1 - k / numel) ** num_workers) // 1))
-
-    def size(count: float, of: int, value_code: str) -> int:
-        return full_message_bytes(int(count), of, dtype=dtype, value_code=value_code, index_code=code)
-
-    share = -(-k // num_workers)
-    if sparse.code in NUM_SCALES:
-        piece = size(min(k, share + BLOCK), numel, sparse.code)
-    else:
-        piece = size(min(share, region), region, sparse.code)
-    sums = size(-(-union // num_workers), region, "float32")
-    return piece + sums < size(k, numel, sparse.code)
+    sizes = split_of(
+        k, numel, num_workers, dtype=sparse.values.dtype, value_code=sparse.code, index_code=index_code
+    )
+    return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
 
 
 def split_and_reduce(driver: "ProcessGroupDriver", sparse: SparseGradient) -> Tensor:

@@ -1,4 +1,4 @@
-"""A cluster of echoes: every other rank sends what this one sends, and nothing travels.
+"""A cluster in which every other rank is a copy of this one: it sends the same, and nothing travels.
 
 With it the real driver does the work of one of N ranks, for measuring that work and its messages.
 """
@@ -44,7 +44,7 @@ class Echo(Collectives):
 
 
 class EchoDriver(ProcessGroupDriver):
-    """The real driver of rank 0 of N, among echoes.
+    """The real driver of rank 0 of N, whose messages the other ranks repeat.
 
     Args:
         num_workers: N.
