@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "collective": (
         {"collective": "ring"},
         "ArgumentError",
-        "collective must be 'auto', 'all_gather' or 'split', got 'ring'",
+        "collective must be one of auto, all_gather, split, got 'ring'",
     ),
     "index_code": (
         {"index_code": "huffman"},

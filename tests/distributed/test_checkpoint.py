@@ -15,7 +15,7 @@ import regtopk
 from regtopk.algorithms import EF21, FairTopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.words import counted
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,

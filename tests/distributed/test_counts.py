@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import batch, closing, loss_of, make_net
 
@@ -65,15 +65,17 @@ def count_steps(scope: Scope) -> None:
 
 
 def check_summary(text: str, total: Any) -> None:
-    lines = text.splitlines()
-    assert lines[0] == "regtopk: 120 steps on 2 workers"
-    assert [line.split()[0] for line in lines[1:]] == ["sent", "dense", "payload", "time", "residual"]
-    assert f"{total.sent_bytes / 120 / 1000:.3g} kB a step" in lines[1]
-    assert f"{total.dense_bytes / total.sent_bytes:.1f} times as much" in lines[2]
-    assert "336 entries" in lines[3]
-    assert re.search(
-        r"select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ \(ms a step\)", lines[4]
+    title, sent, dense, time, waiting, residual = text.splitlines()
+    assert title == "regtopk: 120 steps on 2 workers; this rank:"
+    assert re.fullmatch(r"  sent      [\d.]+ kB per step, [\d.]+ kB in all; 336 entries per step", sent)
+    assert f"{total.sent_bytes / 120 / 1000:.3g} kB per step" in sent
+    assert dense.startswith("  dense     ")
+    assert dense.endswith(f" in all: {total.dense_bytes / total.sent_bytes:.1f} times as much")
+    assert re.fullmatch(
+        r"  time      select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ ms per step;", time
     )
+    assert waiting == "            collective includes waiting for the slowest rank"
+    assert residual == f"  residual  norm {total.residual_norm:.4g}"
 
 
 def test_one_rank_alone_sends_nothing(two_ranks: Ranks) -> None:

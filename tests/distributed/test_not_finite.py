@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.conversations import RunningSum
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
@@ -48,7 +48,7 @@ def train(scope: Scope, layer: str, value: float, bad_steps: tuple[int, ...]) ->
     with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
         for step in range(8):
             if step in bad_steps:
-                assert (len(exchange.groups.groups) > 1) == (scope == "bucket")
+                assert (len(exchange._steps.buckets.all) > 1) == (scope == "bucket")
                 before = algorithm_state(exchange)
                 backward(model, step, spoiled=layer, value=value)
                 assert same(algorithm_state(exchange), before)

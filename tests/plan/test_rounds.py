@@ -1,5 +1,6 @@
 """What the plan says a step asks for, against what the real driver does among echoes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import converse
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.driver import answer
 from regtopk.plan import rounds
 from regtopk.plan.cases import CODES, make_algorithm, planned_algorithms
-from regtopk.plan.echo import EchoDriver
+from regtopk.plan.echo import echo_rank
 from regtopk.plan.rounds import Asked, Collective, moves_of, payload_bytes, requests_of
 
 NUMEL, K = 2**16, 2**10  # echoes need regions of equal size
@@ -23,10 +25,10 @@ def run(name: str, code: str, num_workers: int, collective: Any) -> tuple[Any, l
     weight = torch.tensor(1 / num_workers)
     worker = Worker(weight, torch.tensor(0), num_workers, 0, Layout.of_shapes(layers))
     algorithm = make_algorithm(name, K / NUMEL, code)
-    driver = EchoDriver(num_workers, collective)
+    rank: Any = echo_rank(num_workers, collective)
     torch.manual_seed(0)
-    converse(algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), driver.answer)
-    return driver.record, driver.echo.calls
+    converse(algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), partial(answer, rank))
+    return rank.record, rank.collectives.calls
 
 
 def planned(asked: list[Asked], num_workers: int, collective: Collective) -> list[tuple[str, float]]:

@@ -5,6 +5,7 @@ A case does real work of the library (its algorithms, its driver, its codes) amo
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from statistics import NormalDist, median
 from typing import Any
@@ -19,9 +20,10 @@ from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import layout
+from regtopk.distributed.driver import answer
 from regtopk.plan.clock import Clock, typical
 from regtopk.plan.costs import Units
-from regtopk.plan.echo import EchoDriver
+from regtopk.plan.echo import echo_rank
 
 CODES = ("float32", "4bit", "2bit")
 MESSAGES = {"gather": (*CODES, "sign", "none"), "split": (*CODES, "sign"), "dense": CODES}
@@ -86,18 +88,18 @@ def _time_algorithm(algorithm: Algorithm[Any], numel: int, clock: Clock) -> tupl
     device = clock.device
     weight = torch.tensor(0.5, device=device)
     worker = Worker(weight, torch.tensor(0, device=device), 2, 1, Layout.of_shapes(matrices))
-    driver = EchoDriver(2, now=clock.now)
+    rank = echo_rank(2, now=clock.now)
     state = algorithm.init(worker)
     grad = torch.randn(numel, device=device)
 
     def step() -> float:
-        driver.begin(device)
-        with driver.watch.phase("select_s"):
-            converse(algorithm.exchange(grad, state, worker), driver.answer)
-        return driver.watch.seconds()["select_s"]
+        rank.begin(device)
+        with rank.timer.phase("select_s"):
+            converse(algorithm.exchange(grad, state, worker), partial(answer, rank))
+        return rank.timer.seconds()["select_s"]
 
     seconds = typical(step)
-    return seconds, driver.record.num_entries
+    return seconds, rank.record.num_entries
 
 
 def message_points(kind: str, code: str, clock: Clock) -> Iterator[Point]:
@@ -110,14 +112,14 @@ def message_points(kind: str, code: str, clock: Clock) -> Iterator[Point]:
     """
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for num_workers, (numel, count) in product((2, 8), sizes):
-        driver = EchoDriver(num_workers, "split" if kind == "split" else "all_gather", clock.now)
+        rank = echo_rank(num_workers, "split" if kind == "split" else "all_gather", clock.now)
         request = _request(kind, code, numel, count, clock.device)
         times: list[dict[str, float]] = []
         for _ in range(_NUM_REPEATS + 1):
-            driver.begin(clock.device)
-            answer = driver.answer(request)
-            driver.room = answer if kind == "gather" and code != "none" else None  # as an exchange does
-            times.append(driver.watch.seconds())
+            rank.begin(clock.device)
+            total = answer(rank, request)
+            rank.spare = total if kind == "gather" and code != "none" else None  # as an exchange does
+            times.append(rank.timer.seconds())
         for phase, (line, units) in _message_units(kind, code, numel, count, num_workers).items():
             yield line, units, median(spent[phase] for spent in times[1:])
 
