@@ -60,6 +60,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
         "ArgumentError",
         "collective must be one of auto, all_gather, split, got 'ring'",
     ),
+    "writer": (
+        {"writer": "runs/today"},
+        "ArgumentError",
+        "writer must have a method add_scalar, got 'runs/today'",
+    ),
+    "handshake_timeout_s": (
+        {"handshake_timeout_s": 0},
+        "ArgumentError",
+        "handshake_timeout_s must be above 0, got 0",
+    ),
     "index_code": (
         {"index_code": "huffman"},
         "ArgumentError",

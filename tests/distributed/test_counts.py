@@ -13,7 +13,15 @@ from regtopk.core.codes import full_message_bytes
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import batch, closing, loss_of, make_net
+from tests.distributed.training import (
+    algorithm_state,
+    batch,
+    closing,
+    flat_gradients,
+    loss_of,
+    make_net,
+    same,
+)
 
 J = 3363
 COUNTS = ["payload_bytes", "sent_bytes", "received_bytes", "dense_bytes", "num_entries", "num_skipped"]
@@ -62,6 +70,34 @@ def count_steps(scope: Scope) -> None:
             records[0].sent_bytes
         ] * 120
         check_summary(exchange.summary(), total)
+
+
+class FullDisk:
+    """A writer that fails."""
+
+    num_calls = 0
+
+    def add_scalar(self, tag: str, scalar: float, step: int) -> None:
+        self.num_calls += 1
+        raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_a_writer_that_fails_does_not_end_training(two_ranks: Ranks, scope: Scope) -> None:
+    two_ranks.run(train_with_a_full_disk, scope)
+
+
+def train_with_a_full_disk(scope: Scope) -> None:
+    results = []
+    for writer in (FullDisk(), None):
+        model = DistributedDataParallel(make_net())
+        algorithm = regtopk.RegTopK(density=0.1)
+        with closing(regtopk.attach(model, algorithm, scope=scope, writer=writer)) as exchange:
+            for step in range(3):
+                loss_of(model, step).backward()
+            results.append((flat_gradients(model), algorithm_state(exchange)))
+        assert writer is None or writer.num_calls == 1
+    assert same(*results)
 
 
 def check_summary(text: str, total: Any) -> None:

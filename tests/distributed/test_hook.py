@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.distributed.options import Scope
+from regtopk.errors import ClusterError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -146,6 +147,48 @@ def fail_in_backward() -> tuple[Tensor, Tensor]:
                 model = rewrapped(model, exchange)
             results.append(train(model, 3))
     return results[0], results[1]
+
+
+def test_half_a_step_is_never_saved(two_ranks: Ranks) -> None:
+    """Buckets are exchanged when backward fails: what is saved then is the state before the step."""
+    for saved, settled, before in two_ranks.run(save_after_a_failure):
+        assert same(saved, before) and same(settled, before)
+
+
+def save_after_a_failure() -> tuple[Any, Any, Any]:
+    model = ddp(**SMALL_BUCKETS)
+    with closing(regtopk.attach(model, ALGORITHM, scope="bucket")) as exchange:
+        train(model, 3)
+        before = algorithm_state(exchange), exchange.total.residual_norm
+        model.module.first.bias.register_hook(raise_an_error)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, 7).backward()
+        saved = algorithm_state(exchange), exchange.total.residual_norm
+        exchange._queue.close()  # it has exchanged all that had arrived
+        assert not all(bucket.is_settled for bucket in exchange._steps.buckets.all)
+        return saved, (algorithm_state(exchange), exchange.total.residual_norm), before
+
+
+@SCOPES
+def test_compiled_models_train_as_others_do(two_ranks: Ranks, scope: Scope) -> None:
+    for results in two_ranks.run(train_compiled_and_not, scope):
+        assert same(results[1], results[0]) and same(results[2], results[0])
+
+
+def train_compiled_and_not(scope: Scope) -> list[Any]:
+    """torch.compile inside DDP's hands: not at all, before attach, and after it."""
+    results = []
+    for when in ("never", "before", "after"):
+        model = ddp()
+        compiled: Any = torch.compile(model, backend="eager") if when == "before" else model
+        with closing(regtopk.attach(compiled, ALGORITHM, scope=scope)) as exchange:
+            if when == "after":
+                compiled = torch.compile(model, backend="eager")
+            results.append((train(compiled, 4), algorithm_state(exchange)))
+        if when == "before":
+            with pytest.raises(ClusterError, match=r"^attach must be called once for a model"):
+                regtopk.attach(model, ALGORITHM)
+    return results
 
 
 def raise_an_error(grad: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def lose_one(folder: Path, scope: Scope, moment: str, signal_number: int) -> tup
             )
     else:
         assert same(algorithm_state(exchange), before)
+    exchange.close()  # in a `finally:` it must not hide what went wrong
     return kind, text
 
 

@@ -25,7 +25,7 @@ class ExchangeBase:
 
     def _warn_of_one_rank(self) -> None:
         if self.num_workers == 1:
-            _log.warning("there is one rank: its gradients are sparsified but no bytes are saved")
+            _log.warning("there is one rank: its gradients are sparsified, but no bytes are saved")
 
     @property
     def rank(self) -> int:

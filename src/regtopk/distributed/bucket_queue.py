@@ -4,6 +4,7 @@ One thread on one process group means that the rounds of all buckets run in the 
 however many rounds an algorithm has.
 """
 
+import atexit
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class BucketQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="regtopk-exchange", daemon=True)
             self._thread.start()
+            atexit.register(self._close_at_exit)
         self._arrivals.put(arrival)
 
     def raise_failure(self) -> None:
@@ -62,12 +64,17 @@ class BucketQueue:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread, when it has exchanged what has arrived."""
         if self._thread is not None:
             self._arrivals.put(None)
-            self._thread.join()
+            self._thread.join(timeout_s)
             self._thread = None
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """A thread that outlives Python, after an error in backward say, ends the process by SIGABRT."""
+        self.close(timeout_s=10)
 
     @torch.no_grad()
     def _run(self) -> None:

@@ -185,9 +185,12 @@ class Steps:
 
     def _num_selected(self, bucket: Bucket) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
-        if self.num_steps < self._options.dense_steps or not isinstance(bucket.algorithm, WithDensity):
+        algorithm = bucket.algorithm
+        if self.num_steps < self._options.dense_steps or not isinstance(algorithm, WithDensity):
             return -1
-        return bucket.algorithm.num_selected(bucket.worker.at(self.num_steps, self._shared_report))
+        if algorithm.k is None and algorithm.density is None:  # a threshold decides
+            return -1
+        return algorithm.num_selected(bucket.worker.at(self.num_steps, self._shared_report))
 
     def _exchange(self, buckets: list[Bucket], flats: list[Tensor], grads: dict[str, Tensor]) -> None:
         """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite."""
