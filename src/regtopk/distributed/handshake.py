@@ -15,7 +15,7 @@ from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SparseSum
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Report, Worker, check_weights
-from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.collectives import Collectives, clear_errors
 from regtopk.distributed.driver import PEEKS
 from regtopk.errors import ArgumentError, ClusterError, OracleError
 
@@ -40,18 +40,26 @@ def roll_call(collectives: Collectives, call: str, timeout_s: float, *, is_requi
         return
     number = _num_calls.get(collectives.group, 0)
     keys = [f"regtopk/{number}/{call}/{rank}" for rank in range(collectives.num_workers)]
-    store.set(keys[collectives.rank], "here")
+    with clear_errors(call):
+        store.set(keys[collectives.rank], "here")
+        missing = _missing(store, keys, timeout_s)
+        if missing and is_required:
+            store.delete_key(keys[collectives.rank])  # all ranks may try again
+    if missing:
+        text = f"did every rank call {call}? {_ranks(missing)} not after {timeout_s:g} s"
+        if is_required:
+            raise ClusterError(text)
+        _log.warning("%s; waiting on", text)
+    _num_calls[collectives.group] = number + 1
+
+
+def _missing(store: Any, keys: list[str], timeout_s: float) -> list[int]:
+    """The ranks whose key is not in the store when the time is over."""
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # a timeout, or a store that is gone
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        text = f"did every rank call {call}? {_ranks(missing)} not after {timeout_s:g} s"
-        if not is_required:
-            _log.warning("%s; waiting on", text)
-        else:
-            store.delete_key(keys[collectives.rank])  # all ranks may try again
-            raise ClusterError(text) from error
-    _num_calls[collectives.group] = number + 1
+    except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _ranks(missing: list[int]) -> str:
