@@ -21,6 +21,7 @@ from tests.distributed.training import (
     ddp,
     flat_gradients,
     flat_parameters,
+    listening,
     loss_of,
     make_net,
     same,
@@ -98,9 +99,15 @@ def skip_without_ddp() -> None:
     loss_of(net, 1).backward()
     if dist.get_rank() == 1:
         net.first.weight.grad[0, 0] = math.inf  # type: ignore[index]
-    exchange.step()
-    assert same(algorithm_state(exchange), before)
-    assert flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
+    with listening() as said:
+        exchange.step()
+        assert same(algorithm_state(exchange), before)
+        assert flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
+        exchange.step()  # NaN still: said once
+    assert said == [
+        "after step 1 a rank's gradients were not finite, so all ranks get NaN: look at "
+        "last_step.num_skipped before optimizer.step()"
+    ]
 
 
 # GradScaler: powers of two, so that scaled and unscaled runs can be compared bit for bit.

@@ -1,6 +1,5 @@
 """One process: a script for many runs on it, and says that nothing is saved."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -78,28 +77,3 @@ def test_forgotten_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ClusterError, match=r"^model must be a DistributedDataParallel, got Net: wrap it"):
         regtopk.attach(make_net(), REGTOPK)
-
-
-def test_one_rank_is_told_that_nothing_is_saved(two_ranks: Ranks) -> None:
-    said = ["there is one rank: its gradients are sparsified, but no bytes are saved"]
-    assert two_ranks.run(exchange_alone) == [said] * 2
-
-
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-def exchange_alone() -> list[str]:
-    groups = [torch.distributed.new_group([rank]) for rank in range(2)]
-    listener = Listener()
-    logging.getLogger("regtopk").addHandler(listener)
-    try:
-        regtopk.Exchange(make_net(), REGTOPK, process_group=groups[torch.distributed.get_rank()])
-    finally:
-        logging.getLogger("regtopk").removeHandler(listener)
-    return listener.said

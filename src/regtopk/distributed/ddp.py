@@ -107,7 +107,7 @@ class SparseHookState(ExchangeBase):
         every rank, between two steps.
         """
         self.close()
-        self._steps.obstacle = "the exchange must not be used after detach()"
+        self._steps.close("detach")
         self._steps.buckets.all = []  # sets the memory of the residuals free
         self._is_detached = True
 

@@ -84,6 +84,7 @@ class Steps:
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
+        self.is_closed = False
         self.lock = threading.RLock()  # held by whoever changes or reads the state
         self._shared_report: Report | None = None
         self._writer = options.writer
@@ -145,12 +146,22 @@ class Steps:
             self.pending_report = None
         else:
             self.take_back()
+            self._warn_of_nan()
         record = self.rank.record
         numel = sum(bucket.layout.numel for bucket in self.buckets.all)
         record.dense_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
         record.num_skipped = int(not self.is_finite)
         self.ledger.add(record, self.rank.timer)
         self._draw()
+
+    def _warn_of_nan(self) -> None:
+        """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
+        if self._options.grad_scaler is None and self.ledger.total.num_skipped == 0:
+            _log.warning(
+                "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
+                "last_step.num_skipped before optimizer.step()",
+                self.num_steps,
+            )
 
     def take_back(self) -> None:
         """Give the buckets of an unfinished step the state from before it."""
@@ -278,6 +289,10 @@ class Steps:
         if self.obstacle is not None:
             raise ClusterError(self.obstacle)
 
+    def close(self, call: str) -> None:
+        """No step, saving or loading follows."""
+        self.obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state after the last finished step."""
         with self.lock:
@@ -288,6 +303,8 @@ class Steps:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a saved state. DDP makes the same buckets again later, so scope="bucket" keeps them."""
         with self.lock:
+            if self.is_closed:
+                self.check_usable()
             self.buckets.all, self.num_steps, self.ledger, self.pending_report = checkpoint.loaded(
                 self._facts,
                 saved,
