@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.algorithms.posterior import LastSent
 from regtopk.core.state import OnResize
 from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.buckets import Bucket, Entries, Names
@@ -34,6 +33,11 @@ from regtopk.errors import StateError
 
 FORMAT = 1
 _KEYS = {"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"}
+_SELECTION = (
+    "indices",
+    "own",
+    "aggregate",
+)  # what algorithms with a posterior score remember: where and what
 _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
 
@@ -286,7 +290,7 @@ def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
     expected = bucket.other_fields()
     if sorted(saved) != sorted(expected):
         raise StateError(f"state of {where} must hold {sorted(expected)}, got {sorted(saved)}")
-    selection = LastSent.rules() if isinstance(bucket.state, LastSent) else {}
+    selection = _SELECTION if all(field in expected for field in _SELECTION) else ()
     for field, tensor in saved.items():
         shape = saved["indices"].shape if field in selection else expected[field].shape
         if tensor.shape != shape or tensor.is_floating_point() != expected[field].is_floating_point():
