@@ -33,11 +33,7 @@ from regtopk.errors import StateError
 
 FORMAT = 1
 _KEYS = {"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"}
-_SELECTION = (
-    "indices",
-    "own",
-    "aggregate",
-)  # what algorithms with a posterior score remember: where and what
+_SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
 
