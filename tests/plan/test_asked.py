@@ -1,5 +1,6 @@
 """What the plan says a step asks for, against what the real driver does when all ranks are alike."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from regtopk.core.codes import full_message_bytes
 from regtopk.core.requests import DenseSum, Gather, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed import driver
 from regtopk.plan import moves
 from regtopk.plan.asked import make_algorithm, probe, takes
-from regtopk.plan.echo import EchoDriver
+from regtopk.plan.echo import Echo, echo_rank
 from regtopk.plan.methods import CODES
 from regtopk.plan.moves import Answered, answer
 
@@ -27,10 +29,13 @@ def run(name: str, code: str, num_workers: int, collective: Any) -> tuple[Any, l
     layout = Layout.of_shapes([("", (256, 256), "linear")])
     worker = Worker(torch.tensor(1 / num_workers), torch.tensor(0), num_workers, 0, layout)
     algorithm = make_algorithm(name, code=code, density=K / NUMEL)
-    driver = EchoDriver(num_workers, collective)
+    rank = echo_rank(num_workers, collective)
+    assert isinstance(rank.collectives, Echo)
     torch.manual_seed(0)
-    converse(algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), driver.answer)
-    return driver.record, driver.echo.calls
+    converse(
+        algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), partial(driver.answer, rank)
+    )
+    return rank.record, rank.collectives.calls
 
 
 def answers(name: str, code: str, k: int, num_workers: int, *, is_split: bool = False) -> list[Answered]:

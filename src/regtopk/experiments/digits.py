@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed import attach
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from regtopk.distributed.record import PHASES
 
 NUM_TRAIN, NUM_TEST = 1437, 360

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_value_code
-from regtopk.distributed.ddp import Scope
 from regtopk.distributed.handshake import refuse_oracles
+from regtopk.distributed.options import Scope
 from regtopk.distributed.record import PHASES
 from regtopk.errors import ArgumentError, MissingExtraError
 from regtopk.experiments.digits import NUM_TRAIN, Training, load_digits

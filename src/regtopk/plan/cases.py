@@ -5,6 +5,7 @@ copies of it (`echo`), so nothing travels.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from statistics import median
 
@@ -16,11 +17,11 @@ from regtopk.core.codes import is_lossless, quantise
 from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
-from regtopk.distributed import layout
+from regtopk.distributed import driver, layout
 from regtopk.plan.asked import make_algorithm
 from regtopk.plan.bench import Bench, typical
 from regtopk.plan.costs import Units
-from regtopk.plan.echo import EchoDriver
+from regtopk.plan.echo import echo_rank
 from regtopk.plan.methods import CODES, MIDDLE_NUMEL, numel_units
 from regtopk.plan.moves import answer
 
@@ -54,18 +55,18 @@ def _time_algorithm(name: str, density: float, numel: int, bench: Bench) -> tupl
     algorithm, device = make_algorithm(name, density=density), bench.device
     weight = torch.tensor(0.5, device=device)
     worker = Worker(weight, torch.tensor(0, device=device), 2, 1, Layout.of_shapes(matrices))
-    driver = EchoDriver(2, now=bench.now)
+    rank = echo_rank(2, now=bench.now)
     state = algorithm.init(worker)
     grad = torch.randn(numel, device=device)
 
     def step() -> float:
-        driver.begin(device)
-        with driver.watch.phase("select_s"):
-            converse(algorithm.exchange(grad, state, worker), driver.answer)
-        return driver.watch.seconds()["select_s"]
+        rank.begin(device)
+        with rank.timer.phase("select_s"):
+            converse(algorithm.exchange(grad, state, worker), partial(driver.answer, rank))
+        return rank.timer.seconds()["select_s"]
 
     seconds = typical(step)
-    return seconds, driver.record.num_entries
+    return seconds, rank.record.num_entries
 
 
 def message_points(kind: str, code: str, bench: Bench) -> Iterator[Point]:
@@ -78,14 +79,14 @@ def message_points(kind: str, code: str, bench: Bench) -> Iterator[Point]:
     """
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for num_workers, (numel, count) in product((2, 8), sizes):
-        driver = EchoDriver(num_workers, "split" if kind == "split" else "all_gather", bench.now)
+        rank = echo_rank(num_workers, "split" if kind == "split" else "all_gather", bench.now)
         request = _request(kind, code, numel, count, bench.device)
         times: list[dict[str, float]] = []
         for _ in range(_NUM_REPEATS + 1):
-            driver.begin(bench.device)
-            total = driver.answer(request)
-            driver.room = total if kind == "gather" and code != "none" else None  # as an exchange does
-            times.append(driver.watch.seconds())
+            rank.begin(bench.device)
+            total = driver.answer(rank, request)
+            rank.spare = total if kind == "gather" and code != "none" else None  # as an exchange does
+            times.append(rank.timer.seconds())
         answered = answer(request, num_workers, is_ragged=False, is_split=kind == "split")
         for phase, work in zip(("encode_s", "decode_s"), answered.work, strict=True):
             units = dict(work.units)
