@@ -73,14 +73,26 @@ def test_reproduce_as_json(tmp_path: Path) -> None:
     assert all(list(by_density) == ["0.4", "0.5", "0.6"] for by_density in final.values())
     assert all(len(seeds) == 2 for by_density in final.values() for seeds in by_density.values())
     config = json.loads((out / "config.json").read_text())
-    assert config["command"] == "regtopk reproduce fig2 --set num_iterations=5 --seeds 2"
+    assert config["command"] == "regtopk reproduce fig2 --seeds 2 --set num_iterations=5"
     assert config["config"]["num_seeds"] == 2 and config["config"]["num_iterations"] == 5
 
 
-def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run has a new one; --resume takes the last, which is finished here, and --force the first."""
     monkeypatch.chdir(tmp_path)
-    assert invoke("reproduce", "scaling", *QUICK)[0] == 0
-    assert (tmp_path / "out" / "scaling" / "summary.json").exists()
+    for _ in range(2):
+        assert invoke("reproduce", "scaling", *QUICK)[0] == 0
+    folders = [tmp_path / "out" / name for name in ("scaling", "scaling-2")]
+    assert sorted((tmp_path / "out").iterdir()) == folders
+    before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
+    code, printed, _ = invoke("reproduce", "scaling", *QUICK, "--resume")
+    assert code == 0 and "out/scaling-2/index.html" in printed
+    assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
+    assert invoke("reproduce", "scaling", *QUICK, "--force")[0] == 0
+    assert sorted((tmp_path / "out").iterdir()) == folders
+    assert (folders[0] / "metrics.jsonl").stat().st_mtime_ns > before[0]
+    code, _, err = invoke("reproduce", "scaling", "--resume")
+    assert code == 2 and "num_iterations must be 5 as in the run that out/scaling-2 holds, got 100" in err
 
 
 def test_a_run_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ def test_seeds_of_an_experiment_without_chance(tmp_path: Path) -> None:
             ["fig9"],
             "scaling, fig2, adaptive, fig3, got 'fig9' (did you mean 'fig3'?)",
         ),
-        (["fig1", "--set", "learning=3"], "got 'learning' (did you mean 'lr'?)"),
+        (["fig1", "--set", "devise=cpu"], "got 'devise' (did you mean 'device'?)"),
         (["fig2", "--seeds", "0"], "num_seeds must be an integer of at least 1, got 0"),
         (
             ["fig2", "--seeds", "2", "--set", "num_seeds=3"],

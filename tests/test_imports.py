@@ -23,6 +23,7 @@ LEVELS = {
     "plan": 7,
     "run_writer": 6,
     "runs": 5,
+    "method": 4,
     "simulate": 4,
     "distributed": 4,
     "algorithms": 3,

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 FIGURE_PNG, FIGURE_SVG, PAGE = "figure.png", "figure.svg", "index.html"
+ALIKE = {"density", "lr", "published"}  # numbers that the seeds of a method share
 FILES = (CONFIG, METRICS, SUMMARY, FIGURE_PNG, FIGURE_SVG, PAGE)
 
 
@@ -132,17 +133,20 @@ def merge_seeds(records: Sequence[Record]) -> list[Record]:
     """
     if not records or "seed" not in records[0]:
         return list(records)
-    merged: dict[tuple[Any, Any], dict[int, Record]] = {}
+    merged: dict[tuple[Any, ...], dict[int, Record]] = {}
     for record in records:
-        merged.setdefault((record["method"], record["step"]), {})[record["seed"]] = record
+        key = record["method"], record["density"], record["step"]
+        merged.setdefault(key, {})[record["seed"]] = record
     return [_as_lists([by_seed[seed] for seed in sorted(by_seed)]) for by_seed in merged.values()]
 
 
 def _as_lists(records: Sequence[Record]) -> Record:
     """Measured numbers become lists, except the bytes, which are averaged."""
     first = dict(records[0])
-    for name in ("accuracy", "loss", "test_loss"):
-        first[name] = [record[name] for record in records if record[name] is not None]
+    for name in first.keys() - ALIKE:
+        values = [record[name] for record in records if record[name] is not None]
+        if all(isinstance(value, float) for value in values):
+            first[name] = values
     first["payload_bytes"] = sum(record["payload_bytes"] for record in records) / len(records)
     return first
 
