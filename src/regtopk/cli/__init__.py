@@ -13,8 +13,8 @@ from rich.table import Table
 
 from regtopk import ALGORITHMS, __version__
 from regtopk.cli.doctor import doctor
-from regtopk.cli.experiments import compare, reproduce, train
-from regtopk.cli.parts import Force, Json, as_typed, progress_bar, say_errors, show
+from regtopk.cli.experiments import as_typed, compare, reproduce, train
+from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.cli.plan import plan
 from regtopk.errors import OutputError
 from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings

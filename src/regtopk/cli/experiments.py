@@ -1,24 +1,17 @@
 """The commands that run experiments: reproduce, compare and train."""
 
+import inspect
+import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from regtopk.cli.parts import (
-    Force,
-    Json,
-    Resume,
-    Settings,
-    as_typed,
-    progress_bar,
-    say_errors,
-    show,
-    takes_settings,
-)
+from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
@@ -30,151 +23,94 @@ from regtopk.run_writer import check_holds_no_run
 from regtopk.runs import CONFIG
 
 OUT = Path("out")
-REPRODUCE_FLAGS = {name: f"--{name}" for name in ("methods", "data", "weights", "deterministic", "device")}
-COMPARE_FLAGS = {
-    **{name: f"--{name}" for name in ("algorithms", "like", "split", "optimizer", "lr", "data", "device")},
+FRESH_SEEDS = "2-6"  # suggested, to measure what was picked on seeds 0 and 1
+
+# the settings that have an option of their own, and its name where that is another
+REPRODUCE = {name: f"--{name}" for name in ("methods", "data", "weights", "deterministic", "device")}
+COMPARED = {
+    "algorithms": "--algorithms",
     "densities": "--density",
     "bytes_per_step": "--bytes-per-step",
+    "like": "--like",
+    "split": "--split",
     "value_code": "--value-code",
     "index_code": "--index-code",
+    "optimizer": "--optimizer",
+    "lr": "--lr",
     "num_workers": "--workers",
     "num_steps": "--steps",
+    "data": "--data",
+    "device": "--device",
 }
-TRAIN_FLAGS = {
+TRAINED = {
     "num_workers": "--workers",
-    **{name: f"--{name}" for name in ("algorithm", "density", "scope", "dataset", "lr", "device")},
+    "algorithm": "--algorithm",
+    "density": "--density",
     "value_code": "--value-code",
+    "scope": "--scope",
+    "dataset": "--dataset",
     "num_steps": "--steps",
-    "num_seeds": "--seeds",
+    "lr": "--lr",
+    "device": "--device",
 }
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the run; if not given, a new one in out/ with the experiment's name."),
-]
-Seeds = Annotated[
-    str | None,
-    typer.Option(help="How many seeds, from 0 on: 3. Or which, for most: 3,4,5 or 2-6, and 3-3 for seed 3."),
-]
 
 
-@say_errors
-@takes_settings(DeepConfig, REPRODUCE_FLAGS)
-def reproduce(
-    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
-    chosen: dict[str, Any],
-    preset: Annotated[
-        str | None, typer.Option(help=f"Protocol of fig3: {', '.join(PRESETS)}.", show_default="paper")
-    ] = None,
-    seeds: Seeds = None,
-    out: Folder = None,
-    resume: Resume = False,
-    settings: Settings = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Run one of the paper's experiments; write records, figures and a page."""
-    check_choice("experiment", experiment, EXPERIMENTS)
-    own = EXPERIMENTS[experiment]
-    words, name = ["reproduce", experiment], experiment
-    base: dict[str, Any] = {}
-    if own.presets:
-        preset = preset or next(iter(own.presets))
-        check_choice("preset", preset, own.presets)
-        if any(word.startswith("preset=") for word in settings or ()):
-            raise ArgumentError("a preset must be chosen with --preset, got it with --set")
-        words += ["--preset", preset]
-        base = {"preset": preset, **own.presets[preset]}
-        name = f"{experiment}-{preset}"
-    elif preset is not None:
-        raise ArgumentError(f"preset must not be given for {experiment}, which has none, got {preset!r}")
-    if seeds is not None:
-        chosen |= _seeds(own, seeds)
-    flags = {**REPRODUCE_FLAGS, "seeds": "--seeds", "num_seeds": "--seeds"}
-    run(
-        own, chosen, list(settings or ()), flags, words=words, base=base, out=out, name=name,
-        resume=resume, force=force, as_json=as_json,
-    )  # fmt: skip
-
-
-@say_errors
-@takes_settings(COMPARE.config, COMPARE_FLAGS)
-def compare(
-    task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")],
-    chosen: dict[str, Any],
-    seeds: Seeds = None,
-    out: Folder = None,
-    resume: Resume = False,
-    settings: Settings = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Compare methods on a task, at equal density or at equal bytes; write records, figures and a page."""
-    if seeds is not None:
-        chosen |= _seeds(COMPARE, seeds)
-    flags = {**COMPARE_FLAGS, "seeds": "--seeds", "num_seeds": "--seeds"}
-    run(
-        COMPARE, chosen, list(settings or ()), flags, words=["compare", task], base={"task": task}, out=out,
-        name=f"compare-{task}", resume=resume, force=force, as_json=as_json,
-    )  # fmt: skip
-
-
-@say_errors
-@takes_settings(TRAIN.config, TRAIN_FLAGS)
-def train(
-    chosen: dict[str, Any],
-    out: Folder = None,
-    settings: Settings = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Train with real processes, with an algorithm and dense; write records, figures and a page."""
-    run(
-        TRAIN, chosen, list(settings or ()), TRAIN_FLAGS, words=["train"], base={}, out=out, name="train",
-        resume=False, force=force, as_json=as_json,
-    )  # fmt: skip
-
-
-def run(
-    experiment: Experiment[Any],
-    chosen: Mapping[str, Any],
-    settings: Sequence[str],
-    flags: Mapping[str, str],
-    *,
-    words: Sequence[str],
-    base: Mapping[str, Any],
-    out: Path | None,
-    name: str,
-    resume: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Run an experiment and show what came out.
+@dataclass(frozen=True)
+class Request:
+    """What a command is to run.
 
     Args:
         experiment: which.
-        chosen: settings given by options.
-        settings: and those given by --set.
-        flags: the options.
-        words: the command without them.
+        name: of its folder in out/.
+        words: the command as typed, without options.
         base: settings that the command stands for.
-        out: the folder, if one was given.
-        name: of the folder otherwise.
-        resume, force, as_json: as given.
     """
+
+    experiment: Experiment[Any]
+    name: str
+    words: Sequence[str]
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(
+    request: Request,
+    chosen: dict[str, Any],
+    flags: Mapping[str, str],
+    *,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="How many seeds, from 0 on: 3. Or which, of compare and fig3: 3,4,5, 2-6 or 3-3."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; a new one in out/ if not given.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that the folder holds, or add to it.")
+    ] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Run an experiment and show what came out; its options are those of every command here."""
     if resume and force:
         raise ArgumentError("--resume adds to what --force would replace: give one of them, got both")
-    config = parse_settings(experiment.config, [*(f"{k}={v}" for k, v in chosen.items()), *settings], base)
-    typed = [*words, *as_typed(chosen, flags, settings), *(["--resume"] if resume else [])]
-    folder = out or default_folder(name, resume=resume, force=force)
+    for key in ("preset", "task"):
+        if key in request.base and any(word.startswith(f"{key}=") for word in settings or ()):
+            raise ArgumentError(f"{key} must be chosen by the command's own words, got it with --set")
+    experiment = request.experiment
+    if seeds is not None:
+        chosen |= _seeds(experiment, seeds)
+    given = [f"{name}={value}" for name, value in chosen.items()]
+    config = parse_settings(experiment.config, [*given, *(settings or ())], request.base)
+    typed = [*request.words, *as_typed(chosen, flags, settings or ()), *(["--resume"] if resume else [])]
+    folder = out or default_folder(request.name, resume=resume, force=force)
+    command = shlex.join(["regtopk", *typed])
     try:
-        with progress_bar(name) as progress:
+        with progress_bar(request.name) as progress:
             summary = experiment.record(
-                config,
-                folder,
-                command=shlex.join(["regtopk", *typed]),
-                resume=resume,
-                force=force,
-                progress=progress,
+                config, folder, command=command, resume=resume, force=force, progress=progress
             )
     except KeyboardInterrupt:
         if isinstance(experiment, Comparison) and (folder / CONFIG).exists():
@@ -182,7 +118,70 @@ def run(
         raise
     if not as_json and "finding" in summary:
         typer.echo(summary["finding"])
-    show(summary, {name: summary}, write_report(folder), as_json=as_json)
+        claim = summary["claim"]
+        if claim and not claim["gain"]:
+            methods = f"{claim['against']},{claim['method']}"
+            typer.echo(f"To measure it: --seeds {FRESH_SEEDS} --methods {methods} --resume")
+    show(summary, {request.name: summary}, write_report(folder), as_json=as_json)
+
+
+def runs(config: type, flags: Mapping[str, str]) -> Callable[[Callable[..., Request]], Any]:
+    """Make a command of a function that says what to run.
+
+    It has the function's own options, one for each of some settings (with the setting's type, default and
+    description), and those of `run`.
+
+    Args:
+        config: the dataclass of the settings; its docstring describes them.
+        flags: the option of each setting.
+    """
+    options = {name: _option(config, name, flag) for name, flag in flags.items()}
+    common = {name: p for name, p in inspect.signature(run).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    def decorate(choose: Callable[..., Request]) -> Any:
+        @wraps(choose)
+        def command(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in options}
+            shared = {name: given.pop(name) for name in common}
+            run(choose(**given), {k: v for k, v in chosen.items() if v is not None}, flags, **shared)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own = [p.replace(kind=kind) for p in inspect.signature(choose).parameters.values()]
+        added = [inspect.Parameter(name, kind, default=None, annotation=o) for name, o in options.items()]
+        parameters = [*own, *added, *common.values()]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return say_errors(command)
+
+    return decorate
+
+
+def _option(config: type, name: str, flag: str) -> Any:
+    default = next(f.default for f in fields(config) if f.name == name)
+    kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
+    return Annotated[
+        kind | None, typer.Option(flag, help=_described(config, name), show_default=shown or False)
+    ]
+
+
+def _described(config: type, name: str) -> str:
+    """A setting's sentence in the docstring of its class."""
+    for part in config.__mro__:
+        found = re.search(rf"^ {{8}}{name}: (.*(?:\n {{9,}}.*)*)", part.__doc__ or "", re.MULTILINE)
+        if found:
+            sentence = " ".join(found[1].split())
+            return sentence[0].upper() + sentence[1:]
+    raise AssertionError(f"{config.__name__} does not describe {name}")
+
+
+def as_typed(chosen: Mapping[str, Any], flags: Mapping[str, str], settings: Sequence[str]) -> list[str]:
+    """Settings as one types them."""
+    words: list[str] = []
+    for name, value in chosen.items():
+        flag = flags.get(name, "--seeds")
+        words += [flag] if value is True else [flag, str(value)]
+    return words + [word for setting in settings for word in ("--set", setting)]
 
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:
@@ -206,10 +205,42 @@ def _holds_run(folder: Path) -> bool:
 
 def _seeds(experiment: Experiment[Any], seeds: str) -> dict[str, str]:
     """The setting that --seeds changes: their number, or which ones."""
-    known = {field.name for field in fields(experiment.config)}
+    known = {f.name for f in fields(experiment.config)}
     if "num_seeds" in known and (seeds.isdigit() or "seeds" not in known):
         return {"num_seeds": seeds}
     if "seeds" in known:
         return {"seeds": seeds}
     typer.echo(f"regtopk: {experiment.name} draws nothing at random, --seeds changes nothing", err=True)
     return {}
+
+
+@runs(DeepConfig, REPRODUCE)
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
+    preset: Annotated[
+        str | None, typer.Option(help=f"Protocol of fig3: {', '.join(PRESETS)}.", show_default="paper")
+    ] = None,
+) -> Request:
+    """Run one of the paper's experiments; write records, figures and a page."""
+    check_choice("experiment", experiment, EXPERIMENTS)
+    own, words = EXPERIMENTS[experiment], ["reproduce", experiment]
+    if not own.presets:
+        if preset is not None:
+            raise ArgumentError(f"preset must not be given for {experiment}, which has none, got {preset!r}")
+        return Request(own, experiment, words)
+    preset = preset or next(iter(own.presets))
+    check_choice("preset", preset, own.presets)
+    base = {"preset": preset, **own.presets[preset]}
+    return Request(own, f"{experiment}-{preset}", [*words, "--preset", preset], base)
+
+
+@runs(COMPARE.config, COMPARED)
+def compare(task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")]) -> Request:
+    """Compare methods on a task, at equal density or at equal bytes; write records, figures and a page."""
+    return Request(COMPARE, f"compare-{task}", ["compare", task], {"task": task})
+
+
+@runs(TRAIN.config, TRAINED)
+def train() -> Request:
+    """Train with real processes, with an algorithm and dense; write records, figures and a page."""
+    return Request(TRAIN, "train", ["train"])

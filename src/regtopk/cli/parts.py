@@ -1,12 +1,9 @@
-"""What all commands share: errors in one line, a progress bar, tables, and options made from settings."""
+"""What all commands share: errors in one line, a progress bar, and tables."""
 
-import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -26,14 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
-]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run that the folder holds, or add to it.")
-]
-
 _LEAST_NAME = 24  # columns of a name before it is folded
 _GAP = 2  # between columns
 _FILE_WIDTH = 160  # a file has no edge to cut names at
@@ -54,67 +44,6 @@ def say_errors(command: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(130) from None
 
     return wrapped
-
-
-def takes_settings(config: type, flags: Mapping[str, str]) -> Callable[[Callable[..., None]], Any]:
-    """Give a command an option for each of some settings, with their type, default and description.
-
-    The command is called with `chosen`: the settings that were given, by name.
-
-    Args:
-        config: the dataclass of the settings; its docstring describes them.
-        flags: the option of each setting.
-    """
-    described, defaults = _descriptions(config), {f.name: f.default for f in fields(config)}
-    options = {}
-    for name, flag in flags.items():
-        default = defaults[name]
-        kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-        option = typer.Option(flag, help=described[name], show_default=shown or False)
-        options[name] = Annotated[kind | None, option]
-
-    def decorate(command: Callable[..., None]) -> Any:
-        @wraps(command)
-        def wrapped(**given: Any) -> None:
-            values = {name: given.pop(name) for name in options}
-            command(chosen={name: value for name, value in values.items() if value is not None}, **given)
-
-        signature = inspect.signature(command)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        own = [p.replace(kind=kind) for name, p in signature.parameters.items() if name != "chosen"]
-        added = [
-            inspect.Parameter(name, kind, default=None, annotation=option) for name, option in options.items()
-        ]
-        own.sort(key=lambda p: p.default is not p.empty)  # arguments, settings, and what all commands have
-        num = sum(p.default is p.empty for p in own)
-        wrapped.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*own[:num], *added, *own[num:]]
-        )
-        hints = {name: hint for name, hint in command.__annotations__.items() if name != "chosen"}
-        wrapped.__annotations__ = {**hints, **options}
-        return wrapped
-
-    return decorate
-
-
-def _descriptions(config: type) -> dict[str, str]:
-    """Each setting's sentence in the docstring of its class."""
-    found: dict[str, str] = {}
-    for part in reversed(config.__mro__):
-        _, _, arguments = (part.__doc__ or "").partition("Args:")
-        for names, text in re.findall(r"^ {8}([\w, ]+): (.*(?:\n {9,}.*)*)", arguments, re.MULTILINE):
-            sentence = " ".join(text.split())
-            found.update(dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:]))
-    return found
-
-
-def as_typed(chosen: Mapping[str, Any], flags: Mapping[str, str], settings: Sequence[str]) -> list[str]:
-    """The settings as one types them."""
-    words: list[str] = []
-    for name, value in chosen.items():
-        words += [flags[name]] if value is True else [flags[name], str(value)]
-    return words + [word for setting in settings for word in ("--set", setting)]
 
 
 @contextmanager

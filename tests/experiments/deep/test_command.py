@@ -33,7 +33,10 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
         (["fig3", "--preset", "papr"], "preset must be one of"),
         (["fig3", "--methods", "topq"], "algorithm must be one of"),
         (["fig3", "--set", "deterministic=maybe"], "deterministic must be true or false"),
-        (["fig3", "--preset", "smoke", "--set", "preset=paper"], "must be chosen with --preset"),
+        (
+            ["fig3", "--preset", "smoke", "--set", "preset=paper"],
+            "preset must be chosen by the command's own words",
+        ),
         (["fig3"], "data must be given for cifar10"),
         (["fig3", "--preset", "smoke", "--resume", "--force"], "give one of them, got both"),
         (["fig3", "--data", "nowhere.npz"], "nowhere.npz"),
