@@ -13,7 +13,7 @@ from regtopk.algorithms import ALGORITHMS, TopK
 from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import Probe
 from regtopk.experiments.compare import COMPARE, CompareConfig
-from regtopk.experiments.statistics import paired_difference, spread
+from regtopk.experiments.results import paired_difference, spread
 from regtopk.experiments.tasks import TASKS, LinearRegression
 from regtopk.experiments.trainer import Trainer
 from regtopk.method import Method

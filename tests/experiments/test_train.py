@@ -22,7 +22,7 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
         ("algorithm=regtopk:mu=0", "mu must be positive and finite, got 0"),
         ("density=2", r"density must be in \(0, 1\], got 2.0"),
         ("value_code=3bit", "value_code must be one of float32, .*, got '3bit'"),
-        ("scope=layer", "scope must be model or bucket, got 'layer'"),
+        ("scope=layer", "scope must be one of model, bucket, got 'layer'"),
         ("dataset=mnist", "dataset must be one of digits, got 'mnist'"),
         ("num_workers=1", "num_workers must be an integer of at least 2, got 1"),
         ("num_steps=0", "num_steps must be an integer of at least 1, got 0"),

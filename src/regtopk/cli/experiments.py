@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
@@ -160,9 +161,8 @@ def _option(config: type, name: str, flag: str) -> Any:
     default = next(f.default for f in fields(config) if f.name == name)
     kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-    return Annotated[
-        kind | None, typer.Option(flag, help=_described(config, name), show_default=shown or False)
-    ]
+    text = escape(_described(config, name))
+    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown or False)]
 
 
 def _described(config: type, name: str) -> str:

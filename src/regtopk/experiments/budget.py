@@ -72,7 +72,7 @@ def runs_at_densities(config: Protocol, methods: Sequence[Method]) -> list[Run]:
     return [
         Run(method, density)
         for method in methods
-        for density in (config.densities_compared if method.takes_density else (None,))
+        for density in (config.plan.densities if method.takes_density else (None,))
     ]
 
 
@@ -84,7 +84,7 @@ def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], task: Task)
         methods: those to run.
         task: what they are probed on.
     """
-    probe, budget = Probe(task), config.budget
+    probe, budget = Probe(task), config.plan.budget
     if budget is None:
         like = Method.parse_like(config.like)
         budget = probe.payload(config.build(Run(like, None)), config.index_code_of(like))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,12 +12,11 @@ from regtopk.core.options import check_choice, check_integer, check_number, chec
 from regtopk.errors import ArgumentError
 from regtopk.experiments.comparison import Comparison, Problem
 from regtopk.experiments.experiment import Summary
-from regtopk.experiments.protocol import Protocol, Run, split_labels
+from regtopk.experiments.protocol import Plan, Protocol, Run, parse_methods
 from regtopk.experiments.results import summarise
 from regtopk.experiments.settings import format_seeds, parse_seeds
 from regtopk.experiments.task import Task
 from regtopk.experiments.tasks import TASKS, TaskConfig
-from regtopk.method import Method
 from regtopk.runs import Panel, Record
 
 SIZES = ("num_workers", "num_steps", "batch_size")
@@ -58,11 +58,11 @@ class CompareConfig(Protocol):
         self._fill_in_defaults()
         if not self.densities or len(set(self.densities)) < len(self.densities):
             raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
+        for name in ("num_seeds", "num_steps", "num_evaluations"):
+            check_integer(name, getattr(self, name), at_least=1)
         super().__post_init__()
         for lr in self.lr:
             check_positive("lr", lr)
-        for name in ("num_seeds", "num_steps", "num_evaluations"):
-            check_integer(name, getattr(self, name), at_least=1)
         check_number(
             "bytes_per_step", self.bytes_per_step, "positive (0: off)", lambda x: 0 <= x < float("inf")
         )
@@ -75,63 +75,30 @@ class CompareConfig(Protocol):
         """What is recorded is what is used."""
         defaults = TASKS[self.task].defaults
         used: dict[str, Any] = {name: getattr(self, name) or int(defaults[name]) for name in SIZES}
-        used["algorithms"] = ",".join(split_labels(self.algorithms) or ALGORITHMS)
+        used["algorithms"] = ",".join(m.label for m in parse_methods(self.algorithms or ",".join(ALGORITHMS)))
         used["lr"] = self.lr or (defaults["lr"],)
         if self.seeds:
             used["num_seeds"] = len(parse_seeds(self.seeds))
         for name, value in used.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def parsed_methods(self) -> list[Method]:
-        """The methods."""
-        return [Method.parse(label) for label in split_labels(self.algorithms)]
-
-    @property
-    def parsed_seeds(self) -> list[int]:
-        """The seeds."""
-        return parse_seeds(self.seeds) if self.seeds else list(range(self.num_seeds))
-
-    @property
-    def densities_compared(self) -> Sequence[float]:
-        """One comparison each."""
-        return self.densities
-
-    @property
-    def lrs(self) -> Sequence[float]:
-        """Learning rates."""
-        return self.lr
-
-    @property
-    def stops(self) -> list[int]:
-        """Before the first step, and evenly up to the last."""
-        num = self.num_evaluations
-        return sorted({round(self.num_steps * i / num) for i in range(num + 1)})
-
-    @property
-    def metric(self) -> str:
-        """The task's."""
-        return TASKS[self.task].metric
-
-    @property
-    def is_better_higher(self) -> bool:
-        """As the task says."""
-        return TASKS[self.task].is_better_higher
-
-    @property
-    def num_last(self) -> int:
-        """Accuracies are noisy, distances are not."""
-        return 3 if self.is_better_higher else 1
-
-    @property
-    def is_at_equal_bytes(self) -> bool:
-        """Whether densities follow from a number of bytes."""
-        return bool(self.bytes_per_step or self.like)
-
-    @property
-    def budget(self) -> float | None:
-        """Bytes per worker and step, if they are given as a number."""
-        return self.bytes_per_step or None
+    @cached_property
+    def plan(self) -> Plan:
+        """What is run, and how it is judged; accuracies are noisy, distances are not."""
+        seeds = parse_seeds(self.seeds or str(self.num_seeds))
+        num, task = self.num_evaluations, TASKS[self.task]
+        return Plan(
+            methods=parse_methods(self.algorithms),
+            seeds=seeds,
+            num_at_once=len(seeds),
+            densities=self.densities,
+            lrs=self.lr,
+            stops=sorted({round(self.num_steps * i / num) for i in range(num + 1)}),
+            num_last=3 if task.is_better_higher else 1,
+            metric=task.metric,
+            is_better_higher=task.is_better_higher,
+            budget=self.bytes_per_step or None,
+        )
 
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
         """The settings that say so many methods and seeds."""
@@ -162,7 +129,7 @@ class SmallProblem(Problem):
         self._make = TASKS[config.task]
         self._config = config.task_config()
         self._tasks: dict[tuple[int, ...], Task] = {}
-        self.numel = self.task(config.parsed_seeds).layout.numel
+        self.numel = self.task(config.plan.seeds).layout.numel
 
     def task(self, seeds: Sequence[int]) -> Task:
         """Made once for each choice of seeds."""
@@ -179,7 +146,7 @@ def summarise_comparison(config: CompareConfig, records: Sequence[Record]) -> Su
 
 def panels(config: CompareConfig) -> Sequence[Panel]:
     """Loss against iterations, quality against bytes, and where each method ended."""
-    metric, is_distance = config.metric, not config.is_better_higher
+    metric, is_distance = config.plan.metric, not config.plan.is_better_higher
     at_each: list[dict[str, float]] = (
         [{}] if config.is_at_equal_bytes else [{"density": d} for d in config.densities]
     )

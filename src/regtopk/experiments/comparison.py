@@ -21,7 +21,7 @@ from regtopk._version import __version__
 from regtopk.core.words import counted
 from regtopk.experiments.budget import runs_at_densities, runs_at_equal_bytes
 from regtopk.experiments.checkpoints import Checkpoints
-from regtopk.experiments.experiment import Experiment, Progress, Summary, silent
+from regtopk.experiments.experiment import Experiment, Mode, Progress, Summary
 from regtopk.experiments.protocol import Protocol, ProtocolT, Run
 from regtopk.experiments.results import is_finished
 from regtopk.experiments.settings import check_device
@@ -66,23 +66,16 @@ class Comparison(Experiment[ProtocolT]):
     load: Callable[[ProtocolT], Problem]
     extras: Callable[[ProtocolT, Method, int], Record] = field(default=lambda config, method, step: {})
 
-    def record(
-        self,
-        config: ProtocolT,
-        folder: Path,
-        *,
-        command: str,
-        force: bool = False,
-        resume: bool = False,
-        progress: Progress = silent,
+    def _record(
+        self, config: ProtocolT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
     ) -> Summary:
         """Run what of a slice is not yet in the folder; summarise all that is there."""
-        header = self.header(config, command)
+        force, resume = mode
         if not (resume or force):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
-        methods = [method for method in config.parsed_methods if _is_open(config, method, recorded)]
+        methods = [method for method in config.plan.methods if _is_open(config, method, recorded)]
         check_device(config.device)
         problem = self.load(config) if methods else None
         contents = problem.contents if problem else {}
@@ -113,20 +106,21 @@ class Comparison(Experiment[ProtocolT]):
         done: Sequence[Record],
         progress: Progress,
     ) -> Iterator[Record]:
+        metric = config.plan.metric
         for place, (run, seeds) in enumerate(groups):
             label = run.method.label
             progress(place / len(groups), f"{label}, training")
             lr = _lr(config, problem, run, done)
             for new in _train(config, problem.task(seeds), run, lr, checkpoints):
-                fraction = (place + new["step"] / config.stops[-1]) / len(groups)
-                progress(fraction, f"{label}, seed {new['seed']}: {config.metric} {new[config.metric]:.4g}")
+                fraction = (place + new["step"] / config.plan.stops[-1]) / len(groups)
+                progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
                 yield {**new, **self.extras(config, run.method, new["step"])}
 
 
 def _all_slices(config: Protocol, records: Sequence[Record]) -> dict[str, Any]:
     """The settings that name the methods and seeds of this slice, and of the slices before."""
-    labels = [*(record["method"] for record in records), *(m.label for m in config.parsed_methods)]
-    seeds = sorted({*(record["seed"] for record in records), *config.parsed_seeds})
+    labels = [*(record["method"] for record in records), *(m.label for m in config.plan.methods)]
+    seeds = sorted({*(record["seed"] for record in records), *config.plan.seeds})
     return config.with_slices(list(dict.fromkeys(labels)), seeds)
 
 
@@ -140,9 +134,9 @@ def _groups(config: Protocol, runs: Sequence[Run], records: Sequence[Record]) ->
     """What is still to be run: methods, each with the seeds that are trained at once."""
     groups = []
     for run in runs:
-        seeds = [seed for seed in config.parsed_seeds if not is_finished(config, records, run, seed)]
-        for first in range(0, len(seeds), config.num_at_once):
-            groups.append((run, seeds[first : first + config.num_at_once]))
+        seeds = [seed for seed in config.plan.seeds if not is_finished(config, records, run, seed)]
+        for first in range(0, len(seeds), config.plan.num_at_once):
+            groups.append((run, seeds[first : first + config.plan.num_at_once]))
     return groups
 
 
@@ -157,17 +151,17 @@ def _plan(config: Protocol, methods: Sequence[Method], problem: Problem) -> list
 
 def _lr(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> float:
     """The method's own; of several the one of an earlier slice, or the best on a seed that is not counted."""
-    if run.method.lr is not None or len(config.lrs) == 1:
-        return run.method.lr or config.lrs[0]
+    if run.method.lr is not None or len(config.plan.lrs) == 1:
+        return run.method.lr or config.plan.lrs[0]
     for record in done:
         if record["method"] == run.method.label and record["density"] == run.density:
             return float(record["lr"])
-    tuning = problem.task([max(config.parsed_seeds) + 1])
+    tuning = problem.task([max(config.plan.seeds) + 1])
     quality: dict[float, float] = {}
-    for lr in config.lrs:
+    for lr in config.plan.lrs:
         records = list(_train(config, tuning, run, lr))
-        final = math.fsum(r[config.metric] for r in records[-config.num_last :])
-        sign = 1 if config.is_better_higher else -1
+        final = math.fsum(r[config.plan.metric] for r in records[-config.plan.num_last :])
+        sign = 1 if config.plan.is_better_higher else -1
         quality[lr] = -math.inf if records[-1]["diverged"] else sign * final
     return max(quality, key=lambda lr: quality[lr])
 
@@ -187,7 +181,7 @@ def _train(
     kept = checkpoints if is_exact else None
     spent_s = kept.load(trainer, run.name, task.seeds) if kept else 0.0
     start = time.perf_counter()
-    for stop in config.stops:
+    for stop in config.plan.stops:
         if stop < trainer.num_steps or stop == trainer.num_steps > 0:
             continue
         trainer.run_until(stop)

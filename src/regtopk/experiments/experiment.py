@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 from regtopk.errors import OutputError
 from regtopk.experiments.settings import ConfigT, settings_of
@@ -23,6 +23,13 @@ class Progress(Protocol):
 
 def silent(fraction: float, words: str = "") -> None:
     """Progress that nobody watches."""
+
+
+class Mode(NamedTuple):
+    """What happens to a run that the folder holds: it is replaced, gone on with, or refused."""
+
+    force: bool
+    resume: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,6 @@ class Experiment(ABC, Generic[ConfigT]):
     summarise: Callable[[ConfigT, Sequence[Record]], Summary]
     panels: Callable[[ConfigT], Sequence[Panel]]
 
-    @abstractmethod
     def record(
         self,
         config: ConfigT,
@@ -69,10 +75,7 @@ class Experiment(ABC, Generic[ConfigT]):
             resume: go on with a run that the folder holds; what is finished there is not run again.
             progress: is told the fraction done, and the newest result.
         """
-
-    def header(self, config: ConfigT, command: str) -> dict[str, Any]:
-        """What config.json says."""
-        return make_header(
+        header = make_header(
             self.name,
             title=self.title if isinstance(self.title, str) else self.title(config),
             about=self.about if isinstance(self.about, str) else self.about(config),
@@ -80,6 +83,13 @@ class Experiment(ABC, Generic[ConfigT]):
             config=settings_of(config),
             panels=self.panels(config),
         )
+        return self._record(config, folder, header, Mode(force, resume), progress)
+
+    @abstractmethod
+    def _record(
+        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+    ) -> Summary:
+        """Run under a header."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,23 +102,14 @@ class WholeExperiment(Experiment[ConfigT]):
 
     run: Callable[[ConfigT, Progress], Iterator[Record]]
 
-    def record(
-        self,
-        config: ConfigT,
-        folder: Path,
-        *,
-        command: str,
-        force: bool = False,
-        resume: bool = False,
-        progress: Progress = silent,
+    def _record(
+        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
     ) -> Summary:
-        """Run, unless the folder holds the finished run that is to be resumed."""
-        header = self.header(config, command)
-        if resume and (folder / SUMMARY).exists():
+        if mode.resume and (folder / SUMMARY).exists():
             _check_same(folder, header["config"])
             return read_run(folder).summary
         records = []
-        with RunWriter(folder, header, force=force or resume) as writer:
+        with RunWriter(folder, header, force=mode.force or mode.resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)

@@ -123,7 +123,7 @@ def description_of(config: DeepConfig) -> str:
         has_batch_norm = any(isinstance(part, BatchNorm) for part in NETWORKS[config.network](10).modules())
     norm = f" Batch norm is evaluated with {statistics}." if has_batch_norm else ""
     coded = f" Values travel as {config.value_code} unless a method says otherwise." if config.like else ""
-    num_last = min(config.num_last, math.ceil(config.num_rounds / config.evaluate_every))
+    num_last = min(config.plan.num_last, math.ceil(config.num_rounds / config.evaluate_every))
     accuracy = "the last evaluation" if num_last == 1 else f"the mean of the last {num_last} evaluations"
     steps = (
         "" if config.local_steps == 1 else f", {config.local_steps} local steps per round ({config.sends})"

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from regtopk.core.algorithm import Algorithm, check_density
@@ -25,6 +26,37 @@ class Run(NamedTuple):
     def name(self) -> str:
         """What tells runs of an experiment apart."""
         return self.method.label if self.density is None else f"{self.method.label} at {self.density!r}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison runs, and how it is judged.
+
+    Args:
+        methods: all of them.
+        seeds: all of them.
+        num_at_once: how many seeds of a method are trained at once.
+        densities: of the methods whose words leave it open; each is a comparison of its own.
+        lrs: learning rates; each method takes its best of several.
+        stops: the steps after which models are evaluated; the last one ends the training.
+        num_last: how many of the last evaluations the final number of a run is the mean of.
+        metric: what says how good a model is.
+        is_better_higher: whether more of it is better.
+        budget: bytes per worker and step, where they are given as a number.
+        is_against_like: whether differences are taken from the method that `like` names; else from Top-k.
+    """
+
+    methods: list[Method]
+    seeds: list[int]
+    num_at_once: int
+    densities: Sequence[float]
+    lrs: Sequence[float]
+    stops: list[int]
+    num_last: int
+    metric: str = "accuracy"
+    is_better_higher: bool = True
+    budget: float | None = None
+    is_against_like: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,75 +98,24 @@ class Protocol(ABC):
         check_index_code(self.index_code)
         check_integer("num_workers", self.num_workers, at_least=1)
         check_integer("batch_size", self.batch_size, at_least=1)
-        for density in self.densities_compared:
+        for density in self.plan.densities:
             check_density(density)
         if self.like:
             Method.parse_like(self.like)
-        methods = self.parsed_methods
+        methods = self.plan.methods
         if not methods or len({self._identity(method) for method in methods}) < len(methods):
             labels = ",".join(method.label for method in methods)
             raise ArgumentError(f"methods must be different and at least one, got {labels!r}")
-        self.parsed_seeds  # noqa: B018 -- refused here, before anything runs
 
-    @property
+    @cached_property
     @abstractmethod
-    def parsed_methods(self) -> list[Method]:
-        """The methods."""
-
-    @property
-    @abstractmethod
-    def parsed_seeds(self) -> list[int]:
-        """The seeds."""
-
-    @property
-    @abstractmethod
-    def densities_compared(self) -> Sequence[float]:
-        """Densities of the methods whose words leave it open."""
-
-    @property
-    @abstractmethod
-    def lrs(self) -> Sequence[float]:
-        """Learning rates; each method takes its best of several."""
-
-    @property
-    @abstractmethod
-    def stops(self) -> list[int]:
-        """The steps after which models are evaluated; the last one ends the training."""
-
-    @property
-    @abstractmethod
-    def metric(self) -> str:
-        """What says how good a model is."""
-
-    @property
-    def is_better_higher(self) -> bool:
-        """Whether more of the metric is better."""
-        return True
-
-    @property
-    @abstractmethod
-    def num_last(self) -> int:
-        """How many of the last evaluations the final number of a run is the mean of."""
-
-    @property
-    def num_at_once(self) -> int:
-        """How many seeds of a method are trained at once."""
-        return len(self.parsed_seeds)
+    def plan(self) -> Plan:
+        """What is run, and how it is judged."""
 
     @property
     def is_at_equal_bytes(self) -> bool:
         """Whether densities follow from a number of bytes."""
-        return bool(self.like)
-
-    @property
-    def budget(self) -> float | None:
-        """Bytes per worker and step, if they are given as a number."""
-        return None
-
-    @property
-    def is_compared_with_like(self) -> bool:
-        """Whether differences are taken from the method that `like` names; otherwise from Top-k."""
-        return False
+        return bool(self.like or self.plan.budget)
 
     @abstractmethod
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
@@ -168,14 +149,14 @@ class Protocol(ABC):
 
     def _identity(self, method: Method) -> tuple[Any, ...]:
         """What two spellings of a method share; an open density is a number only if there is one for all."""
-        is_open = method.takes_density and (self.is_at_equal_bytes or len(self.densities_compared) > 1)
-        algorithm = method.build(density=self.densities_compared[0], value_code=self.value_code)
-        return algorithm, method.lr or self.lrs[0], self.index_code_of(method), is_open
+        is_open = method.takes_density and (self.is_at_equal_bytes or len(self.plan.densities) > 1)
+        algorithm = method.build(density=self.plan.densities[0], value_code=self.value_code)
+        return algorithm, method.lr or self.plan.lrs[0], self.index_code_of(method), is_open
 
 
 ProtocolT = TypeVar("ProtocolT", bound=Protocol)
 
 
-def split_labels(text: str) -> list[str]:
-    """Methods with commas between them."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+def parse_methods(text: str) -> list[Method]:
+    """Read methods with commas between them."""
+    return [Method.parse(word.strip()) for word in text.split(",") if word.strip()]

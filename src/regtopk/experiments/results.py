@@ -1,18 +1,24 @@
 """From the records of a comparison, one for each (method, seed, step), to final numbers and a table."""
 
+import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from regtopk.core.words import counted
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.protocol import Protocol, Run
-from regtopk.experiments.statistics import paired_difference, spread
 from regtopk.method import Method
 from regtopk.runs import Record
 
 LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
+
+# Student's t, two-sided 95 %, for 1, 2, 3, ... degrees of freedom
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 Key = tuple[str, float | None]  # a method's label, and its density where several are compared
 Finals = dict[Key, dict[int, float]]  # the final number of each finished run, by seed
@@ -20,7 +26,7 @@ Finals = dict[Key, dict[int, float]]  # the final number of each finished run, b
 
 def is_finished(config: Protocol, records: Sequence[Record], run: Run, seed: int) -> bool:
     """Whether a method's seed ran to its end."""
-    last = run.method.label, seed, config.stops[-1]
+    last = run.method.label, seed, config.plan.stops[-1]
     return any(
         (r["method"], r["seed"], r["step"]) == last and _key(config, r)[1] in (None, run.density)
         for r in records
@@ -34,7 +40,7 @@ def summarise(config: Protocol, records: Sequence[Record]) -> Summary:
     bases = {key: base_of(config, finals, methods, key) for key in finals}
     results = [_result(config, records, key, finals, bases[key]) for key in finals]
     return {
-        "metric": config.metric,
+        "metric": config.plan.metric,
         "results": results,
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
@@ -47,12 +53,12 @@ def finals_of(config: Protocol, records: Sequence[Record]) -> Finals:
     """The mean of the last evaluations of each finished run."""
     curves: dict[Key, dict[int, dict[int, float]]] = {}
     for r in records:
-        curves.setdefault(_key(config, r), {}).setdefault(r["seed"], {})[r["step"]] = r[config.metric]
+        curves.setdefault(_key(config, r), {}).setdefault(r["seed"], {})[r["step"]] = r[config.plan.metric]
     finals: Finals = {}
     for key, by_seed in curves.items():
         for seed, curve in sorted(by_seed.items()):
-            if config.stops[-1] in curve:
-                last = [curve[step] for step in sorted(curve)[-config.num_last :]]
+            if config.plan.stops[-1] in curve:
+                last = [curve[step] for step in sorted(curve)[-config.plan.num_last :]]
                 finals.setdefault(key, {})[seed] = fmean(last)
     return finals
 
@@ -63,7 +69,7 @@ def base_of(config: Protocol, finals: Finals, methods: dict[str, Method], key: K
     Of several Top-k at the same density it is the plain one, or else the first. Of the method that `like`
     names, with several learning rates, it is the best.
     """
-    if config.is_compared_with_like:
+    if config.plan.is_against_like:
         return best_of(finals, [k for k in finals if config.is_like(methods[k[0]])])
     bases = [k for k in finals if methods[k[0]].algorithm == "topk" and key[1] in (None, k[1])]
     plain = [k for k in bases if methods[k[0]].is_same(Method("topk", "topk"))]
@@ -92,8 +98,24 @@ def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] 
     return {**found, "seeds": shared}
 
 
+def spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation over seeds; no deviation of a single one."""
+    return fmean(values), stdev(values) if len(values) > 1 else None
+
+
+def paired_difference(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
+    """Mean of value - base, seed by seed, and its 95 % interval by Student's t (None of a single seed)."""
+    differences = [value - other for value, other in zip(values, base, strict=True)]
+    mean = fmean(differences)
+    if len(differences) < 2:
+        return {"mean": mean, "low": None, "high": None}
+    t = _T[len(differences) - 2] if len(differences) - 2 < len(_T) else 1.96
+    margin = t * stdev(differences) / math.sqrt(len(differences))
+    return {"mean": mean, "low": mean - margin, "high": mean + margin}
+
+
 def _key(config: Protocol, record: Record) -> Key:
-    has_densities = not config.is_at_equal_bytes and len(config.densities_compared) > 1
+    has_densities = not config.is_at_equal_bytes and len(config.plan.densities) > 1
     return record["method"], record["density"] if has_densities else None
 
 
@@ -101,7 +123,7 @@ def _result(
     config: Protocol, records: Sequence[Record], key: Key, finals: Finals, base: Key | None
 ) -> dict[str, Any]:
     own = finals[key]
-    last = {r["seed"]: r for r in records if _key(config, r) == key and r["step"] == config.stops[-1]}
+    last = {r["seed"]: r for r in records if _key(config, r) == key and r["step"] == config.plan.stops[-1]}
     ends = [last[seed] for seed in own]
     mean, std = spread(list(own.values()))
     return {
@@ -114,7 +136,7 @@ def _result(
         "final": list(own.values()),
         "mean": mean,
         "std": std,
-        "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.stops[-1],
+        "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.plan.stops[-1],
         "difference_from_topk": None if base in (None, key) else difference(own, finals[base]),
         "diverged": [r["seed"] for r in ends if r["diverged"]],
         "minutes": sum(r["time_s"] for r in ends) / 60,
@@ -125,8 +147,8 @@ def _result(
 
 def _table(config: Protocol, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    sign = -1 if config.is_better_higher else 1
-    digits = "+.2f" if config.metric == "accuracy" else "+.3g"
+    sign = -1 if config.plan.is_better_higher else 1
+    digits = "+.2f" if config.plan.metric == "accuracy" else "+.3g"
     for result in sorted(
         results, key=lambda r: (bool(r["diverged"]), sign * r["mean"])
     ):  # diverged ones last
@@ -138,10 +160,10 @@ def _table(config: Protocol, results: Sequence[dict[str, Any]]) -> list[dict[str
                 "density": result["density"],
                 "bytes a step": round(result["payload_bytes_per_step"]),
                 "lr": result["lr"],
-                config.metric: result["mean"],
+                config.plan.metric: result["mean"],
                 "± std": result["std"],
                 "seeds": len(result["seeds"]),
-                "from base" if config.is_compared_with_like else "from Top-k": found and found["mean"],
+                "from base" if config.plan.is_against_like else "from Top-k": found and found["mean"],
                 "95 % interval": f"{found['low']:{digits}} … {found['high']:{digits}}"
                 if has_interval
                 else None,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_value_code
-from regtopk.core.options import check_integer, check_positive
+from regtopk.core.options import check_choice, check_integer, check_positive
 from regtopk.distributed.ddp import Scope
 from regtopk.distributed.handshake import refuse_oracles
 from regtopk.distributed.record import PHASES
@@ -30,7 +30,6 @@ from regtopk.experiments.settings import check_device
 from regtopk.method import Method
 from regtopk.runs import Panel, Record
 
-DATASETS = ("digits",)
 TARGET = 95.0  # percent of the test digits: what "sent until" counts up to
 
 
@@ -72,14 +71,11 @@ class TrainConfig:
         check_value_code(self.value_code)
         if make_algorithm(self).name == "dense":
             raise ArgumentError(f"algorithm must not be dense, which is always there, got {self.algorithm!r}")
-        if self.scope not in ("model", "bucket"):
-            raise ArgumentError(f"scope must be model or bucket, got {self.scope!r}")
-        if self.dataset not in DATASETS:
-            raise ArgumentError(f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}")
+        check_choice("scope", self.scope, ("model", "bucket"))
+        check_choice("dataset", self.dataset, ("digits",))
         for name in ("num_steps", "batch_size", "num_seeds", "record_every"):
             check_integer(name, getattr(self, name), at_least=1)
-        if self.num_workers < 2:
-            raise ArgumentError(f"num_workers must be an integer of at least 2, got {self.num_workers}")
+        check_integer("num_workers", self.num_workers, at_least=2)
         if self.batch_size * self.num_workers > NUM_TRAIN:
             raise ArgumentError(
                 f"batch_size must be at most {NUM_TRAIN // self.num_workers} ({NUM_TRAIN} training digits, "

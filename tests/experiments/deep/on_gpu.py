@@ -94,7 +94,7 @@ def deterministic_runs_are_the_same_bits() -> None:
 def rounds_never_wait_for_the_device() -> None:
     config = replace(SMOKE, methods="dense,topk,regtopk:mu=1,dgc,consensus")
     task = DeepProblem(config).task([0])
-    for method in config.parsed_methods:
+    for method in config.plan.methods:
         algorithm = config.build(Run(method, 0.01))
         trainer = Trainer(task, algorithm, optimizer="sgd", lr=0.1, index_code="elias-fano")
         trainer.run_until(3)

@@ -191,28 +191,12 @@ def test_at_equal_bytes_every_method_keeps_the_budget_and_the_best_is_tried_on_f
     assert summary["finding"].startswith("Within the same bytes (")
 
 
-def test_the_base_is_the_method_whose_bytes_count_in_whatever_order(tmp_path: Path) -> None:
-    methods = "topk,topk:density=0.01:index_code=raw32:value_code=float32"
-    config = replace(QUICK, methods=methods, like="topk:0.01:raw32:float32", value_code="4bit", seeds="2")
-    assert FIG3.record(config, tmp_path, command="")["base"] == methods.split(",")[1]
-
-
 def test_a_new_run_does_not_go_on_from_an_old_checkpoint(tmp_path: Path) -> None:
     run_until(QUICK, tmp_path, 1)
     other = replace(QUICK, lr=0.01)
     FIG3.record(other, tmp_path, command="", force=True)
     forced = [tuple(r[name] for name in MEASURED) for r in read_records(tmp_path)]
     assert forced == run(other, tmp_path / "clean")
-
-
-def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
-    config = replace(QUICK, methods="topk", seeds="1")
-
-    def progress(fraction: float, words: str = "") -> None:
-        with pytest.raises(OutputError, match="must not be written by another process"):
-            FIG3.record(config, tmp_path, command="", resume=True)
-
-    FIG3.record(config, tmp_path, command="", progress=progress)
 
 
 def test_a_network_that_does_not_take_the_data_is_refused_first(tmp_path: Path) -> None:
@@ -247,6 +231,7 @@ def test_only_the_papers_protocol_is_compared_with_what_was_published() -> None:
         ({"split": "sort"}, r"split must be"),
         ({"data_set": "mnist"}, r"data_set must be one of cifar10, digits, text, got 'mnist'"),
         ({"sends": "difference", "optimizer": "adam"}, r"optimizer must be sgd or momentum"),
+        ({"data_set": "text", "split": "dirichlet"}, r"split must be iid, sorted or unequal for text"),
     ],
 )
 def test_bad_settings_are_refused(setting: dict[str, object], message: str) -> None:

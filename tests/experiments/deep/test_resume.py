@@ -108,8 +108,3 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(
     FIG3.record(QUICK, tmp_path, command="")
     with pytest.raises(OutputError, match="must not hold a run"):
         replace(FIG3, load=lambda config: pytest.fail("read the data")).record(QUICK, tmp_path, command="")
-
-
-def test_text_has_no_classes_to_split_by() -> None:
-    with pytest.raises(ArgumentError, match="split must be iid, sorted or unequal for text"):
-        DeepConfig(**{**PRESETS["gpt"], "preset": "gpt", "split": "dirichlet:0.1"})

@@ -53,9 +53,9 @@ def first_loss(config: DeepConfig) -> Tensor:
 
 
 def make_trainer(config: DeepConfig) -> Trainer:
-    method = config.parsed_methods[0]
+    method = config.plan.methods[0]
     return Trainer(
-        DeepProblem(config, make_examples()).task(config.parsed_seeds),
+        DeepProblem(config, make_examples()).task(config.plan.seeds),
         config.build(Run(method, config.density)),
         optimizer=config.optimizer,
         lr=config.lr,
@@ -83,7 +83,7 @@ def test_a_worker_weighs_what_its_shard_does_unless_all_weigh_the_same(split: st
     config, examples = make_config(split=split, uniform_weights=is_uniform, seeds="5,0"), make_examples()
     trainer = make_trainer(config)
     trainer.run_until(1)
-    for params, seed in zip(trainer.models, config.parsed_seeds, strict=True):
+    for params, seed in zip(trainer.models, config.plan.seeds, strict=True):
         grads, sizes = grads_of_seed(config, examples, seed)
         assert len(set(sizes)) == (1 if split == "iid" else 3)
         weights = [1 / 3 if is_uniform else size / NUM_EXAMPLES for size in sizes]

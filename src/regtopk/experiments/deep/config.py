@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from regtopk.core.options import check_choice, check_integer, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.examples import DATA_SETS
 from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.experiments.protocol import Protocol, split_labels
+from regtopk.experiments.protocol import Plan, Protocol, parse_methods
 from regtopk.experiments.settings import format_seeds, parse_seeds
-from regtopk.method import Method
 
 SENDS = ("mean-gradient", "last-gradient", "difference")
 PUBLISHED = "published"
@@ -79,9 +79,9 @@ class DeepConfig(Protocol):
         check_choice("sends", self.sends, SENDS)
         check_choice("precision", self.precision, PRECISIONS)
         check_positive("lr", self.lr)
-        super().__post_init__()
         for name in ("num_rounds", "local_steps", "evaluate_every", "side_by_side"):
             check_integer(name, getattr(self, name), at_least=1)
+        super().__post_init__()
         for name in ("image_size", "num_branches"):
             check_integer(name, getattr(self, name), at_least=0)
         if self.weights == PUBLISHED and self.network != "efficientnet-lite0":
@@ -98,50 +98,20 @@ class DeepConfig(Protocol):
                 f"adam would make steps of 1), got {self.optimizer!r}"
             )
 
-    @property
-    def parsed_methods(self) -> list[Method]:
-        """The methods."""
-        return [Method.parse(label) for label in split_labels(self.methods)]
-
-    @property
-    def parsed_seeds(self) -> list[int]:
-        """The seeds."""
-        return parse_seeds(self.seeds)
-
-    @property
-    def densities_compared(self) -> Sequence[float]:
-        """The one density."""
-        return (self.density,)
-
-    @property
-    def lrs(self) -> Sequence[float]:
-        """The one learning rate."""
-        return (self.lr,)
-
-    @property
-    def stops(self) -> list[int]:
-        """Every few rounds, and after the last."""
-        return sorted({*range(self.evaluate_every, self.num_rounds, self.evaluate_every), self.num_rounds})
-
-    @property
-    def metric(self) -> str:
-        """Percent of the test examples."""
-        return "accuracy"
-
-    @property
-    def num_last(self) -> int:
-        """How many evaluations the accuracy of a run is the mean of."""
-        return 5
-
-    @property
-    def num_at_once(self) -> int:
-        """How many seeds of a method are trained at once."""
-        return self.side_by_side
-
-    @property
-    def is_compared_with_like(self) -> bool:
-        """At equal bytes, with the method that they are taken from."""
-        return bool(self.like)
+    @cached_property
+    def plan(self) -> Plan:
+        """What is run, and how it is judged: at equal bytes against the method that they are taken from."""
+        every, last = self.evaluate_every, self.num_rounds
+        return Plan(
+            methods=parse_methods(self.methods),
+            seeds=parse_seeds(self.seeds),
+            num_at_once=self.side_by_side,
+            densities=(self.density,),
+            lrs=(self.lr,),
+            stops=[*range(every, last, every), last],
+            num_last=5,
+            is_against_like=bool(self.like),
+        )
 
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
         """The settings that say so many methods and seeds."""

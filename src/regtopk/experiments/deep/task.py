@@ -177,7 +177,7 @@ def weights_file(config: DeepConfig) -> Path | None:
 
 def check_takes(config: DeepConfig, examples: Examples) -> None:
     """Refuse a network that does not take these examples."""
-    network = make_network(config, examples.num_classes, config.parsed_seeds[0])
+    network = make_network(config, examples.num_classes, config.plan.seeds[0])
     try:
         with torch.no_grad():
             network.to(config.device)(examples.read(examples.train[:2], config.image_size, torch.float32))
@@ -190,10 +190,10 @@ def check_takes(config: DeepConfig, examples: Examples) -> None:
 
 def check_fits(config: DeepConfig, labels: Tensor, numel: int) -> None:
     """Refuse a split that these examples do not have, and a k that is larger than the network."""
-    divide(labels, config.num_workers, config.split, config.parsed_seeds[0])
+    divide(labels, config.num_workers, config.split, config.plan.seeds[0])
     anyone = torch.ones(()), torch.zeros((), dtype=torch.int64), config.num_workers, 0
     worker = Worker(*anyone, Layout.anonymous(numel))
-    for method in config.parsed_methods:
+    for method in config.plan.methods:
         algorithm = config.build(Run(method, config.density))
         if isinstance(algorithm, WithDensity):
             algorithm.num_selected(worker)
