@@ -135,6 +135,36 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str],
     assert err.startswith("regtopk: ") and message in err and err.count("\n") == 1
 
 
+def test_compare_runs_in_slices(tmp_path: Path) -> None:
+    words = ["compare", "toy", "--algorithms", "topk", "--density", "0.5", "--steps", "4"]
+    words += ["--out", str(tmp_path)]
+    assert invoke(*words)[0] == 0
+    code, printed, _ = invoke(*words, "--seeds", "3-3", "--resume", "--json")
+    assert code == 0 and [result["seeds"] for result in json.loads(printed)["results"]] == [[0, 3]]
+    command = "regtopk compare toy --algorithms topk --density 0.5 --steps 4"
+    assert json.loads((tmp_path / "config.json").read_text())["command"].splitlines() == [
+        command,
+        f"{command} --seeds 3-3 --resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["digits", "--data", "/nowhere"], "digits come with scikit-learn and take no data, got '/nowhere'"),
+        (
+            ["toy", "--set", "task=digits"],
+            "task must be chosen by the command's own words",
+        ),
+        (["toy", "--resume", "--force"], "give one of them, got both"),
+    ],
+)
+def test_compare_refuses(tmp_path: Path, words: list[str], message: str) -> None:
+    code, out, err = invoke("compare", *words, "--out", tmp_path / "run")
+    assert (code, out) == (2, "") and message in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "file")

@@ -151,7 +151,8 @@ class Protocol(ABC):
         """What two spellings of a method share; an open density is a number only if there is one for all."""
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.plan.densities) > 1)
         algorithm = method.build(density=self.plan.densities[0], value_code=self.value_code)
-        return algorithm, method.lr or self.plan.lrs[0], self.index_code_of(method), is_open
+        lr = method.lr or (self.plan.lrs[0] if len(self.plan.lrs) == 1 else None)
+        return algorithm, lr, self.index_code_of(method), is_open
 
 
 ProtocolT = TypeVar("ProtocolT", bound=Protocol)
