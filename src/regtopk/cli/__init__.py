@@ -111,7 +111,7 @@ def _run_part(name: str, folder: Path, *, force: bool) -> dict[str, Any]:
     experiment = {**EXPERIMENTS, TRAIN.name: TRAIN}[name]
     settings = DEMO_PARTS[name]
     words = ["train"] if experiment is TRAIN else ["reproduce", name]
-    command = shlex.join(["regtopk", *words, *as_typed({}, {}, settings)])
+    command = shlex.join(["regtopk", *words, *as_typed({}, settings)])
     config = parse_settings(experiment.config, settings)
     with progress_bar(name) as progress:
         return experiment.record(config, folder, command=command, force=force, progress=progress)

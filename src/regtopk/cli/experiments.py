@@ -26,34 +26,21 @@ from regtopk.runs import CONFIG
 OUT = Path("out")
 FRESH_SEEDS = "2-6"  # suggested, to measure what was picked on seeds 0 and 1
 
-# the settings that have an option of their own, and its name where that is another
-REPRODUCE = {name: f"--{name}" for name in ("methods", "data", "weights", "deterministic", "device")}
-COMPARED = {
-    "algorithms": "--algorithms",
-    "densities": "--density",
-    "bytes_per_step": "--bytes-per-step",
-    "like": "--like",
-    "split": "--split",
-    "value_code": "--value-code",
-    "index_code": "--index-code",
-    "optimizer": "--optimizer",
-    "lr": "--lr",
-    "num_workers": "--workers",
-    "num_steps": "--steps",
-    "data": "--data",
-    "device": "--device",
-}
-TRAINED = {
-    "num_workers": "--workers",
-    "algorithm": "--algorithm",
-    "density": "--density",
-    "value_code": "--value-code",
-    "scope": "--scope",
-    "dataset": "--dataset",
-    "num_steps": "--steps",
-    "lr": "--lr",
-    "device": "--device",
-}
+# the settings that have an option of their own, and the options that are not called as their setting is
+REPRODUCED = ("methods", "data", "weights", "deterministic", "device")
+COMPARED = (
+    "algorithms", "densities", "bytes_per_step", "like", "split", "value_code", "index_code", "optimizer",
+    "lr", "num_workers", "num_steps", "data", "device",
+)  # fmt: skip
+TRAINED = (
+    "num_workers", "algorithm", "density", "value_code", "scope", "dataset", "num_steps", "lr", "device",
+)  # fmt: skip
+FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps", "num_seeds": "--seeds"}
+
+
+def flag_of(setting: str) -> str:
+    """The option of a setting."""
+    return FLAGS.get(setting, f"--{setting.replace('_', '-')}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,6 @@ class Request:
 def run(
     request: Request,
     chosen: dict[str, Any],
-    flags: Mapping[str, str],
     *,
     seeds: Annotated[
         str | None,
@@ -105,7 +91,7 @@ def run(
         chosen |= _seeds(experiment, seeds)
     given = [f"{name}={value}" for name, value in chosen.items()]
     config = parse_settings(experiment.config, [*given, *(settings or ())], request.base)
-    typed = [*request.words, *as_typed(chosen, flags, settings or ()), *(["--resume"] if resume else [])]
+    typed = [*request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
     folder = out or default_folder(request.name, resume=resume, force=force)
     command = shlex.join(["regtopk", *typed])
     try:
@@ -126,7 +112,7 @@ def run(
     show(summary, {request.name: summary}, write_report(folder), as_json=as_json)
 
 
-def runs(config: type, flags: Mapping[str, str]) -> Callable[[Callable[..., Request]], Any]:
+def runs(config: type, settings: Sequence[str]) -> Callable[[Callable[..., Request]], Any]:
     """Make a command of a function that says what to run.
 
     It has the function's own options, one for each of some settings (with the setting's type, default and
@@ -134,9 +120,9 @@ def runs(config: type, flags: Mapping[str, str]) -> Callable[[Callable[..., Requ
 
     Args:
         config: the dataclass of the settings; its docstring describes them.
-        flags: the option of each setting.
+        settings: which of them.
     """
-    options = {name: _option(config, name, flag) for name, flag in flags.items()}
+    options = {name: _option(config, name) for name in settings}
     common = {name: p for name, p in inspect.signature(run).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
     def decorate(choose: Callable[..., Request]) -> Any:
@@ -144,7 +130,7 @@ def runs(config: type, flags: Mapping[str, str]) -> Callable[[Callable[..., Requ
         def command(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in options}
             shared = {name: given.pop(name) for name in common}
-            run(choose(**given), {k: v for k, v in chosen.items() if v is not None}, flags, **shared)
+            run(choose(**given), {k: v for k, v in chosen.items() if v is not None}, **shared)
 
         kind = inspect.Parameter.KEYWORD_ONLY
         own = [p.replace(kind=kind) for p in inspect.signature(choose).parameters.values()]
@@ -157,12 +143,12 @@ def runs(config: type, flags: Mapping[str, str]) -> Callable[[Callable[..., Requ
     return decorate
 
 
-def _option(config: type, name: str, flag: str) -> Any:
+def _option(config: type, name: str) -> Any:
     default = next(f.default for f in fields(config) if f.name == name)
     kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
     text = escape(_described(config, name))
-    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown or False)]
+    return Annotated[kind | None, typer.Option(flag_of(name), help=text, show_default=shown or False)]
 
 
 def _described(config: type, name: str) -> str:
@@ -175,13 +161,10 @@ def _described(config: type, name: str) -> str:
     raise AssertionError(f"{config.__name__} does not describe {name}")
 
 
-def as_typed(chosen: Mapping[str, Any], flags: Mapping[str, str], settings: Sequence[str]) -> list[str]:
+def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
     """Settings as one types them."""
-    words: list[str] = []
-    for name, value in chosen.items():
-        flag = flags.get(name, "--seeds")
-        words += [flag] if value is True else [flag, str(value)]
-    return words + [word for setting in settings for word in ("--set", setting)]
+    pairs = [[flag_of(k)] if v is True else [flag_of(k), str(v)] for k, v in chosen.items()]
+    return [word for pair in (*pairs, *(["--set", setting] for setting in settings)) for word in pair]
 
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:
@@ -214,7 +197,7 @@ def _seeds(experiment: Experiment[Any], seeds: str) -> dict[str, str]:
     return {}
 
 
-@runs(DeepConfig, REPRODUCE)
+@runs(DeepConfig, REPRODUCED)
 def reproduce(
     experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
     preset: Annotated[

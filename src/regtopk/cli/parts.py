@@ -68,7 +68,7 @@ def progress_bar(label: str) -> Iterator[Progress]:
 
 
 def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
-    """Print the JSON, or one table (a column a method, a row a measure) and where the page is."""
+    """Print the JSON, or one table (a column per method, a row per measure) and where the page is."""
     if as_json:
         typer.echo(json.dumps(content, indent=2))
         return

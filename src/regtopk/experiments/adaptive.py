@@ -79,7 +79,7 @@ def methods(config: AdaptiveConfig, numel: int) -> dict[str, Algorithm[Any]]:
 
 
 def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
-    """Yield every method's density, error, bytes, loss and accuracy along the way, one number a seed."""
+    """Yield every method's density, error, bytes, loss and accuracy along the way, one number per seed."""
     defaults = TASKS["digits"].defaults
     task_config = TaskConfig(
         num_workers=int(defaults["num_workers"]),

@@ -88,15 +88,16 @@ def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], task: Task)
     if budget is None:
         like = Method.parse_like(config.like)
         budget = probe.payload(config.build(Run(like, None)), config.index_code_of(like))
-    runs = []
-    for method in (method.with_budget(budget) for method in methods):
-        density = None
-        if method.takes_density:
-            density = probe.find_density(
-                lambda density, method=method: config.build(Run(method, density)),  # type: ignore[misc]
-                config.index_code_of(method),
-                budget,
-                name=method.label,
-            )
-        runs.append(Run(method, density))
-    return runs
+    told = [method.with_budget(budget) for method in methods]
+    return [Run(method, _density_within(config, method, probe, budget)) for method in told]
+
+
+def _density_within(config: Protocol, method: Method, probe: Probe, budget: float) -> float | None:
+    if not method.takes_density:
+        return None
+    return probe.find_density(
+        lambda density: config.build(Run(method, density)),
+        config.index_code_of(method),
+        budget,
+        name=method.label,
+    )

@@ -36,7 +36,7 @@ TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
 
 @dataclass(frozen=True)
 class Fig2Config:
-    """Settings of Figure 2; memory is 1.6 MB a seed at the default sizes.
+    """Settings of Figure 2; memory is 1.6 MB per seed at the default sizes.
 
     Args:
         num_seeds: data seeds 0 to num_seeds - 1.
@@ -203,7 +203,7 @@ def _num_tracking(distances: list[float], dense: list[float]) -> int:
 
 
 def panels(config: Fig2Config) -> Sequence[Panel]:
-    """One a density: distance against iterations."""
+    """One for each density: distance against iterations."""
     return [
         Panel(
             title=f"S = {density}",

@@ -42,7 +42,7 @@ class Examples(NamedTuple):
 
 
 class Pixels(NamedTuple):
-    """What images in 0..1 are shifted and scaled by: one number a channel, or one for all."""
+    """What images in 0..1 are shifted and scaled by: one number per channel, or one for all."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
