@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
-from regtopk.errors import ArgumentError, OutputError
+from regtopk.errors import ArgumentError, OutputError, RunExistsError
 from regtopk.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
 from regtopk.experiments.comparison import Comparison
 from regtopk.experiments.deep.config import PRESETS, DeepConfig

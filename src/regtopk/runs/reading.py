@@ -61,8 +61,8 @@ def read_records(folder: Path) -> list[Record]:
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
     """Merge records of single seeds, by method, density and step: what differs becomes a list, seed by seed.
 
-    None is left out of a list, and bytes are averaged: figures draw against them. Where a step was recorded twice, before and after a run was resumed, the
-    later record counts.
+    None is left out of a list, and bytes are averaged: figures draw against them. Where a step was recorded
+    twice, before and after a run was resumed, the later record counts.
     """
     if not records or "seed" not in records[0]:
         return list(records)
