@@ -2,12 +2,13 @@
 
     torchrun --nproc_per_node 2 examples/train_ddp.py
 
-Run it again with --resume and it goes on from its checkpoint. Needs `pip install 'regtopk[experiments]'`.
+With --resume it goes on from its checkpoint, if there is one. Needs `pip install 'regtopk[experiments]'`.
 """
 
 import argparse
 import gc
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,16 +27,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--density", type=float, default=0.01, help="share of the entries a worker sends")
     parser.add_argument("--checkpoint", type=Path, default=Path("out/train_ddp"))
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
     arguments = parser.parse_args()
 
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if is_cuda else "gloo")
+    # a rank that hangs is found after the timeout: torch would wait for half an hour with gloo
+    dist.init_process_group("nccl" if is_cuda else "gloo", timeout=timedelta(minutes=5))
     train(arguments, device)
-    gc.collect()  # the model goes first: what still holds the group would keep its threads into Python's exit
+    gc.collect()  # the model goes first: DDP would keep the group's threads alive into Python's exit
     dist.destroy_process_group()
 
 
@@ -54,7 +56,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
     first_epoch = 0
-    if arguments.resume:
+    if arguments.resume and (arguments.checkpoint / "checkpoint.pt").exists():
         first_epoch = load(arguments.checkpoint, network, optimizer, exchange)
 
     for epoch in range(first_epoch, arguments.epochs):

@@ -13,7 +13,6 @@ import torch
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core import Algorithm, Layout, Request, Worker, converse
-from regtopk.core.traffic import Traffic
 from regtopk.simulate.driver import SimulatedDriver
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
@@ -42,7 +41,7 @@ def ask(algorithm: Algorithm[Any]) -> Facts:
         layout=layout,
         batch_shape=(NUM_WORKERS,),
     )
-    driver = SimulatedDriver(Traffic.zeros(NUM_WORKERS), (1 / NUM_WORKERS,) * NUM_WORKERS, "elias-fano")
+    driver = SimulatedDriver(worker)
     requests: list[str] = []
 
     def answer(request: Request) -> Any:

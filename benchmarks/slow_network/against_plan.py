@@ -5,7 +5,7 @@ The planner knows the parameters' shapes, the bandwidth the links have while all
 and what work costs on that machine when N workers share it, in slow-network-calibration-N.json, made by
 
     regtopk plan --params 11173962 --workers N --bandwidth 100Mbit --step-time 50ms --local-workers N \
-        --threads 1 --recalibrate --calibration benchmarks/results/slow-network-calibration-N.json
+        --threads 1 --all --recalibrate --calibration benchmarks/results/slow-network-calibration-N.json
 
 (but for the line "peer-topk", which was measured again later, on larger vectors).
 
@@ -24,18 +24,9 @@ from typing import Any
 from benchmarks.slow_network.models import resnet18_shapes
 from benchmarks.slow_network.results import accuracy_table
 from regtopk.core.link import Link
-from regtopk.plan import cache
-from regtopk.plan.methods import (
-    DENSE,
-    FP16,
-    POWERSGD,
-    WIRE_BYTES_PER_BYTE,
-    Method,
-    Situation,
-    planned_methods,
-    predict,
-)
-from regtopk.plan.predict import make_plan
+from regtopk.plan.costs import Calibration
+from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, planned_methods
+from regtopk.plan.predict import WIRE_BYTES_PER_BYTE, Situation, make_plan, predict
 from regtopk.plan.units import format_bandwidth, format_time
 from regtopk.plan.workload import Workload
 
@@ -56,7 +47,7 @@ def compare(results: Path = RESULTS) -> list[dict[str, Any]]:
     measured = json.loads((results / "slow-network.json").read_text(encoding="utf-8"))["steps"]
     rows = [row for row in measured if row["params"] == workload.numel]
     num_workers = sorted({row["workers"] for row in rows})
-    costs = {n: cache.read(results / f"slow-network-calibration-{n}.json") for n in num_workers}
+    costs = {n: Calibration.read(results / f"slow-network-calibration-{n}.json") for n in num_workers}
     links = json.loads((results / "slow-network-throughput.json").read_text(encoding="utf-8"))["links"]
     achieved = {
         (link["workers"], link["bandwidth_bits_per_s"]): link["achieved_bits_per_s"] for link in links
@@ -106,7 +97,8 @@ def _by_workers(rows: list[dict[str, Any]], title: str, cell: Cell) -> str:
 
 def _break_even(results: Path) -> str:
     """The planner's answers for models and clusters whose workers have a core each of that machine."""
-    costs = cache.read(results / "slow-network-calibration-2.json")
+    costs = Calibration.read(results / "slow-network-calibration-2.json")
+    methods = planned_methods((0.001,), every=True)
     heads = [f"{format_bandwidth(bandwidth)}" for bandwidth in BANDWIDTHS]
     lines = [
         f"| parameters, step | workers | break-even | {' | '.join(heads)} |",
@@ -115,7 +107,7 @@ def _break_even(results: Path) -> str:
     for (numel, compute_s), num_workers in product(MODELS, WORKERS):
         link = Link(BANDWIDTHS[0], LATENCY_S, compute_s)
         here = Situation(Workload.of_size(numel), num_workers, link)
-        plans = [make_plan(here.at(bandwidth=b), costs, planned_methods((0.001,)), inf) for b in BANDWIDTHS]
+        plans = [make_plan(here.at(bandwidth=b), costs, methods, inf) for b in BANDWIDTHS]
         best = [f"{p.best.method.name} {p.speedup(p.best):.3g}" for p in plans]
         even = plans[0].break_even_bits_per_s
         at_any = "pays at any" if plans[-1].pays else "pays at none"

@@ -129,7 +129,7 @@ def _with_ours(ddp: DistributedDataParallel, method: Method) -> tuple[Distribute
     exchange = regtopk.attach(ddp, method.algorithm(), collective=collective)
 
     def sent_bytes() -> tuple[int, int]:
-        last = exchange.ledger.last_step
+        last = exchange.last_step
         return last.sent_bytes, last.received_bytes
 
     return ddp, sent_bytes

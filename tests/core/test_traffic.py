@@ -1,6 +1,17 @@
+from dataclasses import replace
+
+import pytest
 import torch
 
-from regtopk.core.traffic import Traffic, all_gather_bytes, all_reduce_bytes
+from regtopk.core.algorithm import converse
+from regtopk.core.codes import INDEX_CODES
+from regtopk.core.requests import Broadcast, Gather, Request
+from regtopk.core.traffic import NAMES, Traffic, all_gather_bytes, all_reduce_bytes, moved, payload_bytes
+from regtopk.core.worker import Layout, Worker
+from regtopk.simulate.driver import SimulatedDriver
+from tests.algorithms.cases import CASES, LAYOUT, Case, J, random_grads
+
+WEIGHTS = (0.5, 0.0, 0.3, 0.2)
 
 
 def test_a_ring_all_gather_moves_all_messages_but_one() -> None:
@@ -15,17 +26,56 @@ def test_a_ring_all_reduce_moves_nearly_two_vectors() -> None:
 
 
 def test_counts_add_up_separately() -> None:
-    total, step = Traffic.zeros(2), Traffic.zeros(2)
-    step.payload_bytes.add_(torch.tensor([1, 2]))
-    step.num_entries.add_(5)
-    total.add_(step).add_(step)
-    assert total.state_dict().keys() == {
-        "payload_bytes",
-        "sent_bytes",
-        "received_bytes",
-        "dense_bytes",
-        "num_entries",
-    }
+    step = replace(Traffic.zeros(2), payload_bytes=torch.tensor([1, 2]), num_entries=torch.tensor([5, 5]))
+    total = Traffic.zeros(2) + step + step
+    assert list(total.state_dict()) == list(NAMES)
     assert total.payload_bytes.tolist() == [2, 4] and total.num_entries.tolist() == [10, 10]
     assert total.sent_bytes.tolist() == [0, 0]
     assert step.payload_bytes.tolist() == [1, 2]
+    copy = Traffic.from_state_dict(total.state_dict())
+    assert copy.payload_bytes.tolist() == [2, 4] and copy.payload_bytes is not total.payload_bytes
+
+
+@pytest.mark.parametrize("index_code", INDEX_CODES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_first], ids=str)
+def test_an_algorithm_counts_what_the_simulator_counts(case: Case, index_code: str) -> None:
+    algorithm, worker = case.make(value_code="4bit"), a_batch(LAYOUT, index_code)
+    driver = SimulatedDriver(worker)
+    counted = torch.zeros(4, dtype=torch.int64)
+
+    def answer(request: Request) -> object:
+        nonlocal counted
+        counted = counted + payload_bytes(request, worker)
+        return driver.answer(request)
+
+    converse(algorithm.exchange(random_grads(1)[0], algorithm.init(worker), worker), answer)
+    assert counted.tolist() == driver.traffic.payload_bytes.tolist()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Gather(torch.ones(4, 5), torch.tensor([5, 3, 0, 1])),
+        Gather(torch.arange(5).expand(4, 5), numel=J),
+        Gather(torch.arange(5).expand(4, 5)),
+        Broadcast(torch.ones(4, 5, dtype=torch.float64), 2),
+        Broadcast(torch.arange(5).expand(4, 5), 3, J),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_requests_that_no_algorithm_makes_count_too(request_: Request) -> None:
+    worker = a_batch(LAYOUT, "elias-fano")
+    assert payload_bytes(request_, worker).tolist() == moved(request_, worker).payload_bytes.tolist()
+
+
+def a_batch(layout: Layout, index_code: str) -> Worker:
+    return Worker(
+        weight=torch.tensor(WEIGHTS).unsqueeze(-1),
+        index=torch.arange(4).unsqueeze(-1),
+        num_workers=4,
+        step=0,
+        layout=layout,
+        batch_shape=(4,),
+        idle=(1,),
+        index_code=index_code,
+    )

@@ -88,8 +88,8 @@ def exchange_on_a_rank(case: Case, code: str, collective: Any, weights: list[flo
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     net = Net()
     exchange = Exchange(net, case.make(value_code=code), weight=weights[rank], collective=collective)
-    (group,) = exchange.groups.groups
-    run = Run(group.layout, [], [], [], {})
+    (bucket,) = exchange._steps.buckets.all
+    run = Run(bucket.layout, [], [], [], {})
     for step, grads in enumerate(all_grads(num_ranks)):
         parts = grads[rank].split([p.numel() for p in net.parameters()])
         for p, part in zip(net.parameters(), parts, strict=True):
@@ -99,7 +99,7 @@ def exchange_on_a_rank(case: Case, code: str, collective: Any, weights: list[flo
         run.aggregates.append(torch.cat([_grad(p).flatten() for p in net.parameters()]))
         run.payload_bytes.append(exchange.last_step.payload_bytes)
         run.num_entries.append(exchange.last_step.num_entries)
-    run.state = group.state.state_dict()
+    run.state = bucket.state.state_dict()
     return run
 
 

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a field of a group missing": (
         without_the_last_selection,
-        "state of group 0 of rank {rank} must hold ['aggregate', 'indices', 'own'], got ['aggregate', "
+        "state of bucket 0 of rank {rank} must hold ['aggregate', 'indices', 'own'], got ['aggregate', "
         "'indices']",
     ),
 }

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from regtopk.errors import ClusterError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, flat_gradients, loss_of, make_net, refusal
@@ -81,7 +81,7 @@ def on_two_devices() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "attach to no DDP": (
-        lambda: regtopk.attach(make_net(), TOPK),  # type: ignore[arg-type]
+        lambda: regtopk.attach(make_net(), TOPK),
         "ClusterError",
         "model must be a DistributedDataParallel, got Net: wrap it first, or use regtopk.Exchange",
     ),
@@ -91,24 +91,24 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "model must be a DistributedDataParallel, got str: wrap it first, or use regtopk.Exchange",
     ),
     "attach to FSDP": (
-        lambda: regtopk.attach(sharded(), TOPK),  # type: ignore[arg-type]
+        lambda: regtopk.attach(sharded(), TOPK),
         "ClusterError",
         "model must be a DistributedDataParallel, got FullyShardedDataParallel: FSDP is not supported",
     ),
     "attach to FSDP2": (
-        lambda: regtopk.attach(sharded_in_place(), TOPK),  # type: ignore[arg-type]
+        lambda: regtopk.attach(sharded_in_place(), TOPK),
         "ClusterError",
         "model must be a DistributedDataParallel, got FSDPLinear: FSDP is not supported",
     ),
     "FSDP": (
         lambda: regtopk.Exchange(sharded(), TOPK),
         "ClusterError",
-        "module '' is FullyShardedDataParallel: FSDP shards its gradients, which is not supported",
+        "the model is FullyShardedDataParallel: FSDP shards its gradients, which is not supported",
     ),
     "FSDP2": (
         lambda: regtopk.Exchange(sharded_in_place(), TOPK),
         "ClusterError",
-        "module '' is FSDPLinear: FSDP shards its gradients, which is not supported",
+        "the model is FSDPLinear: FSDP shards its gradients, which is not supported",
     ),
     "DTensor": (
         lambda: regtopk.Exchange(holding_a_dtensor(), TOPK),
@@ -118,7 +118,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "sparse embedding": (
         lambda: regtopk.attach(DistributedDataParallel(nn.Embedding(5, 3, sparse=True)), TOPK),
         "ClusterError",
-        "module '' is Embedding with sparse=True: sparse-layout gradients are not supported",
+        "the model is Embedding with sparse=True: sparse-layout gradients are not supported",
     ),
     "DDP without attach": (
         lambda: regtopk.Exchange(ddp(), TOPK),
@@ -219,15 +219,6 @@ def train_within_join() -> tuple[str, str]:
         loss_of(model, 0)
     assert exchange.num_steps == 0
     return type(refused.value).__name__, str(refused.value)
-
-
-def test_step_of_an_attached_model(two_ranks: Ranks) -> None:
-    text = "step() must not be called on an attached model: its backward() runs the exchange"
-    assert two_ranks.run(step_attached) == [("ClusterError", text)] * 2
-
-
-def step_attached() -> tuple[str, str]:
-    return refusal(regtopk.attach(ddp(), TOPK).step)
 
 
 def test_ranks_outside_the_group(two_ranks: Ranks) -> None:

@@ -58,7 +58,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "collective": (
         {"collective": "ring"},
         "ArgumentError",
-        "collective must be 'auto', 'all_gather' or 'split', got 'ring'",
+        "collective must be one of auto, all_gather, split, got 'ring'",
+    ),
+    "writer": (
+        {"writer": "runs/today"},
+        "ArgumentError",
+        "writer must have a method add_scalar, got 'runs/today'",
+    ),
+    "handshake_timeout_s": (
+        {"handshake_timeout_s": 0},
+        "ArgumentError",
+        "handshake_timeout_s must be above 0, got 0",
     ),
     "index_code": (
         {"index_code": "huffman"},

@@ -105,6 +105,25 @@ def test_ranks_at_different_steps(two_ranks: Ranks) -> None:
     assert two_ranks.run(resume_from_different_steps) == [("ClusterError", text)] * 2
 
 
+def test_ranks_that_select_different_numbers(two_ranks: Ranks) -> None:
+    text = "all ranks must select equally many entries of every bucket, got [336] on rank 0, [673] on rank 1"
+    assert two_ranks.run(select_by_rank) == [("ClusterError", text)] * 2
+
+
+def select_by_rank() -> tuple[str, str]:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.TopK(density=density_of_this_rank))
+    loss_of(net, 0).backward()
+    before = algorithm_state(exchange)
+    refused = refusal(exchange.step)
+    assert same(algorithm_state(exchange), before)
+    return refused
+
+
+def density_of_this_rank(step: int) -> float:
+    return 0.1 * (1 + dist.get_rank())
+
+
 def resume_from_different_steps() -> tuple[str, str]:
     net = make_net()
     exchange = regtopk.Exchange(net, TOPK)

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import regtopk
 from regtopk.algorithms import EF21, FairTopK
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.words import counted
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -192,9 +191,13 @@ def load_some(files: list[Path], algorithm: str, scope: Scope, weights: list[flo
         training.train_until(3)  # and it trains
         assert exchange.num_steps == 10
         is_resized = len(regtopk.merge_state_dicts(parts)["weights"]) != len(weights)
-        num_counted = 3 if is_resized else 10  # what other ranks sent is not this rank's
-        expected = f"{counted(num_counted, 'step')} on {counted(len(weights), 'worker')}"
+        # what other ranks sent is not this rank's
+        since = " since step 7, when the ranks changed" if is_resized else ""
+        expected = f"{3 if is_resized else 10} steps on {len(weights)} workers{since}; this rank:"
         assert exchange.summary().splitlines()[0].endswith(expected)
+        before = exchange.summary()
+        exchange.load_state_dict(exchange.state_dict())  # on the same ranks it counts on
+        assert exchange.summary() == before
         return state
 
 

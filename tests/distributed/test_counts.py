@@ -11,9 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import batch, closing, loss_of, make_net
+from tests.distributed.training import (
+    algorithm_state,
+    batch,
+    closing,
+    flat_gradients,
+    listening,
+    loss_of,
+    make_net,
+    same,
+)
 
 J = 3363
 COUNTS = ["payload_bytes", "sent_bytes", "received_bytes", "dense_bytes", "num_entries", "num_skipped"]
@@ -64,16 +73,48 @@ def count_steps(scope: Scope) -> None:
         check_summary(exchange.summary(), total)
 
 
+class FullDisk:
+    """A writer that fails."""
+
+    num_calls = 0
+
+    def add_scalar(self, tag: str, scalar: float, step: int) -> None:
+        self.num_calls += 1
+        raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("scope", ["model", "bucket"])
+def test_a_writer_that_fails_does_not_end_training(two_ranks: Ranks, scope: Scope) -> None:
+    two_ranks.run(train_with_a_full_disk, scope)
+
+
+def train_with_a_full_disk(scope: Scope) -> None:
+    results = []
+    for writer in (FullDisk(), None):
+        model = DistributedDataParallel(make_net())
+        algorithm = regtopk.RegTopK(density=0.1)
+        with closing(regtopk.attach(model, algorithm, scope=scope, writer=writer)) as exchange:
+            with listening() as said:
+                for step in range(3):
+                    loss_of(model, step).backward()
+            results.append((flat_gradients(model), algorithm_state(exchange)))
+        text = "the writer failed and gets no more numbers: OSError: no space left on device"
+        assert writer is None or (writer.num_calls == 1 and said == [text])
+    assert same(*results)
+
+
 def check_summary(text: str, total: Any) -> None:
-    lines = text.splitlines()
-    assert lines[0] == "regtopk: 120 steps on 2 workers"
-    assert [line.split()[0] for line in lines[1:]] == ["sent", "dense", "payload", "time", "residual"]
-    assert f"{total.sent_bytes / 120 / 1000:.3g} kB a step" in lines[1]
-    assert f"{total.dense_bytes / total.sent_bytes:.1f} times as much" in lines[2]
-    assert "336 entries" in lines[3]
-    assert re.search(
-        r"select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ \(ms a step\)", lines[4]
+    title, sent, dense, time, waiting, residual = text.splitlines()
+    assert title == "regtopk: 120 steps on 2 workers; this rank:"
+    assert re.fullmatch(r"  sent      [\d.]+ kB per step, [\d.]+ kB in all; 336 entries per step", sent)
+    assert f"{total.sent_bytes / 120 / 1000:.3g} kB per step" in sent
+    assert dense.startswith("  dense     ")
+    assert dense.endswith(f" in all: {total.dense_bytes / total.sent_bytes:.1f} times as much")
+    assert re.fullmatch(
+        r"  time      select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ ms per step;", time
     )
+    assert waiting == "            collective includes waiting for the slowest rank"
+    assert residual == f"  residual  norm {total.residual_norm:.4g}"
 
 
 def test_one_rank_alone_sends_nothing(two_ranks: Ranks) -> None:
@@ -83,7 +124,9 @@ def test_one_rank_alone_sends_nothing(two_ranks: Ranks) -> None:
 def exchange_alone() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
     net = make_net()
-    exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), process_group=groups[dist.get_rank()])
+    with listening() as said:
+        exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), process_group=groups[dist.get_rank()])
+    assert said == ["there is one rank: its gradients are sparsified, but no bytes are saved"]
     net(batch(0)).sum().backward()
     exchange.step()
     assert exchange.total.sent_bytes == exchange.total.received_bytes == exchange.total.dense_bytes == 0

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
+from regtopk.distributed import driver
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.driver import Collective, ProcessGroupDriver
+from regtopk.distributed.options import Collective
+from regtopk.distributed.rank import Rank
 from regtopk.errors import RegtopkError
 from tests.distributed.ranks import Ranks
 
@@ -50,12 +52,9 @@ def answer(
     """What a rank says to a request that must fail."""
     assert dist.group.WORLD is not None
     weights = torch.full((2,), 0.5, dtype=torch.float64)
-    driver = ProcessGroupDriver(
-        network(dist.group.WORLD), weights, index_code=index_code, collective=collective
-    )
-    driver.begin(torch.device("cpu"))
+    rank = Rank(network(dist.group.WORLD), weights, index_code=index_code, collective=collective)
     try:
-        driver.answer(request)
+        driver.answer(rank, request)
     except RegtopkError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

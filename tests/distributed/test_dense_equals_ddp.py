@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
 
@@ -124,7 +124,7 @@ def train(case: Case, scope: Scope | None) -> Tensor:
             nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         optimizer.step()
     if exchange is not None:
-        num_buckets = len(exchange.groups.groups)
+        num_buckets = len(exchange._steps.buckets.all)
         assert (num_buckets > 1) == (scope == "bucket" and "bucket_cap_mb" in case.ddp)
         exchange.close()
     return flat_parameters(net)

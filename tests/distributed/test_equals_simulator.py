@@ -68,8 +68,8 @@ def on_rank(algorithm: Algorithm[Any], grads: Tensor, weights: Any, options: dic
         exchange.step()
         aggregates.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
         counts.append(torch.tensor([int(asdict(exchange.last_step)[name]) for name in NAMES]))
-    (group,) = exchange.groups.groups
-    residual = group.state.state_dict().get("residual", torch.zeros(1))
+    (bucket,) = exchange._steps.buckets.all
+    residual = bucket.state.state_dict().get("residual", torch.zeros(1))
     return torch.stack(aggregates), residual, dict(zip(NAMES, torch.stack(counts).unbind(-1), strict=True))
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
+from regtopk.errors import ClusterError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -49,7 +50,7 @@ def register_and_attach(scope: Scope) -> list[Any]:
     for by_hand in (True, False):
         model = ddp(**SMALL_BUCKETS)
         if by_hand:
-            exchange = regtopk.SparseHookState(model, ALGORITHM, scope=scope, index_code="rice")
+            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, scope=scope, index_code="rice")
             model.register_comm_hook(exchange, regtopk.sparse_hook)
         else:
             exchange = regtopk.attach(model, ALGORITHM, scope=scope, index_code="rice")
@@ -79,7 +80,7 @@ def watch_the_rebuild(scope: Scope) -> None:
             is_kept = residual == kept + flat_gradients(alone)
             assert int((~is_kept).sum()) <= sent and int(is_kept.sum()) >= 3363 - sent
             kept = residual
-        assert (len(exchange.groups.groups) > 1) == (scope == "bucket")
+        assert (len(exchange._steps.buckets.all) > 1) == (scope == "bucket")
 
 
 def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
@@ -101,7 +102,7 @@ def train_with_ignored(scope: Scope) -> None:
         alone = make_net()
         loss_of(alone, 0).backward()
         loss_of(model, 0).backward()
-        assert {"extra.weight", "last.bias"}.isdisjoint(exchange.parameters.named)
+        assert {"extra.weight", "last.bias"}.isdisjoint(exchange._steps.parameters.named)
         for name in ("extra.weight", "last.bias"):  # this rank's own gradient
             own = dict(alone.named_parameters())[name].grad
             assert same(dict(net.named_parameters())[name].grad, own)
@@ -148,6 +149,48 @@ def fail_in_backward() -> tuple[Tensor, Tensor]:
     return results[0], results[1]
 
 
+def test_half_a_step_is_never_saved(two_ranks: Ranks) -> None:
+    """Buckets are exchanged when backward fails: what is saved then is the state before the step."""
+    for saved, settled, before in two_ranks.run(save_after_a_failure):
+        assert same(saved, before) and same(settled, before)
+
+
+def save_after_a_failure() -> tuple[Any, Any, Any]:
+    model = ddp(**SMALL_BUCKETS)
+    with closing(regtopk.attach(model, ALGORITHM, scope="bucket")) as exchange:
+        train(model, 3)
+        before = algorithm_state(exchange), exchange.total.residual_norm
+        model.module.first.bias.register_hook(raise_an_error)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, 7).backward()
+        saved = algorithm_state(exchange), exchange.total.residual_norm
+        exchange._queue.close()  # it has exchanged all that had arrived
+        assert not all(bucket.is_settled for bucket in exchange._steps.buckets.all)
+        return saved, (algorithm_state(exchange), exchange.total.residual_norm), before
+
+
+@SCOPES
+def test_compiled_models_train_as_others_do(two_ranks: Ranks, scope: Scope) -> None:
+    for results in two_ranks.run(train_compiled_and_not, scope):
+        assert same(results[1], results[0]) and same(results[2], results[0])
+
+
+def train_compiled_and_not(scope: Scope) -> list[Any]:
+    """torch.compile inside DDP's hands: not at all, before attach, and after it."""
+    results = []
+    for when in ("never", "before", "after"):
+        model = ddp()
+        compiled: Any = torch.compile(model, backend="eager") if when == "before" else model
+        with closing(regtopk.attach(compiled, ALGORITHM, scope=scope)) as exchange:
+            if when == "after":
+                compiled = torch.compile(model, backend="eager")
+            results.append((train(compiled, 4), algorithm_state(exchange)))
+        if when == "before":
+            with pytest.raises(ClusterError, match=r"^attach must be called once for a model"):
+                regtopk.attach(model, ALGORITHM)
+    return results
+
+
 def raise_an_error(grad: Tensor) -> Tensor:
     raise ZeroDivisionError("out of luck")
 
@@ -170,7 +213,8 @@ def use_after_close(scope: Scope) -> tuple[str, str]:
     exchange = regtopk.attach(model, ALGORITHM, scope=scope)
     loss_of(model, 0).backward()
     exchange.close()
-    assert refusal(exchange.state_dict)[0] == "ClusterError"
+    for act in (exchange.state_dict, lambda: exchange.load_state_dict({})):
+        assert refusal(act)[0] == "ClusterError"
     return refusal(lambda: loss_of(model, 1).backward())
 
 

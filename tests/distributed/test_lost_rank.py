@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import regtopk
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -62,35 +62,37 @@ def lose_one(folder: Path, scope: Scope, moment: str, signal_number: int) -> tup
     torch.save(parts, folder / f"rank{dist.get_rank()}.pt")
     train(model, optimizer, SAVED_AT, LOST_AT)
     if dist.get_rank() == LOST:
-        lose_self(model, exchange, moment, signal_number)
+        lose_self(model, exchange, scope, moment, signal_number)
     before = algorithm_state(exchange)
     kind, text = refusal(lambda: loss_of(model, LOST_AT).backward())
     if scope == "model" and moment == "in the exchange":
         # the state is half a step on: it must not be saved, and no step be made from it
-        for act in (exchange.state_dict, exchange.begin_step):
+        for act in (exchange.state_dict, exchange._steps.begin):
             assert refusal(act) == (
                 "ClusterError",
                 f"step {LOST_AT} failed half-way ({kind}: {text})" + RESTART,
             )
     else:
         assert same(algorithm_state(exchange), before)
+    exchange.close()  # in a `finally:` it must not hide what went wrong
     return kind, text
 
 
-def lose_self(model: Any, exchange: Any, moment: str, signal_number: int) -> None:
+def lose_self(model: Any, exchange: Any, scope: Scope, moment: str, signal_number: int) -> None:
     """End this process when the last layers' gradients have been handed over, or in the second request."""
     if moment == "in backward":
         model.module.first.bias.register_hook(lambda _: os.kill(os.getpid(), signal_number))
         return
-    answer, requests = exchange.driver.answer, []
+    collectives, calls = exchange._steps.rank.collectives, []
+    gather = collectives.all_gather
 
-    def answer_once(request: Any) -> Any:
-        requests.append(request)
-        if len(requests) > 1 or exchange.scope == "model":
+    def gather_once(tensor: Tensor) -> Any:
+        calls.append(tensor)
+        if len(calls) > 1 or scope == "model":
             os.kill(os.getpid(), signal_number)
-        return answer(request)
+        return gather(tensor)
 
-    exchange.driver.answer = answer_once
+    collectives.all_gather = gather_once
 
 
 def resume(folder: Path, scope: Scope) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from regtopk import TopK
 from regtopk.core.worker import Layout, Worker
-from regtopk.distributed.groups import Group
+from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.layout import as_flat
 
 
@@ -30,33 +30,33 @@ def test_other_gradients_are_not() -> None:
     assert as_flat([first, second], torch.float64) is None
 
 
-def make_group() -> Group:
+def make_bucket() -> Bucket:
     layout = Layout.anonymous(8)
     worker = Worker(torch.tensor(0.5), torch.tensor(0), 2, 0, layout)
     algorithm = TopK(k=2)
-    return Group(("w",), layout, algorithm, worker, algorithm.init(worker))
+    return Bucket(("w",), layout, algorithm, worker, algorithm.init(worker))
 
 
 def test_an_aggregates_memory_is_used_again() -> None:
-    group, aggregate = make_group(), torch.ones(8)
-    group.recycle(aggregate, flat=torch.ones(8))
-    assert group.room is aggregate
+    bucket, aggregate = make_bucket(), torch.ones(8)
+    bucket.recycle(aggregate, flat=torch.ones(8))
+    assert bucket.spare is aggregate
 
 
 def test_memory_that_is_in_use_is_left_alone() -> None:
-    group, flat = make_group(), torch.ones(8)
-    group.recycle(flat.view(8), flat)
-    assert group.room is None
-    group.recycle(group.state.state_dict()["residual"].view(8), flat)
-    assert group.room is None
+    bucket, flat = make_bucket(), torch.ones(8)
+    bucket.recycle(flat.view(8), flat)
+    assert bucket.spare is None
+    bucket.recycle(bucket.state.state_dict()["residual"].view(8), flat)
+    assert bucket.spare is None
 
 
 def test_a_state_that_is_taken_back_is_the_old_one() -> None:
-    group = make_group()
+    bucket = make_bucket()
     for step in (1.0, 2.0):
-        before = group.state.clone().state_dict()
-        group.remember_state()
-        group.state.state_dict()["residual"].add_(step)
-        group.take_back_state()
-        assert torch.equal(group.state.state_dict()["residual"], before["residual"])
-        group.state.state_dict()["residual"].add_(step)
+        before = bucket.state.clone().state_dict()
+        bucket.keep_state()
+        bucket.state.state_dict()["residual"].add_(step)
+        bucket.take_back()
+        assert torch.equal(bucket.state.state_dict()["residual"], before["residual"])
+        bucket.state.state_dict()["residual"].add_(step)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.conversations import RunningSum
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
@@ -21,6 +21,7 @@ from tests.distributed.training import (
     ddp,
     flat_gradients,
     flat_parameters,
+    listening,
     loss_of,
     make_net,
     same,
@@ -48,7 +49,7 @@ def train(scope: Scope, layer: str, value: float, bad_steps: tuple[int, ...]) ->
     with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
         for step in range(8):
             if step in bad_steps:
-                assert (len(exchange.groups.groups) > 1) == (scope == "bucket")
+                assert (len(exchange._steps.buckets.all) > 1) == (scope == "bucket")
                 before = algorithm_state(exchange)
                 backward(model, step, spoiled=layer, value=value)
                 assert same(algorithm_state(exchange), before)
@@ -98,9 +99,15 @@ def skip_without_ddp() -> None:
     loss_of(net, 1).backward()
     if dist.get_rank() == 1:
         net.first.weight.grad[0, 0] = math.inf  # type: ignore[index]
-    exchange.step()
-    assert same(algorithm_state(exchange), before)
-    assert flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
+    with listening() as said:
+        exchange.step()
+        assert same(algorithm_state(exchange), before)
+        assert flat_gradients(net).isnan().all() and exchange.total.num_skipped == 1
+        exchange.step()  # NaN still: said once
+    assert said == [
+        "after step 1 a rank's gradients were not finite, so all ranks get NaN: look at "
+        "last_step.num_skipped before optimizer.step()"
+    ]
 
 
 # GradScaler: powers of two, so that scaled and unscaled runs can be compared bit for bit.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import regtopk
-from regtopk.distributed.ddp import Scope
+from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, closing, ddp, flat_gradients, loss_of, make_net
 

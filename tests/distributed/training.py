@@ -1,5 +1,6 @@
 """Small models, batches and loops that the ranks of these tests run."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,6 +102,19 @@ def refusal(act: Callable[[], Any]) -> tuple[str, str]:
     except errors.RegtopkError as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was refused")
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What the library logs meanwhile."""
+    handler = logging.Handler()
+    said: list[str] = []
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("regtopk").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("regtopk").removeHandler(handler)
 
 
 @contextmanager

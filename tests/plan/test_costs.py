@@ -1,15 +1,17 @@
-import json
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from regtopk.errors import OutputError, StateError
-from regtopk.plan import cache, cases
-from regtopk.plan.calibrate import Machine, calibrate
-from regtopk.plan.clock import Clock, typical
+from regtopk.plan import cases
+from regtopk.plan.bench import Bench, typical
+from regtopk.plan.calibrate import MOVES, Machine, calibrate, measurable_lines
 from regtopk.plan.costs import Calibration, fit
+from regtopk.plan.methods import Method, exchange_of, planned_methods
+from regtopk.plan.workload import Workload
 
 
 def test_fit_finds_the_line_that_made_the_times() -> None:
@@ -42,26 +44,23 @@ def test_seconds_of_units() -> None:
 def test_calibrations_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     machine = Machine(local_workers=3)
-    path = cache.cache_path(machine)
-    assert path.is_relative_to(tmp_path / "cache" / "regtopk")
-    assert path != cache.cache_path(Machine(local_workers=2))
+    assert machine.path.is_relative_to(tmp_path / "cache" / "regtopk")
+    assert machine.path != Machine(local_workers=2).path
     kept = Calibration(machine.describe(), {"exchange": {"numel": 1e-9}})
-    cache.write(kept, path)
-    seen: list[float] = []
-    assert cache.calibration_of(machine, path, again=False, progress=seen.append) == kept
-    assert seen == []
+    kept.write(machine.path)
+    assert Calibration.read(machine.path) == kept
 
 
 def test_what_is_no_calibration(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     with pytest.raises(StateError, match=r"calibration must be readable, but .*bad\.json is not: No such"):
-        cache.read(path)
+        Calibration.read(path)
     for text in ("{", "[]", '{"machine": {}, "lines": {"a": 3}}'):
         path.write_text(text)
         with pytest.raises(StateError, match="calibration must be what `regtopk plan` writes, but"):
-            cache.read(path)
+            Calibration.read(path)
     with pytest.raises(OutputError, match="calibration must be writable, but"):
-        cache.write(Calibration({}, {}), path / "below-a-file")
+        Calibration({}, {}).write(path / "below-a-file")
 
 
 def test_bad_machines() -> None:
@@ -75,44 +74,42 @@ def test_bad_machines() -> None:
 
 def test_workers_of_one_machine_calibrate_together() -> None:
     seen: list[float] = []
-    names = ("quantise 4bit", "exchange", "collectives")
-    found = calibrate(Machine(local_workers=2, num_threads=1), seen.append, only=names)
+    lines = "quantise 4bit", "exchange", "move all_reduce"
+    found = calibrate(Machine(local_workers=2, num_threads=1), lines, seen.append)
     assert found.machine["local_workers"] == 2 and seen == pytest.approx([1 / 3, 2 / 3, 1])
-    kinds = ("all_reduce", "all_reduce half", "all_gather", "all_to_all", "broadcast")
-    assert set(found.lines) == {"quantise 4bit", "exchange", *(f"move {kind}" for kind in kinds)}
+    assert set(found.lines) == {"quantise 4bit", "exchange", *(f"move {kind}" for kind in MOVES)}
     assert all(cost >= 0 for line in found.lines.values() for cost in line.values())
     assert found.seconds("exchange", {"numel": 1e6}) > 0
-    assert Calibration.from_json(json.dumps(found.to_json()), "itself") == found
 
 
 @pytest.mark.parametrize("kind", cases.MESSAGES)
 def test_messages_are_timed_in_the_units_that_are_planned(kind: str) -> None:
-    from regtopk.plan.rounds import Asked, work_of
-
-    points = list(cases.message_points(kind, "float32", Clock(torch.device("cpu"))))
-    asked = Asked("dense" if kind == "dense" else "sparse", 10, 100)
-    planned = {w.line: set(w.units) for w in work_of(asked, 2, "split" if kind == "split" else "all_gather")}
-    assert {line: set(units) for line, units, _ in points} == planned
-    assert all(seconds > 0 for _, _, seconds in points)
+    points = list(islice(cases.message_points(kind, "float32", Bench(torch.device("cpu"))), 2))
+    before = "" if kind == "gather" else f"{kind} "
+    assert [line for line, _, _ in points] == [f"{before}encode float32", f"{before}decode float32"]
+    assert all(units["entries"] >= 2**10 and seconds > 0 for _, units, seconds in points)
 
 
 def test_algorithms_are_timed_in_the_units_that_are_planned() -> None:
-    points = list(cases.algorithm_points("randomk", Clock(torch.device("cpu"))))
-    assert {line for line, _, _ in points} == {"select randomk"}
-    assert all(set(units) == {"calls", "entries", *cases.numel_units(1)} for _, units, _ in points)
+    line, units, _ = next(cases.algorithm_points("randomk", Bench(torch.device("cpu"))))
+    method = Method("randomk", 0.01, "float32", "split")
+    planned = dict(exchange_of(method, Workload.of_size(10**6), 2, "model").work)
+    assert set(units) == set(planned[line])
 
 
-def test_clocks() -> None:
-    assert Clock.of("cpu", num_workers=1, num_threads=2, num_cores=2).stretch is None
-    assert Clock.of("cpu", num_workers=4, num_threads=1, num_cores=2).stretch == 2
-    assert Clock.of("cpu", num_workers=2, num_threads=1, num_cores=8).stretch == 1
-    assert Clock.of("cpu", num_workers=2, num_threads=4, num_cores=8).stretch == 0.25
-    by_processor = Clock(torch.device("cpu"), stretch=1.0)
-    assert (
-        by_processor.time(lambda: time.sleep(0.01))
-        < 0.005
-        < Clock(torch.device("cpu")).time(lambda: time.sleep(0.01))
-    )
+def test_all_costs_of_all_methods_can_be_measured() -> None:
+    methods = planned_methods(every=True)
+    lines = {line for m in methods for line in exchange_of(m, Workload.of_size(10**6), 4, "model").lines}
+    assert lines <= measurable_lines()
+
+
+def test_shared_processors_are_counted_by_the_work_they_do() -> None:
+    assert Bench.of("cpu", num_workers=1, num_threads=2, num_cores=2).now is time.perf_counter
+    for workers, threads, cores, factor in ((4, 1, 2, 2.0), (2, 1, 8, 1.0), (2, 4, 8, 0.25)):
+        bench = Bench.of("cpu", workers, threads, cores)
+        before, now, after = time.process_time(), bench.now(), time.process_time()
+        assert factor * before <= now <= factor * after
+    assert bench.typical(lambda: time.sleep(0.01)) < 0.005
 
 
 def test_a_typical_time_is_a_median_without_the_first() -> None:

@@ -1,24 +1,15 @@
-from collections import defaultdict
 from typing import Any
 
 import pytest
 
+from regtopk.algorithms import ALGORITHMS
 from regtopk.core.link import Link
-from regtopk.errors import ArgumentError
+from regtopk.errors import ArgumentError, StateError
 from regtopk.plan.costs import Calibration, Line
-from regtopk.plan.methods import (
-    DENSE,
-    FP16,
-    PEER,
-    POWERSGD,
-    WIRE_BYTES_PER_BYTE,
-    Method,
-    Situation,
-    planned_methods,
-    predict,
-)
-from regtopk.plan.predict import find_break_even, make_plan
+from regtopk.plan.methods import DENSE, FP16, PEER, POWERSGD, Method, planned_methods
+from regtopk.plan.predict import WIRE_BYTES_PER_BYTE, Situation, find_break_even, make_plan, predict
 from regtopk.plan.workload import Workload
+from tests.plan.made_up import calibration
 
 REGTOPK = Method("regtopk", 0.001, "float32", "all_gather")
 PLENTY = 1e15
@@ -26,8 +17,7 @@ PLENTY = 1e15
 
 def costs(lines: dict[str, Line] | None = None, device: str = "cpu") -> Calibration:
     """A machine on which work costs nothing, but for the given lines."""
-    nothing: dict[str, Line] = defaultdict(dict)
-    return Calibration({"device": device}, nothing | (lines or {}))
+    return calibration(lines, every={}, device=device)
 
 
 def situation(bandwidth: float = 1e8, **options: Any) -> Situation:
@@ -87,7 +77,7 @@ def test_payload_is_the_size_of_the_message() -> None:
 
 
 def test_every_method_can_be_predicted_for_few_and_many_workers() -> None:
-    methods = planned_methods()
+    methods = planned_methods(every=True)
     assert len(methods) == len(set(methods)) > 200
     assert {m.name for m in methods} >= {"dense", "fp16", "powersgd", PEER, "regtopk", "consensus", "sketch"}
     for num_workers in (2, 3, 4096):
@@ -142,20 +132,40 @@ def test_a_random_support_is_predicted_but_not_advised() -> None:
 
 def test_what_does_not_fit_the_memory_is_left_out() -> None:
     found = make_plan(situation(num_workers=4096), costs(), planned_methods(), 1e9)
-    assert found.left_out and all(p.memory_bytes > 1e9 for p in found.left_out)
+    assert found.too_large and all(p.memory_bytes > 1e9 for p in found.too_large)
     assert all(p.memory_bytes <= 1e9 for p in found.predictions)
-    names = {p.method.name for p in found.left_out}
-    assert "regtopk" in names and DENSE not in {p.method for p in found.left_out}
+    names = {p.method.name for p in found.too_large}
+    assert "regtopk" in names and DENSE not in {p.method for p in found.too_large}
 
 
-def test_one_row_a_name() -> None:
-    found = make_plan(situation(), costs(), planned_methods(), PLENTY)
-    rows = found.fastest_by_name()
-    assert [p.method for p in rows[:2]] == [FP16, DENSE]
-    times = [p.step_time_s for p in rows[2:]]
+def test_what_was_not_measured_is_left_out() -> None:
+    older = costs()
+    del older.lines["select dgc"], older.lines["split decode 4bit"]
+    found = make_plan(situation(), older, planned_methods(), PLENTY)
+    assert {m.name for m in found.not_measured} == {"topk", "regtopk", "dgc"}
+    assert all(m.name == "dgc" or m[2:] == ("4bit", "split") for m in found.not_measured)
+    assert {p.method.name for p in found.predictions} == {m.name for m in planned_methods()} - {"dgc"}
+    del older.lines["move all_reduce"]
+    with pytest.raises(StateError, match="calibration must hold the costs of 'move all_reduce', got only"):
+        make_plan(situation(), older, planned_methods(), PLENTY)
+
+
+def test_by_default_what_one_would_try_first_is_planned() -> None:
+    names = {method.name for method in planned_methods()}
+    assert names == {"dense", "fp16", "powersgd", "topk", "regtopk", "consensus", "dgc"}
+    assert {m.name for m in planned_methods(every=True)} == {*ALGORITHMS, "fp16", "powersgd", PEER} - {
+        "global-topk"  # which peeks
+    }
+
+
+def test_one_row_per_method_dense_first_and_then_by_time() -> None:
+    found = make_plan(situation(), costs(), planned_methods(every=True), PLENTY)
+    rows = found.fastest_by_label()
+    assert rows[0].method == DENSE
+    times = [p.step_time_s for p in rows[1:]]
     assert times == sorted(times)
-    keys = [(p.method.name, p.method.is_compressed) for p in rows]
-    assert len(keys) == len(set(keys))
+    labels = [p.method.label for p in rows]
+    assert len(labels) == len(set(labels)) and "dense, coded" in labels
 
 
 def test_bad_situations() -> None:

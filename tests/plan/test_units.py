@@ -3,6 +3,7 @@ import pytest
 from regtopk.errors import ArgumentError
 from regtopk.plan.units import (
     format_bandwidth,
+    format_factor,
     format_size,
     format_time,
     parse_bandwidth,
@@ -113,9 +114,13 @@ def test_numbers_for_people() -> None:
         "1 Gbit/s",
     ]
     assert [format_size(x) for x in (12, 61_500, 44.7e6)] == ["12 B", "61.5 kB", "44.7 MB"]
-    assert [format_time(x) for x in (5.84, 0.0123, 45e-6, 1234.0)] == [
+    assert [format_time(x) for x in (5.84, 0.0123, 45e-6, 1234.0, 5e4, 6e6, 2e8)] == [
         "5.84 s",
         "12.3 ms",
         "45 µs",
-        "1,234 s",
+        "20.6 min",
+        "13.9 h",
+        "69.4 days",
+        "2,310 days",
     ]
+    assert [format_factor(x) for x in (0.8437, 32.81, 999.4, 1236.0)] == ["0.844", "32.8", "999", "1,240"]

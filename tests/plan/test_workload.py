@@ -53,7 +53,7 @@ def test_a_size_alone_is_square_matrices() -> None:
     assert workload.numel == 2 * 1024**2 + 3 * 1024 + 5
     assert workload.shapes == ((1024, 1024), (1024, 1024), (1024, 3), (5,))
     assert Workload.of_size(7).shapes == ((7,),)
-    assert Workload(((8, 3, 5, 5), (8,))).layout.numel == 608
+    assert Workload(((8, 3, 5, 5), (8,))).numel == 608
 
 
 def test_a_model_from_the_working_directory(module: str) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, SparseSum
 from regtopk.core.sparse import SparseGradient
-from regtopk.core.traffic import Traffic
+from regtopk.core.worker import Layout, Worker
 from regtopk.simulate.driver import SimulatedDriver
 
 WEIGHT = torch.tensor([[0.5], [0.25], [0.25]])
@@ -14,7 +14,8 @@ ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
 
 def driver(*replicas: int) -> SimulatedDriver:
-    return SimulatedDriver(Traffic.zeros(*replicas, 3), tuple(WEIGHT.flatten().tolist()), "raw32")
+    index = torch.arange(3).unsqueeze(-1)
+    return SimulatedDriver(Worker(WEIGHT, index, 3, 0, Layout.anonymous(4), (*replicas, 3)))
 
 
 @pytest.mark.parametrize("request_type", [DenseSum, Peek])

@@ -23,7 +23,7 @@ from regtopk.core import (
     per_worker,
     shared,
 )
-from regtopk.core.payload import payload_bytes
+from regtopk.core.traffic import payload_bytes
 from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9

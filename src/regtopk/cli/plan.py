@@ -1,10 +1,11 @@
 """regtopk plan: is compression worth it on my link?"""
 
 import json
+import logging
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -15,14 +16,13 @@ from rich.table import Table
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
-from regtopk.errors import ArgumentError
-from regtopk.plan import cache
-from regtopk.plan.calibrate import Machine
+from regtopk.errors import ArgumentError, OutputError, StateError
+from regtopk.plan import page
+from regtopk.plan.calibrate import Machine, calibrate, measurable_lines
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSITIES, Situation, planned_methods
-from regtopk.plan.page import table, verdict, write_run
-from regtopk.plan.predict import Plan, make_plan
-from regtopk.plan.units import format_size, parse_bandwidth, parse_count, parse_size, parse_time
+from regtopk.plan.methods import DENSITIES, planned_methods
+from regtopk.plan.predict import Plan, Situation, make_plan
+from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
 from regtopk.report import write_report
 
@@ -59,27 +59,43 @@ def plan(
         bool, typer.Option("--recalibrate", help="Measure this machine's costs again.")
     ] = False,
     calibration: Annotated[
-        Path | None,
-        typer.Option(help="File of the costs; the user's cache if not given."),
+        Path | None, typer.Option(help="File of the costs; the user's cache if not given.")
     ] = None,
-    show_all: Annotated[
-        bool,
-        typer.Option("--all", help="Print every density, code and collective, not each method's fastest."),
+    every: Annotated[
+        bool, typer.Option("--all", help="Rank every algorithm, not only those one would try first.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for a page with curves.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict every method's step on a link: what is best, from which bandwidth on, and whether it pays."""
+    """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     machine = Machine(local_workers, threads, device)
     densities = _densities(density)
     bits_per_s = parse_bandwidth(bandwidth)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     memory_bytes = parse_size("memory", memory) if memory else memory_of_a_worker(local_workers)
-    workload, step_time_s = _workload(params, model, step_time, measure, input_shape, device, local_workers)
+    if (params is None) == (model is None):
+        raise ArgumentError(f"give --params or --model, got {'neither' if params is None else 'both'}")
+    if (step_time is None) != measure:
+        got = "both" if measure else "neither"
+        raise ArgumentError(f"give --step-time, or --model with --measure, got {got}")
+    if params is not None:
+        if step_time is None:
+            raise ArgumentError("--measure needs --model, got --params")
+        workload, step_time_s = (
+            Workload.of_size(parse_count("params", params)),
+            parse_time("step time", step_time),
+        )
+    else:
+        workload, step_time_s = _of_model(model or "", step_time, input_shape, device, local_workers)
     situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), scope)
-    costs = _costs(machine, calibration, again=recalibrate)
-    found = make_plan(situation, costs, planned_methods(densities), memory_bytes)
+    methods = planned_methods(densities, every=every)
+    try:
+        lines = set[str]().union(*(situation.exchange(method).lines for method in methods))
+        costs = _costs(machine, calibration, lines, again=recalibrate)
+        found = make_plan(situation, costs, methods, memory_bytes)
+    except StateError as error:
+        raise StateError(f"{error}; --recalibrate measures this machine and writes the file anew") from error
     inputs = {
         "params": workload.numel,
         "workers": workers,
@@ -90,44 +106,15 @@ def plan(
         "memory_bytes": memory_bytes,
         "calibration": costs.machine,
     }
-    summary = as_summary(found, inputs)
+    summary = page.summary(found, inputs)
     if out is not None:
-        write_run(out, found, costs, summary, command=_as_typed(context), force=force)
+        page.write_run(out, found, costs, summary, command=_as_typed(context), force=force)
         write_report(out)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:
-        _show(found, summary["notes"], show_all=show_all)
+        _show(found, summary["notes"])
         typer.echo("" if out is None else f"{out / 'index.html'}", nl=out is not None)
-
-
-def as_summary(found: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What --json prints."""
-    return {
-        "inputs": inputs,
-        "methods": [found.row(prediction) for prediction in found.predictions],
-        "best": found.row(found.best),
-        "break_even_bits_per_s": found.break_even_bits_per_s,
-        "pays": found.pays,
-        "notes": notes(found, inputs["memory_bytes"]),
-    }
-
-
-def notes(found: Plan, memory_bytes: float) -> list[str]:
-    """What one should know beside the numbers."""
-    said = [
-        "A faster step is not a better one: at a lower density, or with fewer bits, training may need more "
-        "steps (docs/comparisons.md).",
-    ]
-    if found.left_out:
-        worst = max(found.left_out, key=lambda p: p.memory_bytes)
-        said.append(
-            f"Left out: {len(found.left_out)} ways for which the messages of {found.situation.num_workers} "
-            f"workers do not fit {format_size(memory_bytes)} of memory; the most, "
-            f"{format_size(worst.memory_bytes)}, takes {worst.method.name} at density "
-            f"{worst.method.density:g} by {worst.method.collective}."
-        )
-    return said
 
 
 def memory_of_a_worker(local_workers: int) -> float:
@@ -142,36 +129,19 @@ def _densities(text: str) -> list[float]:
         raise ArgumentError(f"density must be numbers in (0, 1] with commas, got {text!r}") from None
 
 
-def _workload(
-    params: str | None,
-    model: str | None,
-    step_time: str | None,
-    measure: bool,
-    input_shape: str | None,
-    device: str,
-    local_workers: int,
+def _of_model(
+    model: str, step_time: str | None, input_shape: str | None, device: str, local_workers: int
 ) -> tuple[Workload, float]:
-    """The gradients, and the seconds of a step without an exchange."""
-    if (params is None) == (model is None):
-        raise ArgumentError(f"give exactly one of --params and --model, got {params!r} and {model!r}")
-    if (step_time is None) != measure:
-        raise ArgumentError(f"give exactly one of --step-time and --measure, got {step_time!r} and {measure}")
-    if measure and local_workers > 1:
+    """A model's gradients, and the seconds of its step without an exchange: told, or measured here."""
+    if step_time is not None:
+        step_time_s = parse_time("step time", step_time)
+        return Workload.of_model(load_model(model)[0]), step_time_s
+    if local_workers > 1:
         raise ArgumentError(
             "--measure times a worker that has this machine to itself: give --step-time where several share "
             f"it, got --local-workers {local_workers}"
         )
-    if step_time is not None:
-        step_time_s = parse_time("step time", step_time)
-    if model is None:
-        assert params is not None
-        if measure:
-            raise ArgumentError("--measure needs --model, got --params")
-        return Workload.of_size(parse_count("params", params)), step_time_s
     network, inputs = load_model(model)
-    workload = Workload.of_model(network)
-    if not measure:
-        return workload, step_time_s
     if input_shape is not None:
         inputs = (torch.randn(parse_shape(input_shape)),)
     if inputs is None:
@@ -179,41 +149,45 @@ def _workload(
             f"--measure needs the model's inputs: --input-shape 20,3,32,32, or a {model!r} that returns "
             "(model, inputs), got neither"
         )
-    return workload, measure_step(network, inputs, device)
+    return Workload.of_model(network), measure_step(network, inputs, device)
 
 
-def _costs(machine: Machine, path: Path | None, *, again: bool) -> Calibration:
-    if path is not None and not again:
-        return cache.read(path)
-    path = path or cache.cache_path(machine)
-    if again or not path.exists():
-        typer.echo(
-            f"regtopk: measuring what work costs on this machine, once, for a minute or two ({path})",
-            err=True,
-        )
+def _costs(machine: Machine, given: Path | None, lines: set[str], *, again: bool) -> Calibration:
+    """The costs in a file. What the cache lacks is measured and kept; a file that is given stays as it is."""
+    path = given or machine.path
+    known = None
+    if not again and (given is not None or path.exists()):
+        known = Calibration.read(path)
+    missing = lines & measurable_lines() - (known.lines.keys() if known else set())
+    if known is not None and (given is not None or not missing):
+        return known
+    typer.echo(f"regtopk: measuring what work costs on this machine, for up to a minute ({path})", err=True)
     with progress_bar("calibration") as progress:
-        return cache.calibration_of(machine, path, again=again, progress=progress)
+        measured = calibrate(machine, missing, progress)
+    costs = measured if known is None else known.with_lines(measured.lines)
+    try:
+        costs.write(path)
+    except OutputError as error:
+        logging.getLogger("regtopk").warning("%s: the next plan measures again", error)
+    return costs
 
 
-def _show(found: Plan, said: list[str], *, show_all: bool) -> None:
-    """A row for each name, and the answer."""
+def _show(found: Plan, notes: list[str]) -> None:
+    """A row per method, and the answer."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    every = sorted(found.predictions, key=lambda p: p.step_time_s)
-    rows = table(found, every if show_all else found.fastest_by_name())
+    rows = page.table(found)
     for column in rows[0]:
         is_number = column in ("payload", "step", "speed-up")
         shown.add_column(
             "method" if column == "measure" else column, justify="right" if is_number else "left"
         )
     for row in rows:
-        shown.add_row(*map(str, row.values()))
+        shown.add_row(*row.values())
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 160)
     console.print(shown)
-    typer.echo(verdict(found))
-    for note in said:
-        typer.echo(note)
+    typer.echo("\n".join([page.verdict(found), *notes]))
 
 
 def _as_typed(context: typer.Context) -> str:
@@ -222,6 +196,6 @@ def _as_typed(context: typer.Context) -> str:
     for option in context.command.params:
         value = context.params.get(option.name or "")
         is_default = value is None or value == option.get_default(context)
-        if not is_default and option.name not in ("out", "force", "as_json", "show_all", "recalibrate"):
+        if not is_default and option.name not in ("out", "force", "as_json", "recalibrate"):
             words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
     return shlex.join(words)

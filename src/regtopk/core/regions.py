@@ -1,17 +1,18 @@
-"""Who sums which part of a dense vector, and what that moves: the same in the simulator and on a cluster."""
+"""Who sums which part of a vector, and what that moves: in the simulator, on a cluster and in a plan."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from regtopk.core.blocks import BLOCK
-from regtopk.core.codes import segment_bytes
+from regtopk.core.blocks import BLOCK, NUM_SCALES
+from regtopk.core.codes import full_message_bytes, segment_bytes
 
 
 def dense_regions(numel: int, weights: Sequence[float]) -> list[tuple[int, int]]:
-    """One region (start, end) a worker: whole blocks, as even as can be; none for weight zero."""
+    """One region (start, end) per worker: whole blocks, as even as can be; none for weight zero."""
     num_active = sum(weight > 0 for weight in weights)
     num_blocks = -(-numel // BLOCK)
     regions, start, owner = [], 0, 0
@@ -23,28 +24,55 @@ def dense_regions(numel: int, weights: Sequence[float]) -> list[tuple[int, int]]
     return regions
 
 
-class Moved(NamedTuple):
-    """Bytes a worker, all tuples N long."""
+@lru_cache(maxsize=4096)
+def region_bytes(
+    numel: int, num_workers: int, idle: tuple[int, ...], dtype: torch.dtype, code: str
+) -> tuple[int, ...]:
+    """Bytes of a dense vector's part for each worker's region, N long; idle workers own none."""
+    weights = [1.0] * num_workers
+    for rank in idle:
+        weights[rank] = 0.0
+    lengths = [end - start for start, end in dense_regions(numel, weights)]
+    size = {length: segment_bytes(length, dtype=dtype, value_code=code) for length in set(lengths)}
+    return tuple(size[length] if length else 0 for length in lengths)
 
-    payload: tuple[int, ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+
+class Split(NamedTuple):
+    """Sizes of a sparse sum that is split by index region."""
+
+    piece_bytes: int  # that a worker sends to the owner of a region
+    sums_bytes: int  # that the owner sends to everybody
+    message_bytes: int  # that a worker would send to everybody without a split
+    union: float  # how many entries the sum has
 
 
-@lru_cache(maxsize=1024)
-def dense_sum_bytes(
-    numel: int, weights: tuple[float, ...], dtype: torch.dtype, code: str, sum_code: str
-) -> Moved:
-    """What a `DenseSum` moves: segments to the owners of the regions, then a ring all_gather of the sums."""
-    num_workers = len(weights)
-    sizes = [end - start for start, end in dense_regions(numel, weights)]
-    part = [segment_bytes(size, dtype=dtype, value_code=code) if size else 0 for size in sizes]
-    sums = [segment_bytes(size, dtype=dtype, value_code=sum_code) if size else 0 for size in sizes]
-    num_senders = sum(weight > 0 for weight in weights)
-    payload, sent, received = [], [], []
-    for rank, weight in enumerate(weights):
-        is_active = weight > 0
-        payload.append(sum(part) * is_active)
-        sent.append((sum(part) - part[rank]) * is_active + sum(sums) - sums[(rank + 1) % num_workers])
-        received.append(part[rank] * (num_senders - 1) + sum(sums) - sums[rank])
-    return Moved(tuple(payload), tuple(sent), tuple(received))
+@lru_cache(maxsize=4096)
+def split_of(
+    count: int, numel: int, num_workers: int, *, dtype: torch.dtype, value_code: str, index_code: str
+) -> Split:
+    """How large the messages of a split sparse sum are on average, for workers that choose independently.
+
+    The union of their supports is then largest: J (1 - (1 - k/J)^N) entries. Values in blocks share scales,
+    so their pieces are cut at whole blocks and count their indices from zero.
+
+    Args:
+        count: k, entries of each worker.
+        numel: J.
+        num_workers: N.
+        dtype: of the values.
+        value_code: how values travel to the owner; the sums travel as they are.
+        index_code: how indices are coded ("rice", whose size depends on them, counts as "elias-fano").
+    """
+    code = "elias-fano" if index_code == "rice" else index_code
+
+    def size(entries: int, of: int, values: str) -> int:
+        return full_message_bytes(entries, of, dtype=dtype, value_code=values, index_code=code)
+
+    union = numel * (1 - (1 - count / numel) ** num_workers)
+    share, region = math.ceil(count / num_workers), math.ceil(numel / num_workers)
+    if value_code in NUM_SCALES:
+        piece = size(min(count, share + BLOCK), numel, value_code)
+    else:
+        piece = size(min(share, region), region, value_code)
+    sums = size(math.ceil(union / num_workers), region, "float32")
+    return Split(piece, sums, size(count, numel, value_code), union)

@@ -1,4 +1,6 @@
-"""Three byte counts, never mixed.
+"""What a request costs, counted once for the simulator, for algorithms that keep to a budget, and for plans.
+
+Three byte counts, never mixed:
 
 - `payload_bytes`: the encoded messages one worker contributes, all rounds of a step added. "At equal
   bytes" means the mean of this.
@@ -6,75 +8,203 @@
 - `dense_bytes`: what an uncompressed float32 all_reduce would send from each worker.
 """
 
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
+from regtopk.core.codes import full_message_bytes, message_bytes
+from regtopk.core.regions import region_bytes
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.worker import Worker
 
 
+@dataclass(eq=False)
 class Traffic:
-    """Byte and entry counts of N workers: each of the names is an int64 tensor of shape (..., N).
+    """Byte and entry counts of N workers, int64 tensors of shape (..., N).
 
-    Args:
-        counts: (..., N, 5), all of them in one tensor, so that a step is added in one operation.
+    The tensors are never written to: counts that are the same in every step are shared between steps. (Not
+    frozen: that would take as long as two of the five sums of `__add__`.)
     """
 
-    def __init__(self, counts: Tensor) -> None:
-        self.counts = counts
+    payload_bytes: Tensor
+    sent_bytes: Tensor
+    received_bytes: Tensor
+    num_entries: Tensor
+    dense_bytes: Tensor
 
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Traffic":
         """Nothing sent yet."""
-        return cls(torch.zeros(*shape, len(NAMES), dtype=torch.int64, device=device))
+        zero = torch.zeros(shape, dtype=torch.int64, device=device)
+        return cls(zero, zero, zero, zero, zero)
 
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Tensor]) -> "Traffic":
         """The counts that `state_dict` names, copied."""
-        return cls(torch.stack([state_dict[name] for name in NAMES], dim=-1))
+        return cls(**{name: state_dict[name].clone() for name in NAMES})
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts by name."""
-        return dict(zip(NAMES, self.counts.unbind(-1), strict=True))
+        return {name: getattr(self, name) for name in NAMES}
 
-    def add_(self, other: "Traffic") -> "Traffic":
-        """Add another count to this one."""
-        self.counts.add_(other.counts)
-        return self
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """Both together."""
+        return Traffic(
+            self.payload_bytes + other.payload_bytes,
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            self.num_entries + other.num_entries,
+            self.dense_bytes + other.dense_bytes,
+        )
 
-    @property
-    def payload_bytes(self) -> Tensor:
-        """What each worker contributes."""
-        return self.counts[..., 0]
 
-    @property
-    def sent_bytes(self) -> Tensor:
-        """What each worker's interface sends."""
-        return self.counts[..., 1]
+NAMES = tuple(field.name for field in fields(Traffic))
 
-    @property
-    def received_bytes(self) -> Tensor:
-        """What each worker's interface receives."""
-        return self.counts[..., 2]
 
-    @property
-    def num_entries(self) -> Tensor:
-        """How many entries each worker sends."""
-        return self.counts[..., 3]
+class Contribution(NamedTuple):
+    """What a worker that sends contributes to a request: numbers where all send as much, else (...,)."""
 
-    @property
-    def dense_bytes(self) -> Tensor:
-        """What a dense exchange would send."""
-        return self.counts[..., 4]
+    payload_bytes: int | Tensor
+    num_entries: int | Tensor
+
+
+def contribution(request: Request, worker: Worker) -> Contribution:
+    """The bytes of a sender's messages, and its entries; sets of indices alone have no entries.
+
+    Only the shapes of the request are looked at, unless it is padded or its indices travel in "rice".
+    """
+    if isinstance(request, SparseSum):
+        sparse = request.sparse
+        codes = sparse.values.dtype, sparse.code, worker.index_code
+        size = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
+        return Contribution(size, _count(sparse.indices, sparse.count))
+    if isinstance(request, DenseSum):
+        numel = request.tensor.shape[-1]
+        parts = region_bytes(numel, worker.num_workers, worker.idle, request.weight.dtype, request.code)
+        return Contribution(sum(parts), numel)
+    if isinstance(request, Peek):
+        return Contribution(0, 0)
+    tensor, count = request.tensor, request.count if isinstance(request, Gather) else None
+    if request.numel is None:
+        num_entries = _count(tensor, count)
+        return Contribution(num_entries * tensor.element_size(), num_entries)
+    size = _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code)
+    return Contribution(size, 0)
+
+
+def payload_bytes(request: Request, worker: Worker) -> Tensor:
+    """Bytes of each worker's messages, (...,) int64: zero for workers that do not send."""
+    if isinstance(request, Broadcast):
+        is_sender = worker.index.squeeze(-1) == request.source
+    else:
+        is_sender = worker.weight.squeeze(-1) > 0
+    return is_sender * contribution(request, worker).payload_bytes
+
+
+def moved(request: Request, worker: Worker) -> Traffic:
+    """What a request moves between the workers of a simulated cluster, (..., N), collectives being rings."""
+    cluster = worker.num_workers, worker.idle, worker.weight.device
+    if isinstance(request, DenseSum):
+        codes = request.weight.dtype, request.code, request.sum_code
+        return _summed_by_region(request.tensor.shape[-1], *codes, *cluster)
+    size, num_entries = contribution(request, worker)
+    if isinstance(request, Broadcast):
+        return _passed_on(request.source, size, num_entries, worker)
+    if isinstance(size, int) and isinstance(num_entries, int):
+        return _gathered_alike(size, num_entries, *cluster)
+    active = is_active(*cluster)
+    payload = active * size
+    return Traffic(payload, *all_gather_bytes(payload), active * num_entries, torch.zeros_like(active))
+
+
+def _sparse_bytes(
+    indices: Tensor, count: Tensor | None, numel: int, dtype: torch.dtype, value_code: str, index_code: str
+) -> int | Tensor:
+    if count is None and index_code != "rice":  # the common case, and the fast one
+        return full_message_bytes(
+            indices.shape[-1], numel, dtype=dtype, value_code=value_code, index_code=index_code
+        )
+    if count is None:
+        count = torch.full(indices.shape[:-1], indices.shape[-1], device=indices.device)
+    return message_bytes(
+        count, numel, dtype=dtype, value_code=value_code, index_code=index_code, indices=indices
+    )
+
+
+def _count(tensor: Tensor, count: Tensor | None) -> int | Tensor:
+    return tensor.shape[-1] if count is None else count
+
+
+def _passed_on(source: int, size: int | Tensor, num_entries: int | Tensor, worker: Worker) -> Traffic:
+    """A broadcast along a ring: all but the source's predecessor send it, all but the source receive it."""
+    if isinstance(size, Tensor):
+        size = size[..., source, None]
+    rank = torch.arange(worker.num_workers, device=worker.weight.device)
+    is_source = rank == source
+    passes_on = rank != (source - 1) % worker.num_workers
+    return Traffic(
+        is_source * size, passes_on * size, ~is_source * size, is_source * num_entries, torch.zeros_like(rank)
+    )
+
+
+# Messages of a known size move the same bytes in every step: these counts, (N,), are made once.
+
+
+@lru_cache(maxsize=256)
+def before_a_step(batch_shape: tuple[int, ...], numel: int, device: torch.device) -> Traffic:
+    """Nothing sent yet by (..., N) workers, whose dense exchange would be one of J entries."""
+    zero = torch.zeros(batch_shape, dtype=torch.int64, device=device)
+    dense_bytes = all_reduce_bytes(4 * numel, batch_shape[-1])
+    return Traffic(zero, zero, zero, zero, torch.full_like(zero, dense_bytes))
+
+
+@lru_cache(maxsize=256)
+def _gathered_alike(
+    size: int, num_entries: int, num_workers: int, idle: tuple[int, ...], device: torch.device
+) -> Traffic:
+    active = is_active(num_workers, idle, device)
+    payload = size * active
+    return Traffic(payload, *all_gather_bytes(payload), num_entries * active, torch.zeros_like(active))
+
+
+@lru_cache(maxsize=256)
+def _summed_by_region(
+    numel: int,
+    dtype: torch.dtype,
+    code: str,
+    sum_code: str,
+    num_workers: int,
+    idle: tuple[int, ...],
+    device: torch.device,
+) -> Traffic:
+    """A `DenseSum`: parts to the owners of the regions, then a ring all_gather of the sums."""
+    active = is_active(num_workers, idle, device)
+    parts, sums = (
+        torch.tensor(region_bytes(numel, num_workers, idle, dtype, c), device=device)
+        for c in (code, sum_code)
+    )
+    sums_sent, sums_received = all_gather_bytes(sums)
+    return Traffic(
+        payload_bytes=active * parts.sum(),
+        sent_bytes=active * (parts.sum() - parts) + sums_sent,
+        received_bytes=parts * (active.sum() - 1) + sums_received,
+        num_entries=active * numel,
+        dense_bytes=torch.zeros_like(active),
+    )
+
+
+@lru_cache(maxsize=256)
+def is_active(num_workers: int, idle: tuple[int, ...], device: torch.device) -> Tensor:
+    """(N,) int64: 1 for workers that send, 0 for those of weight zero."""
+    return torch.tensor([int(rank not in idle) for rank in range(num_workers)], device=device)
 
 
 def all_reduce_bytes(vector_bytes: int, num_workers: int) -> int:
     """What a ring all_reduce of a vector sends from (and brings to) each of N workers."""
     return round(2 * (num_workers - 1) * vector_bytes / num_workers)
-
-
-def as_counts(payload: Tensor, sent: Tensor, received: Tensor, entries: Tensor) -> Tensor:
-    """What a request adds to a `Traffic`: (..., N) each, (..., N, 5) together."""
-    return torch.stack([payload, sent, received, entries, torch.zeros_like(payload)], dim=-1)
 
 
 def all_gather_bytes(payload_bytes: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,20 +4,16 @@ One thread on one process group means that the rounds of all buckets run in the 
 however many rounds an algorithm has.
 """
 
-import math
+import atexit
 import queue
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from regtopk.distributed.groups import Group
-
-if TYPE_CHECKING:
-    from regtopk.distributed.exchange import Exchange
+from regtopk.distributed.step import Steps
 
 
 @dataclass(eq=False)
@@ -48,11 +44,9 @@ class BucketQueue:
     back as a whole: buckets exchanged by then get their state from before the step.
     """
 
-    def __init__(self, exchange: "Exchange") -> None:
-        self.exchange = exchange
-        self.was_skipped = False
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
         self._failure: BaseException | None = None
-        self._exchanged: list[Group] = []  # in this step
         self._arrivals: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -61,6 +55,7 @@ class BucketQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="regtopk-exchange", daemon=True)
             self._thread.start()
+            atexit.register(self._close_at_exit)
         self._arrivals.put(arrival)
 
     def raise_failure(self) -> None:
@@ -69,16 +64,21 @@ class BucketQueue:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread, when it has exchanged what has arrived."""
         if self._thread is not None:
             self._arrivals.put(None)
-            self._thread.join()
+            self._thread.join(timeout_s)
             self._thread = None
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """A thread that outlives Python, after an error in backward say, ends the process by SIGABRT."""
+        self.close(timeout_s=10)
 
     @torch.no_grad()
     def _run(self) -> None:
-        device = self.exchange.device
+        device = self._steps.device
         if device.type == "cuda":
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 self._drain()
@@ -87,42 +87,20 @@ class BucketQueue:
 
     def _drain(self) -> None:
         while (arrival := self._arrivals.get()) is not None:
-            try:
-                if self._failure is None:
-                    self._exchange(arrival)
-            except BaseException as error:
-                self._take_back()
-                self._failure = error  # a future cannot carry it through DDP: raised after backward
+            with self._steps.lock:
+                try:
+                    if self._failure is None:
+                        self._exchange(arrival)
+                except BaseException as error:
+                    self._steps.take_back()
+                    self._failure = error  # a future cannot carry it through DDP: raised after backward
             arrival.future.set_result(arrival.buffer)
 
     def _exchange(self, arrival: Arrival) -> None:
-        exchange = self.exchange
         if arrival.ready is not None:
             arrival.ready.wait()
         if arrival.index == 0:
-            self._take_back()
-            self.was_skipped = False
-            exchange.begin_step()
-        groups = exchange.groups.covering(arrival.names, exchange.cut)
-        flats = [exchange.flat_gradient(group, arrival.grads) for group in groups]
-        is_finite = exchange.agree_finite(groups, flats)
-        self.was_skipped |= not is_finite
-        for group, flat in zip(groups, flats, strict=True):
-            aggregate = flat.fill_(math.nan) if self.was_skipped else self._aggregate(group, flat)
-            exchange.write_back(group, arrival.grads, aggregate)
+            self._steps.begin()
+        self._steps.run_bucket(arrival.names, arrival.grads)
         if arrival.is_last:
-            if self.was_skipped:
-                self._take_back()
-            self._exchanged = []
-            exchange.end_step(is_finite=not self.was_skipped)
-
-    def _aggregate(self, group: Group, flat: Tensor) -> Tensor:
-        with self.exchange.driver.watch.phase("select_s"):
-            group.remember_state()
-        self._exchanged.append(group)
-        return self.exchange.aggregate(group, flat)
-
-    def _take_back(self) -> None:
-        for group in self._exchanged:
-            group.take_back_state()
-        self._exchanged = []
+            self._steps.end()

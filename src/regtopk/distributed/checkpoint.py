@@ -1,4 +1,4 @@
-"""Saving and loading an exchange: by parameter name, on as many ranks as before or on others.
+"""State dicts of an exchange: by parameter name, for as many ranks as before or for others.
 
 A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
 
@@ -6,69 +6,85 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
     weights      [w_0, ..., w_(N-1)]
     parameters   [[name, shape], ...]
     skip         [name, ...]                     which parameters were sent dense
-    groups       [[name, ...], ...]              which parameters were exchanged together
-    workers      {"3": {entries, groups, total, report}}   one rank's, or all ranks' when gathered
-        entries  {parameter: {field: tensor}}    per-entry state, in the parameter's shape
-        groups   ({field: tensor}, ...)          the rest of each group's state; a tuple, which
-                                                 torch.distributed.checkpoint keeps whole, whatever its shapes
-        total    {name: number}                  what was sent
-        report   [loss, time_s], or [] if none is waiting for the next step
+    groups       [[name, ...], ...]              which parameters were exchanged together: the buckets
+    workers      {"3": {entries, groups, total, first_step, report}}   one rank's, or all ranks' when gathered
+        entries     {parameter: {field: tensor}}   per-entry state, in the parameter's shape
+        groups      ({field: tensor}, ...)         the rest of each bucket's state; a tuple, since
+                                                   torch.distributed.checkpoint keeps one whole
+        total       {name: number}                 what was sent
+        first_step  the step that `total` counts from (0 if missing)
+        report      [loss, time_s], or [] if none is waiting for the next step
+
+The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
 
-from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from typing import Any, NamedTuple
 
-from regtopk.core.worker import Report
-from regtopk.distributed.groups import Entries, Group
+import torch
+from torch import Tensor
+
+from regtopk.core.state import OnResize
+from regtopk.core.worker import Report, check_weights
+from regtopk.distributed.buckets import Bucket, Entries, Names
 from regtopk.distributed.record import Ledger, StepRecord
-from regtopk.distributed.resize import resized_worker
 from regtopk.errors import StateError
-
-if TYPE_CHECKING:
-    from regtopk.distributed.exchange import Exchange
 
 FORMAT = 1
 _KEYS = {"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"}
+_SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
+_MOST_STEPS = 1 << 31  # what the ranks can compare in a step
+Worker = dict[str, Any]  # one rank's part of a state dict
 
 
-def state_dict(exchange: "Exchange") -> dict[str, Any]:
-    """One rank's state, tensors copied."""
-    exchange.check_usable()
-    groups = exchange.groups.groups
+@dataclass(frozen=True)
+class Facts:
+    """What never changes in an exchange. A saved state must have the first three in common with it."""
+
+    algorithm: str
+    shapes: dict[str, tuple[int, ...]]
+    skipped: frozenset[str]
+    weights: list[float]
+    rank: int
+
+
+class Snapshot(NamedTuple):
+    """What training has changed since the exchange was made."""
+
+    buckets: list[Bucket]
+    num_steps: int
+    ledger: Ledger
+    report: Report | None
+
+
+def state_dict(facts: Facts, now: Snapshot) -> dict[str, Any]:
+    """One rank's state after the last finished step, tensors copied."""
     entries: Entries = {}
-    for group in groups:
-        for name, parts in group.entries().items():
-            shape = exchange.parameters.shapes[name]
+    for bucket in now.buckets:
+        for name, parts in bucket.entries().items():
+            shape = facts.shapes[name]
             entries[name] = {f: part.to("cpu", copy=True).view(shape) for f, part in parts.items()}
     worker = {
         "entries": entries,
-        "groups": tuple({f: t.to("cpu", copy=True) for f, t in g.other_fields().items()} for g in groups),
-        "total": exchange.total.as_dict(),
-        "report": list(astuple(report)) if (report := exchange.pending_report) else [],
+        "groups": tuple(
+            {f: tensor.to("cpu", copy=True) for f, tensor in bucket.other_fields().items()}
+            for bucket in now.buckets
+        ),
+        "total": now.ledger.total.as_dict(),
+        "first_step": now.ledger.first_step,
+        "report": [] if now.report is None else list(astuple(now.report)),
     }
     return {
         "format": FORMAT,
-        **_facts(exchange),
-        "num_steps": exchange.num_steps,
-        "weights": exchange.driver.weights.tolist(),
-        "groups": [list(group.names) for group in groups],
-        "workers": {str(exchange.rank): worker},
+        "algorithm": facts.algorithm,
+        "num_steps": now.num_steps,
+        "weights": facts.weights,
+        "parameters": [[name, list(shape)] for name, shape in facts.shapes.items()],
+        "skip": sorted(facts.skipped),
+        "groups": [list(bucket.names) for bucket in now.buckets],
+        "workers": {str(facts.rank): worker},
     }
-
-
-def _facts(exchange: "Exchange") -> dict[str, Any]:
-    """What a saved state must have in common with the exchange that loads it."""
-    return {
-        "algorithm": exchange.algorithm.name,
-        "parameters": [[name, list(shape)] for name, shape in exchange.parameters.shapes.items()],
-        "skip": sorted(exchange.skipped),
-    }
-
-
-def gather_state_dict(exchange: "Exchange", dst: int) -> dict[str, Any] | None:
-    """All ranks' state in one dict, on rank `dst`."""
-    parts = exchange.driver.collectives.gather_objects(state_dict(exchange), dst)
-    return None if parts is None else merge_state_dicts(parts)
 
 
 def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,34 +102,111 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[0], "workers": workers}
 
 
-def load_state_dict(exchange: "Exchange", saved: dict[str, Any]) -> None:
-    """Take over a saved state; everything is checked before anything changes."""
+def loaded(
+    facts: Facts,
+    saved: object,
+    *,
+    cut: Callable[[Names], list[Names]],
+    make: Callable[[Names], Bucket],
+    keeps_buckets: bool,
+) -> Snapshot:
+    """What an exchange goes on with from a saved state.
+
+    Args:
+        facts: of the exchange that loads.
+        saved: a state dict.
+        cut: divides parameters into those exchanged sparsely and those sent dense.
+        make: makes a bucket in the state of the first step.
+        keeps_buckets: whether to go on with the buckets that were saved, or with the whole model.
+
+    Raises:
+        StateError: it does not fit, or is damaged.
+    """
     _check_keys(saved)
-    _check_facts(exchange, saved)
+    try:
+        return _loaded(facts, saved, cut, make, keeps_buckets)
+    except StateError:
+        raise
+    except Exception as error:  # there is no end to the ways in which a file can be wrong
+        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
+
+
+def _loaded(
+    facts: Facts,
+    saved: Any,
+    cut: Callable[[Names], list[Names]],
+    make: Callable[[Names], Bucket],
+    keeps_buckets: bool,
+) -> Snapshot:
+    _check_facts(facts, saved, cut)
     saved_parts = [tuple(names) for names in saved["groups"]]
-    parts = exchange.groups_to_resume(saved_parts)
-    new = [exchange.groups.make(part) for part in parts]
-    weights = exchange.driver.weights.tolist()
-    is_same = saved["weights"] == weights
-    needed = [exchange.rank] if is_same else list(range(len(saved["weights"])))
-    _check_workers(exchange, saved, needed, new, keeps_groups=parts == saved_parts)
-    if is_same:
-        worker = saved["workers"][str(exchange.rank)]
+    parts = saved_parts if keeps_buckets else cut(tuple(facts.shapes))
+    buckets = [make(part) for part in parts]
+    is_same_cut = parts == saved_parts
+    is_same_cluster = saved["weights"] == facts.weights
+    needed = [facts.rank] if is_same_cluster else list(range(len(saved["weights"])))
+    _check_workers(facts, saved, needed, buckets, is_same_cut=is_same_cut)
+    if is_same_cluster:
+        worker = saved["workers"][str(facts.rank)]
     else:
-        rules = {field: rule for group in new for field, rule in group.state.rules().items()}
-        worker = resized_worker(saved, weights, exchange.rank, rules)
-    for i, group in enumerate(new):
-        group.load(worker["entries"], worker["groups"][i] if parts == saved_parts else None)
-    exchange.groups.groups = new
-    exchange.num_steps = saved["num_steps"]
-    exchange.pending_report = Report(*worker["report"]) if worker["report"] else None
-    is_same_size = len(saved["weights"]) == exchange.num_workers
-    exchange.ledger = _ledger(saved, exchange.rank) if is_same_size else Ledger()
+        rules = {field: rule for bucket in buckets for field, rule in bucket.state.rules().items()}
+        worker = _resized(saved, facts, rules)
+    for i, bucket in enumerate(buckets):
+        bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
+    report = Report(*map(float, worker["report"])) if worker["report"] else None
+    return Snapshot(buckets, saved["num_steps"], _ledger(facts, saved), report)
 
 
-def _ledger(saved: dict[str, Any], rank: int) -> Ledger:
-    total = StepRecord(**saved["workers"][str(rank)]["total"])
-    return Ledger(total, saved["num_steps"] + total.num_skipped)
+def _ledger(facts: Facts, saved: dict[str, Any]) -> Ledger:
+    """What was sent so far. What other ranks sent is not this rank's: on another number it counts anew."""
+    num_steps: int = saved["num_steps"]
+    if len(saved["weights"]) != len(facts.weights) or str(facts.rank) not in saved["workers"]:
+        return Ledger(first_step=num_steps)
+    worker = saved["workers"][str(facts.rank)]
+    counters = {f.name: f.type for f in fields(StepRecord) if f.name in worker["total"]}
+    total = StepRecord(**{name: _number(worker["total"][name]) for name in counters})
+    first_step = _number(worker.get("first_step", 0))
+    return Ledger(total, num_steps - first_step + total.num_skipped, first_step)
+
+
+def _number(saved: object) -> Any:
+    if type(saved) not in (int, float):
+        raise StateError(f"counters of the saved state must be numbers, got {saved!r}")
+    return saved
+
+
+def _resized(saved: dict[str, Any], facts: Facts, rules: dict[str, OnResize]) -> Worker:
+    """What a rank starts from on other ranks or with other weights, so that sum_n w_n e_n stays what it was.
+
+    weighted_sum   e'_m = sum of w_n e_n over the old ranks n given to m, over w'_m
+    shared         copied
+    reset          left out, so it starts anew
+
+    Old ranks are given, in order and evenly, to the new ranks that have weight.
+    """
+    old_weights, new_weights = saved["weights"], facts.weights
+    old = [saved["workers"][str(n)] for n in range(len(old_weights))]
+    active = [m for m, weight in enumerate(new_weights) if weight > 0]
+    given = [n for n in range(len(old)) if active[n * len(active) // len(old)] == facts.rank]
+
+    def weighted_sum(name: str, field: str, like: Tensor) -> Tensor:
+        total = torch.zeros_like(like, dtype=torch.float64)
+        for n in given:
+            total += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[facts.rank]
+        return total
+
+    entries = {
+        name: {
+            field: first if rules[field] == "shared" else weighted_sum(name, field, first)
+            for field, first in parts.items()
+        }
+        for name, parts in old[0]["entries"].items()
+    }
+    shared = tuple(
+        {field: tensor for field, tensor in others.items() if rules[field] == "shared"}
+        for others in old[0]["groups"]
+    )
+    return {"entries": entries, "groups": shared, "report": old[0]["report"]}  # rank 0's report is shared
 
 
 def _check_keys(saved: object) -> None:
@@ -124,60 +217,95 @@ def _check_keys(saved: object) -> None:
         raise StateError(f"format of the saved state must be {FORMAT}, got {saved['format']!r}")
 
 
-def _check_facts(exchange: "Exchange", saved: dict[str, Any]) -> None:
-    facts = _facts(exchange)
-    _check_parameters(facts["parameters"], saved["parameters"])
-    for key in ("algorithm", "skip"):
-        if saved[key] != facts[key]:
-            raise StateError(f"{key} of the saved state must be {facts[key]!r}, got {saved[key]!r}")
-    names = sorted(name for group in saved["groups"] for name in group)
-    shapes = exchange.parameters.shapes
-    if names != sorted(name for part in exchange.cut(tuple(shapes)) for name in part):
+def _check_facts(facts: Facts, saved: dict[str, Any], cut: Callable[[Names], list[Names]]) -> None:
+    _check_parameters([[name, list(shape)] for name, shape in facts.shapes.items()], saved["parameters"])
+    for key, expected in (("algorithm", facts.algorithm), ("skip", sorted(facts.skipped))):
+        if saved[key] != expected:
+            raise StateError(f"{key} of the saved state must be {expected!r}, got {saved[key]!r}")
+    num_steps = saved["num_steps"]
+    if type(num_steps) is not int or not 0 <= num_steps < _MOST_STEPS:
+        raise StateError(
+            f"num_steps of the saved state must be an integer of at least 0 and below {_MOST_STEPS}, got "
+            f"{num_steps!r}"
+        )
+    check_weights(saved["weights"], len(saved["weights"]))
+    names = sorted(name for part in saved["groups"] for name in part)
+    is_whole = names == sorted(name for part in cut(tuple(facts.shapes)) for name in part)
+    if not is_whole or any(len(cut(tuple(part))) != 1 for part in saved["groups"]):
         raise StateError("groups of the saved state must hold every parameter once, got others")
 
 
-def _check_parameters(own: list[Any], saved: list[Any]) -> None:
-    for mine, theirs in zip(own, saved, strict=False):
+def _check_parameters(expected: list[Any], saved: list[Any]) -> None:
+    for mine, theirs in zip(expected, saved, strict=False):
         if mine != theirs:
             raise StateError(
                 f"parameters of the saved state must be this model's: expected {mine[0]!r} of shape "
                 f"{tuple(mine[1])}, got {theirs[0]!r} of shape {tuple(theirs[1])}"
             )
-    if len(own) != len(saved):
-        first = max(own, saved, key=len)[min(len(own), len(saved))][0]
+    if len(expected) != len(saved):
+        first = max(expected, saved, key=len)[min(len(expected), len(saved))][0]
         raise StateError(
-            f"parameters of the saved state must be this model's {len(own)}, got {len(saved)}: "
+            f"parameters of the saved state must be this model's {len(expected)}, got {len(saved)}: "
             f"the first without a partner is {first!r}"
         )
 
 
 def _check_workers(
-    exchange: "Exchange", saved: dict[str, Any], needed: list[int], groups: list[Group], *, keeps_groups: bool
+    facts: Facts, saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
 ) -> None:
-    """The ranks this one needs are there, and hold what the groups ask for."""
+    """The ranks this one needs are there, and hold what the buckets ask for."""
     missing = [rank for rank in needed if str(rank) not in saved["workers"]]
     if missing:
         raise StateError(
             f"the saved state of {len(saved['weights'])} ranks must hold rank(s) {missing} to be loaded on "
-            f"rank {exchange.rank} of {exchange.num_workers} with these weights: gather it, or merge the "
-            "rank files (regtopk.merge_state_dicts)"
+            f"rank {facts.rank} of {len(facts.weights)} with these weights: gather it, or merge the rank "
+            "files (regtopk.merge_state_dicts)"
         )
     for rank in needed:
         worker = saved["workers"][str(rank)]
-        for i, group in enumerate(groups):
-            _check_entries(group, worker["entries"], rank)
-            found = sorted(worker["groups"][i]) if keeps_groups else []
-            if keeps_groups and found != sorted(group.other_fields()):
-                raise StateError(
-                    f"state of group {i} of rank {rank} must hold {sorted(group.other_fields())}, got {found}"
-                )
+        for i, bucket in enumerate(buckets):
+            _check_entries(bucket, worker["entries"], rank)
+            if is_same_cut:
+                _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {rank}")
 
 
-def _check_entries(group: Group, entries: Entries, rank: int) -> None:
-    for layer in group.layout.layers:
-        found = {field: tuple(part.shape) for field, part in entries.get(layer.name, {}).items()}
-        expected = {field: layer.shape for field in group.entry_fields()}
+def _check_entries(bucket: Bucket, entries: Entries, rank: int) -> None:
+    for layer in bucket.layout.layers:
+        where = f"parameter {layer.name!r} of rank {rank}"
+        saved = entries.get(layer.name, {})
+        found = {field: tuple(part.shape) for field, part in saved.items()}
+        expected = {field: layer.shape for field in bucket.entry_fields()}
         if found != expected:
+            raise StateError(f"state of {where} must hold {expected}, got {found}")
+        for field, part in saved.items():
+            _check_finite(part, f"{field} of {where}")
+
+
+def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
+    """The fields that belong to a whole bucket; only those of the last selection may change in length."""
+    expected = bucket.other_fields()
+    if sorted(saved) != sorted(expected):
+        raise StateError(f"state of {where} must hold {sorted(expected)}, got {sorted(saved)}")
+    selection = _SELECTION if all(field in expected for field in _SELECTION) else ()
+    for field, tensor in saved.items():
+        shape = saved["indices"].shape if field in selection else expected[field].shape
+        if tensor.shape != shape or tensor.is_floating_point() != expected[field].is_floating_point():
             raise StateError(
-                f"state of parameter {layer.name!r} of rank {rank} must hold {expected}, got {found}"
+                f"{field} of {where} must be of shape {tuple(shape)} and {expected[field].dtype}, "
+                f"got {tuple(tensor.shape)} of {tensor.dtype}"
             )
+        if field in selection:
+            _check_finite(tensor, f"{field} of {where}")
+    if selection:
+        _check_indices(saved["indices"], bucket.layout.numel, f"indices of {where}")
+
+
+def _check_finite(tensor: Tensor, where: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise StateError(f"{where} must be finite, got a NaN or inf")
+
+
+def _check_indices(indices: Tensor, numel: int, where: str) -> None:
+    is_ascending = indices.dim() == 1 and bool((indices.diff() > 0).all())
+    if not is_ascending or (indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < numel):
+        raise StateError(f"{where} must be ascending, distinct and in 0..{numel - 1}, got others")

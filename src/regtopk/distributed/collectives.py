@@ -27,6 +27,11 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.num_workers = dist.get_world_size(group)
 
+    @property
+    def store(self) -> Any:
+        """Where the ranks of the group met, and can leave words for each other; MPI has none."""
+        return dist.distributed_c10d._get_process_group_store(self.group)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(m,) of equal length on all ranks -> (N, m)."""
         gathered = tensor.new_empty(self.num_workers, tensor.numel())
@@ -70,7 +75,7 @@ class Collectives:
         """parts[r] goes to rank r, of any length; what the others had for this rank, in rank order.
 
         Args:
-            parts: one tensor a rank.
+            parts: one tensor per rank.
             sizes: how long the received ones are.
         """
         received = parts[0].new_empty(sum(sizes))
@@ -143,20 +148,25 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def group_of_its_own(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new process group of the same ranks, backend and timeout, for another thread's collectives."""
     backend = group._get_backend(device)
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # MPI has none
-    own = dist.new_group(
+    new = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout,
         backend=dist.get_backend(group),
         use_local_synchronization=not is_world(group),
     )
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    assert isinstance(new, dist.ProcessGroup)
+    return new
 
 
 def is_world(group: dist.ProcessGroup) -> bool:
     """Whether a group holds all ranks."""
     return len(dist.get_process_group_ranks(group)) == dist.get_world_size()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: backends differ in the dtypes they know."""
+    return tensor.contiguous().view(torch.uint8)

@@ -6,10 +6,11 @@ queue, drained by one thread over a process group of its own, runs every bucket'
 every rank.
 """
 
+import logging
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,25 +20,26 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
-from regtopk.distributed.checks import check_model, check_scope
-from regtopk.distributed.collectives import Collectives, group_of_its_own, is_world
-from regtopk.distributed.exchange import Exchange
-from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.collectives import Collectives, is_world, new_group_like
+from regtopk.distributed.one_process import OneProcess, is_one_process
+from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, check_scope
+from regtopk.distributed.parameters import Parameters, is_fsdp
+from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
-Scope = Literal["model", "bucket"]
-
+_log = logging.getLogger("regtopk")
 _attached: "weakref.WeakKeyDictionary[nn.Module, SparseHookState]" = weakref.WeakKeyDictionary()
 
 
-class SparseHookState(Exchange):
+class SparseHookState(ExchangeBase):
     """The state of `sparse_hook`, for those who register hooks themselves.
 
     >>> state = SparseHookState(ddp_model, RegTopK(density=0.001))
     >>> ddp_model.register_comm_hook(state, sparse_hook)
 
-    Takes the arguments of `attach`.
+    Takes the arguments of `attach`. The model's backward makes the steps.
     """
 
     def __init__(
@@ -46,56 +48,76 @@ class SparseHookState(Exchange):
         algorithm: Algorithm[Any],
         *,
         scope: Scope = "model",
-        **options: Any,
+        index_code: str = "elias-fano",
+        weight: float | None = None,
+        dense_steps: int = 0,
+        skip: Skip | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        collective: Collective = "auto",
+        deterministic: bool = True,
+        writer: Writer | None = None,
+        handshake_timeout_s: float = 60.0,
     ) -> None:
-        check_model(model)
+        options = Options(
+            index_code=index_code,
+            weight=weight,
+            dense_steps=dense_steps,
+            skip=skip,
+            grad_scaler=grad_scaler,
+            collective=collective,
+            deterministic=deterministic,
+            writer=writer,
+            handshake_timeout_s=handshake_timeout_s,
+        )
+        model = _wrapped(model)
         check_scope(scope, algorithm)
-        self.scope = scope
         parameters = Parameters(model.module, ignored=model.parameters_to_ignore)
-        super().__init__(parameters, algorithm, process_group=model.process_group, **options)
+        collectives = Collectives(model.process_group)
+        steps = Steps(parameters, algorithm, collectives, options, scope=scope, call="regtopk.attach")
+        super().__init__(steps, collectives, handshake_timeout_s)
+        self._warn_of_one_rank()
         self._may_drop = bool(model.find_unused_parameters)
         self._names = {id(p): name for name, p in parameters.named.items()}
         self._arrivals: list[Arrival] = []
+        self._is_detached = False
         self._queue: BucketQueue | None = None
         if scope == "bucket":  # whose thread must not mix its collectives with DDP's own
-            group = group_of_its_own(self.driver.collectives.group, self.device)
-            self.driver.collectives = Collectives(group)
-            self._queue = BucketQueue(self)
+            steps.rank.collectives = Collectives(new_group_like(collectives.group, self.device))
+            self._queue = BucketQueue(steps)
         # DDP's backward fails with an internal assertion on parameters that changed: look before
         self._forward_hook = model.register_forward_pre_hook(self._before_forward)
 
-    def step(self) -> None:
-        """Not for DDP, whose backward runs the exchange."""
-        raise ClusterError("step() must not be called on an attached model: its backward() runs the exchange")
-
     def close(self) -> None:
-        """End the thread and the process group of scope="bucket". Call it on every rank; no step follows."""
-        self._obstacle = "the exchange must not be used after close()"
+        """End the exchange, and the thread and process group of scope="bucket". Call it on every rank.
+
+        A backward that follows is refused: to train on without an exchange use `detach`.
+        """
+        super().close()
         self._forward_hook.remove()
         if self._queue is not None:
             self._queue.close()
-            group = self.driver.collectives.group
-            if is_world(group):  # torch reuses the names of other groups, which then would not connect
-                dist.barrier(group)
-                dist.destroy_process_group(group)
+            self._queue = None
+            _end_group(self._steps.rank.collectives.group)
 
-    def _before_forward(self, model: DistributedDataParallel, _: object) -> None:
-        if model._join_config.enable:
-            raise ClusterError(
-                "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
-                "collectives, not these; give all ranks as many batches"
-            )
-        if torch.is_grad_enabled():
-            self.parameters.check()
+    def detach(self) -> None:
+        """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
 
-    def groups_to_resume(self, saved: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """The buckets that were saved: a new process starts with one, and gets the same again later."""
-        return saved if self._queue is not None else super().groups_to_resume(saved)
+        Every gradient is the plain mean over the ranks then, whatever their weights were. What was not sent
+        yet is dropped; save `state_dict()` before if you want to attach a new model to it later. Call it on
+        every rank, between two steps.
+        """
+        self.close()
+        self._steps.close("detach")
+        self._steps.buckets.all = []  # sets the memory of the residuals free
+        self._is_detached = True
 
     def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""
+        if self._is_detached:
+            return _mean_over_ranks(bucket.buffer(), self._collectives)
+        self._steps.check_usable()
         if bucket.index() == 0:
-            self.parameters.check_trainable()
+            self._steps.parameters.check_trainable()
             self._arrivals = []
         arrival = self._arrival(bucket)
         self._arrivals.append(arrival)
@@ -107,6 +129,15 @@ class SparseHookState(Exchange):
             _after_backward(self._finish_backward)
         return arrival.future
 
+    def _before_forward(self, model: DistributedDataParallel, _: object) -> None:
+        if model._join_config.enable:
+            raise ClusterError(
+                "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
+                "collectives, not these; give all ranks as many batches"
+            )
+        if torch.is_grad_enabled():
+            self._steps.parameters.check()
+
     def _arrival(self, bucket: GradBucket) -> Arrival:
         names = tuple(self._names[id(p)] for p in bucket.parameters())
         if bucket.buffer().layout != torch.strided:
@@ -115,7 +146,7 @@ class SparseHookState(Exchange):
         return Arrival(names, grads, bucket.buffer(), bucket.index(), bucket.is_last())
 
     def _exchange_model(self) -> None:
-        self.exchange_all({name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()})
+        self._steps.run({name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()})
         for arrival in self._arrivals:
             arrival.future.set_result(arrival.buffer)
 
@@ -124,28 +155,31 @@ class SparseHookState(Exchange):
         arrivals, self._arrivals = self._arrivals, []
         if self._queue is not None:
             self._queue.raise_failure()
-            if self._queue.was_skipped:  # also in buckets that were exchanged before the bad one arrived
-                for p in self.parameters.named.values():
+            if not self._steps.is_finite:  # also in buckets that were exchanged before the bad one arrived
+                for p in self._steps.parameters.named.values():
                     if p.grad is not None:
                         p.grad.fill_(math.nan)
                 return
         if self._may_drop:
             grads = {name: grad for arrival in arrivals for name, grad in arrival.grads.items()}
-            _give_dropped(self.parameters.named, grads)
+            _give_dropped(self._steps.parameters.named, grads)
 
 
 def attach(
-    model: DistributedDataParallel,
+    model: nn.Module,
     algorithm: Algorithm[Any],
     *,
     scope: Scope = "model",
     index_code: str = "elias-fano",
     weight: float | None = None,
     dense_steps: int = 0,
-    skip: Any = None,
+    skip: Skip | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
-    **options: Any,
-) -> SparseHookState:
+    collective: Collective = "auto",
+    deterministic: bool = True,
+    writer: Writer | None = None,
+    handshake_timeout_s: float = 60.0,
+) -> SparseHookState | OneProcess:
     """Make a DistributedDataParallel model exchange its gradients with an algorithm. Call it on every rank.
 
     >>> model = DistributedDataParallel(model)
@@ -153,8 +187,16 @@ def attach(
     >>> ...                                  # train as before
     >>> print(exchange.summary())
 
+    The scope also decides what a failure in the middle of a step leaves behind. With "bucket" a step can be
+    taken back, at the cost of one more copy of the state: after a failure (of a rank, or of your own code in
+    backward) `state_dict()` is the state before the step, and can be saved. With "model" nothing is exchanged
+    before backward is over, so your own code cannot interrupt it; but if the exchange itself fails (a lost
+    rank), the state is no longer whole, and the exchange refuses to be saved or to go on until a checkpoint
+    is loaded.
+
     Args:
-        model: wrapped in DistributedDataParallel, without another communication hook.
+        model: wrapped in DistributedDataParallel, without another communication hook; torch.compile may be
+            around that. Where there is one process, a model that is not wrapped is left as it is.
         algorithm: what is run; the same on every rank.
         scope: "model" selects over the whole model, "bucket" within each DDP bucket, overlapping backward.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
@@ -163,41 +205,86 @@ def attach(
         skip: a callable of (name, parameter): True sends that parameter dense,
             for example ``lambda name, p: p.ndim <= 1``.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
-        **options: further options of `Exchange`: collective, deterministic, writer.
+        collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
+        deterministic: sum uncoded dense vectors in rank order too, not in the backend's.
+        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
+        handshake_timeout_s: how long to wait for every rank to make this call.
 
     Returns:
-        The exchange: `summary()`, `total`, `last_step`, `state_dict()`, `load_state_dict()`; and `close()`,
-        for those who attach to many models in one process.
+        The exchange: `summary()`, `total`, `last_step`, `state_dict()`, `load_state_dict()`; `detach()`, to
+        train on without it; and `close()`, for those who attach to many models in one process.
 
     Raises:
-        ClusterError: not a DDP model, attached twice, or the ranks differ; nothing was changed.
+        ClusterError: not a DDP model, attached twice, the ranks differ, or a rank did not make this call;
+            nothing was changed.
         OracleError: the algorithm asks what only a simulator can answer.
     """
-    if isinstance(model, nn.Module) and model in _attached:
+    inner = _uncompiled(model)
+    if isinstance(inner, nn.Module) and inner in _attached:
         raise ClusterError("attach must be called once for a model: this one is attached already")
-    state = SparseHookState(
-        model,
-        algorithm,
-        scope=scope,
-        index_code=index_code,
-        weight=weight,
-        dense_steps=dense_steps,
-        skip=skip,
-        grad_scaler=grad_scaler,
-        **options,
-    )
+    options: dict[str, Any] = {
+        "index_code": index_code,
+        "weight": weight,
+        "dense_steps": dense_steps,
+        "skip": skip,
+        "grad_scaler": grad_scaler,
+        "collective": collective,
+        "deterministic": deterministic,
+        "writer": writer,
+        "handshake_timeout_s": handshake_timeout_s,
+    }
+    is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
+    if isinstance(inner, nn.Module) and not is_wrapped and is_one_process():
+        check_scope(scope, algorithm)
+        return OneProcess(inner, algorithm, Options(**options))
+    wrapped = _wrapped(model)
+    state = SparseHookState(wrapped, algorithm, scope=scope, **options)
     try:
-        model.register_comm_hook(state, sparse_hook)
+        wrapped.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:
         state.close()
         raise ClusterError(f"the model must not have another communication hook: {error}") from error
-    _attached[model] = state
+    _attached[wrapped] = state
     return state
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
     return state.on_bucket(bucket)
+
+
+def _uncompiled(model: object) -> object:
+    """The module inside torch.compile's wrapper, which has no hooks of its own."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _wrapped(model: object) -> DistributedDataParallel:
+    """The DDP model; only DDP has a hook to attach to."""
+    inner = _uncompiled(model)
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    hint = "FSDP is not supported" if is_fsdp(inner) else "wrap it first, or use regtopk.Exchange"
+    raise ClusterError(f"model must be a DistributedDataParallel, got {type(inner).__name__}: {hint}")
+
+
+def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]:
+    """What DDP does without a hook, to the bit: it multiplies by 1/N before the sum, and does not divide."""
+    buffer.mul_(1 / collectives.num_workers)
+    work = dist.all_reduce(buffer, group=collectives.group, async_op=True)
+    assert work is not None
+    mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return mean
+
+
+def _end_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group when all ranks are done with it. It must not hide what went wrong before."""
+    if not is_world(group):  # torch reuses the names of other groups, which then would not connect
+        return
+    try:
+        dist.barrier(group)
+    except RuntimeError as error:
+        _log.warning("close() did not find all ranks: %s", error)
+    dist.destroy_process_group(group)
 
 
 def _after_backward(callback: Callable[[], None]) -> None:

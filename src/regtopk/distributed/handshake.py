@@ -1,10 +1,13 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
-from collections.abc import Iterable
+import logging
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from regtopk._version import __version__
@@ -12,9 +15,56 @@ from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SparseSum
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Report, Worker, check_weights
-from regtopk.distributed.checks import PEEKS
-from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.collectives import Collectives, clear_errors
+from regtopk.distributed.driver import PEEKS
 from regtopk.errors import ArgumentError, ClusterError, OracleError
+
+_log = logging.getLogger("regtopk")
+_num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # roll calls of each group
+
+
+def roll_call(collectives: Collectives, call: str, timeout_s: float, *, is_required: bool = True) -> None:
+    """See that every rank has made a call, before a collective in which a missing one is waited for.
+
+    A collective that a rank never joins ends with the process group's timeout (half an hour unless it was
+    set) and does not say who is missing. So every rank first leaves its name in the group's store.
+
+    Args:
+        collectives: the process group.
+        call: what all ranks must call: "regtopk.attach".
+        timeout_s: how long to wait for the last rank.
+        is_required: raise if a rank is missing then; otherwise say so and go on.
+    """
+    store = collectives.store
+    if store is None:
+        return
+    number = _num_calls.get(collectives.group, 0)
+    keys = [f"regtopk/{number}/{call}/{rank}" for rank in range(collectives.num_workers)]
+    with clear_errors(call):
+        store.set(keys[collectives.rank], "here")
+        missing = _missing(store, keys, timeout_s)
+        if missing and is_required:
+            store.delete_key(keys[collectives.rank])  # all ranks may try again
+    if missing:
+        text = f"did every rank call {call}? {_ranks(missing)} not after {timeout_s:g} s"
+        if is_required:
+            raise ClusterError(text)
+        _log.warning("%s; waiting on", text)
+    _num_calls[collectives.group] = number + 1
+
+
+def _missing(store: Any, keys: list[str], timeout_s: float) -> list[int]:
+    """The ranks whose key is not in the store when the time is over."""
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _ranks(missing: list[int]) -> str:
+    words = ", ".join(map(str, missing))
+    return f"rank {words} has" if len(missing) == 1 else f"ranks {words} have"
 
 
 def agree(
@@ -26,13 +76,13 @@ def agree(
         ClusterError: the ranks differ; every rank says in what and which.
         ArgumentError: the weights are not weights.
     """
-    own = {
+    mine = {
         "regtopk version": __version__,
         "algorithm": algorithm.name,
         **{f"{algorithm.name} {key}": value for key, value in algorithm.options().items()},
         **settings,
     }
-    everyone = collectives.all_gather_objects((own, weight))
+    everyone = collectives.all_gather_objects((mine, weight))
     for key in {key: None for theirs, _ in everyone for key in theirs}:  # in order
         values = [theirs.get(key) for theirs, _ in everyone]
         if any(value != values[0] for value in values):
@@ -61,7 +111,9 @@ def _first_difference(values: list[list[Any]]) -> str:
     return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
 
 
-def agree_on_step(collectives: Collectives, is_bad: Tensor, num_steps: int, names: Iterable[str]) -> bool:
+def agree_on_step(
+    collectives: Collectives, is_bad: Tensor, num_steps: int, names: list[str], num_selected: list[int]
+) -> bool:
     """Whether no rank's gradient is bad, once it is sure that all exchange the same: one small all_reduce.
 
     Args:
@@ -69,21 +121,25 @@ def agree_on_step(collectives: Collectives, is_bad: Tensor, num_steps: int, name
         is_bad: (), whether this rank's gradient holds a NaN or inf.
         num_steps: how many steps this rank has done.
         names: the parameters it is about to exchange, in order.
+        num_selected: how many entries of each bucket it is about to send, where that is known before.
 
     Raises:
-        ClusterError: the ranks are at different steps (resumed from different checkpoints, say).
+        ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
+            send different numbers of entries (by a density of their own).
     """
-    names = list(names)
-    stamp = num_steps << 32 | crc32("\n".join(names).encode())
+    stamp = num_steps << 32 | crc32(repr((names, num_selected)).encode())
     numbers = torch.tensor([0, stamp, -stamp], device=is_bad.device)
     numbers[0] = is_bad
     any_is_bad, highest, minus_lowest = collectives.maximum(numbers).tolist()
     if highest != -minus_lowest:
-        everyone = collectives.all_gather_objects((num_steps, names))
-        steps = [f"step {step} on rank {rank}" for rank, (step, _) in enumerate(everyone)]
+        everyone = collectives.all_gather_objects((num_steps, names, num_selected))
+        if all(theirs[:2] == everyone[0][:2] for theirs in everyone):
+            counts = _by_rank("k", [theirs[2] for theirs in everyone])
+            raise ClusterError(f"all ranks must select equally many entries of every bucket, got {counts}")
+        steps = [f"step {theirs[0]} on rank {rank}" for rank, theirs in enumerate(everyone)]
         raise ClusterError(
             f"all ranks must exchange the same parameters at the same step, got {', '.join(steps)}; first "
-            f"parameters: {[names[:1] for _, names in everyone]}"
+            f"parameters: {[theirs[1][:1] for theirs in everyone]}"
         )
     return not any_is_bad
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk.distributed.checks import is_fsdp
+from regtopk.core.layers import layer_kinds
 from regtopk.errors import ArgumentError, ClusterError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -27,7 +27,7 @@ class Parameters:
             _refuse_modules(source)
         self.named = _trainable(source, self._ignored)
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
-        self.kinds = {} if self._module is None else _kinds(self._module)
+        self.kinds = {} if self._module is None else layer_kinds(self._module)
 
     @property
     def device(self) -> torch.device:
@@ -99,33 +99,18 @@ def _refuse_modules(module: nn.Module) -> None:
             "module must not be wrapped in DistributedDataParallel: use regtopk.attach for that"
         )
     for name, part in module.named_modules():
+        where = f"module {name!r}" if name else "the model"
         if is_fsdp(part):
             raise ClusterError(
-                f"module {name!r} is {type(part).__name__}: FSDP shards its gradients, which is not supported"
+                f"{where} is {type(part).__name__}: FSDP shards its gradients, which is not supported"
             )
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             raise ClusterError(
-                f"module {name!r} is {type(part).__name__} with sparse=True: sparse-layout gradients are "
+                f"{where} is {type(part).__name__} with sparse=True: sparse-layout gradients are "
                 "not supported"
             )
 
 
-def _kinds(module: nn.Module) -> dict[str, str]:
-    """Parameter name to the kind of layer it belongs to, as layer-wise algorithms want it."""
-    kinds = {}
-    for module_name, part in module.named_modules():
-        for name, p in part.named_parameters(recurse=False):
-            kinds[f"{module_name}.{name}" if module_name else name] = _kind(part, name, p)
-    return kinds
-
-
-def _kind(part: nn.Module, name: str, p: nn.Parameter) -> str:
-    class_name = type(part).__name__.lower()
-    if name.startswith("bias"):
-        return "bias"
-    if isinstance(part, nn.RNNBase):
-        return "recurrent"
-    for word in ("conv", "linear", "embedding", "norm"):
-        if word in class_name:
-            return word
-    return "other" if p.dim() > 1 else "bias"
+def is_fsdp(module: object) -> bool:
+    """Whether a module is sharded by either kind of FSDP (by name: their imports take long)."""
+    return any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__)

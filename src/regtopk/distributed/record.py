@@ -1,14 +1,8 @@
 """What an exchange sent and how long it took, measured on the messages themselves."""
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
 
-import torch
-
+from regtopk.core.timer import Timer
 from regtopk.core.words import counted
 
 PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
@@ -46,73 +40,27 @@ class StepRecord:
         return asdict(self)
 
 
-class Stopwatch:
-    """Time spent in named phases, innermost phase first: a phase inside another is not counted twice.
-
-    On CUDA the clock is the device's: events are recorded, and only read when the times are asked for.
-
-    Args:
-        device: where the work is done.
-        now: the clock elsewhere, in seconds.
-    """
-
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self.is_cuda = device.type == "cuda"
-        self.now = now
-        self._phases: list[str] = []
-        self._marks: list[tuple[str, object]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time of a block towards a phase."""
-        self._mark(name)
-        self._phases.append(name)
-        try:
-            yield
-        finally:
-            self._phases.pop()
-            self._mark(self._phases[-1] if self._phases else "")
-
-    def _mark(self, name: str) -> None:
-        if self.is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((name, event))
-        else:
-            self._marks.append((name, self.now()))
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds a phase, up to now."""
-        spent: dict[str, float] = defaultdict(float)
-        if self.is_cuda and self._marks:
-            torch.cuda.synchronize()
-        for (name, start), (_, end) in pairwise(self._marks):
-            if isinstance(start, float) and isinstance(end, float):
-                spent[name] += end - start
-            else:
-                spent[name] += start.elapsed_time(end) / 1e3  # type: ignore[attr-defined]
-        return {phase: spent[phase] for phase in PHASES}
-
-
 class Ledger:
-    """What all steps of an exchange sent and how long they took.
+    """What the steps of an exchange sent and how long they took.
 
     Args:
         total: what to go on from, after a resume.
         num_steps: how many steps that was, skipped ones included.
+        first_step: the step it counts from; not 0 after a resume on other ranks.
     """
 
-    def __init__(self, total: StepRecord | None = None, num_steps: int = 0) -> None:
+    def __init__(self, total: StepRecord | None = None, num_steps: int = 0, first_step: int = 0) -> None:
         self.num_steps = num_steps
+        self.first_step = first_step
         self._total = total or StepRecord()
         self._last_step = StepRecord()
-        self._unread: list[tuple[StepRecord, Stopwatch]] = []
+        self._unread: list[tuple[StepRecord, Timer]] = []
 
-    def add(self, record: StepRecord, watch: Stopwatch) -> None:
+    def add(self, record: StepRecord, timer: Timer) -> None:
         """Add a step; its clock is read when somebody asks, or long after it has stopped."""
         self.num_steps += 1
         self._last_step = record
-        self._unread.append((record, watch))
+        self._unread.append((record, timer))
         if len(self._unread) > 100:
             self._read()
 
@@ -129,34 +77,37 @@ class Ledger:
         return replace(self._total)
 
     def _read(self) -> None:
-        for record, watch in self._unread:
-            for phase, seconds in watch.seconds().items():
+        for record, timer in self._unread:
+            for phase, seconds in timer.seconds().items():
                 setattr(record, phase, seconds)
             self._total.add(record)
         self._unread = []
 
 
-def summarise(total: StepRecord, num_steps: int, num_workers: int, title: str) -> str:
+def summarise(ledger: Ledger, num_workers: int, title: str, residual_norm: float) -> str:
     """A few lines of text: bytes sent, against dense, and where the time went.
 
     Args:
-        total: the sum of all steps.
-        num_steps: how many, skipped ones included.
+        ledger: the steps.
         num_workers: N.
         title: how the text begins.
+        residual_norm: of what this rank has not sent yet.
     """
-    steps = max(num_steps, 1)
-    times = " · ".join(f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES)
-    dense = f"  dense     {_size(total.dense_bytes)} in all, {_size(total.dense_bytes / steps)} a step"
+    total, steps = ledger.total, max(ledger.num_steps, 1)
+    times = {name: 1e3 * getattr(total, name) / steps for name in PHASES}
+    since = f" since step {ledger.first_step}, when the ranks changed" if ledger.first_step else ""
+    sent = f"{_size(total.sent_bytes / steps)} per step, {_size(total.sent_bytes)} in all"
+    dense = f"{_size(total.dense_bytes / steps)} per step, {_size(total.dense_bytes)} in all"
     if total.sent_bytes:
         dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
+    num_done = ledger.num_steps - total.num_skipped
     lines = [
-        f"{title}: {counted(num_steps - total.num_skipped, 'step')} on {counted(num_workers, 'worker')}",
-        f"  sent      {_size(total.sent_bytes)} in all, {_size(total.sent_bytes / steps)} a step",
-        dense,
-        f"  payload   {_size(total.payload_bytes / steps)} a step, {total.num_entries / steps:.0f} entries",
-        f"  time      {times} (ms a step)",
-        f"  residual  norm {total.residual_norm:.4g}",
+        f"{title}: {counted(num_done, 'step')} on {counted(num_workers, 'worker')}{since}; this rank:",
+        f"  sent      {sent}; {total.num_entries / steps:.0f} entries per step",
+        f"  dense     {dense}",
+        f"  time      {' · '.join(f'{name[:-2]} {ms:.2f}' for name, ms in times.items())} ms per step;",
+        "            collective includes waiting for the slowest rank",
+        f"  residual  norm {residual_norm:.4g}",
     ]
     if total.num_skipped:
         lines.append(f"  skipped   {counted(total.num_skipped, 'step')} whose gradients were not finite")

@@ -4,19 +4,17 @@ Bit for bit the sum that an all_gather of everything gives: every region is adde
 """
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK, NUM_SCALES
-from regtopk.core.codes import full_message_bytes, longest_message_bytes
+from regtopk.core.codes import longest_message_bytes
+from regtopk.core.regions import split_of
 from regtopk.core.sparse import SparseGradient
+from regtopk.distributed.rank import Rank
 from regtopk.errors import WireFormatError
 from regtopk.wire import decode, encode
-
-if TYPE_CHECKING:
-    from regtopk.distributed.driver import ProcessGroupDriver
 
 
 def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) -> bool:
@@ -29,34 +27,23 @@ def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) 
     numel, k = sparse.numel, sparse.indices.shape[-1]
     if num_workers < 3 or sparse.count is not None or k == 0:
         return False
-    code = "elias-fano" if index_code == "rice" else index_code
-    dtype, region = sparse.values.dtype, -(-numel // num_workers)
-    union = min(numel, -(-numel * (1 - (1 - k / numel) ** num_workers) // 1))
-
-    def size(count: float, of: int, value_code: str) -> int:
-        return full_message_bytes(int(count), of, dtype=dtype, value_code=value_code, index_code=code)
-
-    share = -(-k // num_workers)
-    if sparse.code in NUM_SCALES:
-        piece = size(min(k, share + BLOCK), numel, sparse.code)
-    else:
-        piece = size(min(share, region), region, sparse.code)
-    sums = size(-(-union // num_workers), region, "float32")
-    return piece + sums < size(k, numel, sparse.code)
+    sizes = split_of(
+        k, numel, num_workers, dtype=sparse.values.dtype, value_code=sparse.code, index_code=index_code
+    )
+    return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
 
 
-def split_and_reduce(driver: "ProcessGroupDriver", sparse: SparseGradient) -> Tensor:
+def split_sum(rank: Rank, sparse: SparseGradient) -> Tensor:
     """sum_n w_n x_n, dense (J,), by all_to_all and all_gather."""
-    bounds = [sparse.numel * rank // driver.num_workers for rank in range(driver.num_workers + 1)]
-    with driver.watch.phase("encode_s"):
+    bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
+    with rank.timer.phase("encode_s"):
         pieces = _pieces(sparse, bounds)
-        nothing = torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
-        messages = [nothing if driver.is_idle else encode(piece, driver.index_code) for piece in pieces]
-    with driver.watch.phase("collective_s"):
-        received = driver.collectives.all_to_all_ragged(messages, longest_message_bytes(sparse.numel))
-    with driver.watch.phase("decode_s"):
-        region, refused = _sum_region(driver, received, sparse, bounds)
-    return _gather_sums(driver, region, refused, sparse, bounds, messages, received)
+        messages = [rank.encoded(piece) for piece in pieces]
+    with rank.timer.phase("collective_s"):
+        received = rank.collectives.all_to_all_ragged(messages, longest_message_bytes(sparse.numel))
+    with rank.timer.phase("decode_s"):
+        region, refused = _sum_region(rank, received, sparse, bounds)
+    return _gather_sums(rank, region, refused, sparse, bounds, messages, received)
 
 
 def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
@@ -80,39 +67,39 @@ def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
 
 
 def _sum_region(
-    driver: "ProcessGroupDriver", received: list[Tensor], sparse: SparseGradient, bounds: list[int]
+    rank: Rank, received: list[Tensor], sparse: SparseGradient, bounds: list[int]
 ) -> tuple[SparseGradient, WireFormatError | None]:
     """This rank's region of the sum, in rank order from zero, on the union of the supports.
 
     Also what is wrong with a piece. The sum is then NaN, which every rank refuses: to raise here, before the
     sums are gathered, would leave the others waiting for this rank.
     """
-    low, high = bounds[driver.rank], bounds[driver.rank + 1]
+    low, high = bounds[rank.index], bounds[rank.index + 1]
     start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
     total = sparse.values.new_zeros(high - low)
     is_touched = torch.zeros(high - low, dtype=torch.bool, device=total.device)
-    weights, refused = driver.weights.to(total), None
-    for rank, message in enumerate(received):
+    weights, refused = rank.weights.to(total), None
+    for n, message in enumerate(received):
         if message.numel() == 0:
             continue
         try:
             piece = decode(message, numel)
         except WireFormatError as error:
-            refused = WireFormatError(f"rank {rank}: {error}")
+            refused = WireFormatError(f"rank {n}: {error}")
             total.fill_(torch.nan)
             is_touched.fill_(True)
             break
         at = piece.indices - start
         is_ours = (at >= 0) & (at < high - low)
         at, values = at[is_ours], piece.values.to(total.dtype)[is_ours]
-        total.scatter_add_(0, at, weights[rank] * values)
+        total.scatter_add_(0, at, weights[n] * values)
         is_touched[at] = True
     indices = is_touched.nonzero().flatten()
     return SparseGradient(indices, total[indices], high - low), refused
 
 
 def _gather_sums(
-    driver: "ProcessGroupDriver",
+    rank: Rank,
     region: SparseGradient,
     refused: WireFormatError | None,
     sparse: SparseGradient,
@@ -120,21 +107,21 @@ def _gather_sums(
     messages: list[Tensor],
     received: list[Tensor],
 ) -> Tensor:
-    with driver.watch.phase("encode_s"):
-        message = encode(region, driver.index_code)
-    with driver.watch.phase("collective_s"):
-        gathered = driver.collectives.all_gather_ragged(message, longest_message_bytes(sparse.numel))
+    with rank.timer.phase("encode_s"):
+        message = encode(region, rank.index_code)
+    with rank.timer.phase("collective_s"):
+        gathered = rank.collectives.all_gather_ragged(message, longest_message_bytes(sparse.numel))
     if refused is not None:
         raise refused
-    with driver.watch.phase("decode_s"):
-        room = driver.take_room(sparse)
-        total = sparse.values.new_zeros(sparse.numel) if room is None else room.zero_()
-        for rank, theirs in enumerate(gathered):
-            sums = decode(theirs, bounds[rank + 1] - bounds[rank])
-            total[sums.indices + bounds[rank]] = sums.values
+    with rank.timer.phase("decode_s"):
+        spare = rank.take_spare(sparse)
+        total = sparse.values.new_zeros(sparse.numel) if spare is None else spare.zero_()
+        for n, theirs in enumerate(gathered):
+            sums = decode(theirs, bounds[n + 1] - bounds[n])
+            total[sums.indices + bounds[n]] = sums.values
     payload = sum(m.numel() for m in messages)
-    sent = payload - messages[driver.rank].numel() + (driver.num_workers - 1) * message.numel()
-    got = sum(m.numel() for m in (*received, *gathered)) - received[driver.rank].numel() - message.numel()
-    driver.count(payload, sent, got)
-    driver.record.num_entries += 0 if driver.is_idle else int(sparse.counts)
+    sent = payload - messages[rank.index].numel() + (rank.num_workers - 1) * message.numel()
+    got = sum(m.numel() for m in (*received, *gathered)) - received[rank.index].numel() - message.numel()
+    rank.count(payload, sent, got)
+    rank.count_entries(sparse)
     return total

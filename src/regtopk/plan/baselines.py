@@ -1,8 +1,7 @@
-"""What is there without this library: DDP without a hook, torch's fp16 hook and torch's PowerSGD."""
+"""What is there without this library: DDP's buckets, and the factors of torch's PowerSGD."""
 
 from math import ceil, prod
 
-from regtopk.plan.rounds import Move, all_reduce
 from regtopk.plan.workload import Workload
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default bucket_cap_mb
@@ -15,13 +14,6 @@ def num_buckets(numel: int) -> int:
     """How many buckets DDP makes of float32 gradients: a first of 1 MiB, then 25 MiB each."""
     rest = 4 * numel - FIRST_BUCKET_BYTES
     return 1 + max(0, ceil(rest / BUCKET_BYTES))
-
-
-def all_reduce_moves(numel: int, num_workers: int, *, is_half: bool) -> list[Move]:
-    """An all_reduce a bucket, of float32 or float16."""
-    count = num_buckets(numel)
-    kind, itemsize = ("all_reduce half", 2) if is_half else ("all_reduce", 4)
-    return [all_reduce(itemsize * numel / count, num_workers, kind)] * count
 
 
 def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:
@@ -37,8 +29,3 @@ def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:
         else:
             alone += 4 * size
     return alone, left, right
-
-
-def powersgd_moves(workload: Workload, num_workers: int) -> list[Move]:
-    """Three all_reduces, in one bucket (with several, torch's hook hangs on gloo)."""
-    return [all_reduce(size, num_workers) for size in powersgd_bytes(workload) if size]

@@ -1,17 +1,18 @@
-"""What local work costs on a machine: measured times as sums of units times seconds a unit."""
+"""What local work costs on a machine: measured times as sums of units times seconds per unit."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from regtopk.errors import StateError
+from regtopk.errors import OutputError, StateError
 
 Units = dict[str, float]
-Line = dict[str, float]  # seconds a unit
+Line = dict[str, float]  # seconds per unit
 
 
 @dataclass(frozen=True)
@@ -27,37 +28,56 @@ class Calibration:
     lines: dict[str, Line]
 
     def seconds(self, name: str, units: Units) -> float:
-        """How long some work takes."""
-        try:
-            line = self.lines[name]
-        except KeyError:
-            raise StateError(
-                f"calibration must hold the costs of {name!r}, but another version made it: --recalibrate"
-            ) from None
-        return sum(line.get(unit, 0.0) * amount for unit, amount in units.items())
-
-    def to_json(self) -> dict[str, Any]:
-        """What JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str) -> "Calibration":
-        """Read it back.
+        """How long some work takes.
 
         Raises:
-            StateError: not a calibration.
+            StateError: it was not measured.
+        """
+        if name not in self.lines:
+            raise StateError(
+                f"calibration must hold the costs of {name!r}, got only {len(self.lines)} others"
+            )
+        line = self.lines[name]
+        return sum(line.get(unit, 0.0) * amount for unit, amount in units.items())
+
+    def with_lines(self, lines: dict[str, Line]) -> "Calibration":
+        """The same with more costs, or newer ones."""
+        return replace(self, lines=self.lines | lines)
+
+    @classmethod
+    def read(cls, path: Path) -> "Calibration":
+        """A calibration from a file.
+
+        Raises:
+            StateError: it cannot be read, or is none.
         """
         try:
-            content = json.loads(text)
+            content = json.loads(path.read_text(encoding="utf-8"))
             lines = {
                 str(name): {str(unit): float(seconds) for unit, seconds in line.items()}
                 for name, line in content["lines"].items()
             }
             return cls(dict(content["machine"]), lines)
+        except OSError as error:
+            raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
-                f"calibration must be what `regtopk plan` writes, but {source} is not: {error!r}"
+                f"calibration must be what `regtopk plan` writes, but {path} is not: {error!r}"
             ) from error
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_suffix(".part")
+            beside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            raise OutputError(f"calibration must be writable, but {path} is not: {error.strerror}") from error
 
 
 def fit(points: Sequence[tuple[Units, float]]) -> Line:

@@ -1,4 +1,4 @@
-"""A cluster of echoes: every other rank sends what this one sends, and nothing travels.
+"""A cluster in which every other rank is a copy of this one: it sends the same, and nothing travels.
 
 With it the real driver does the work of one of N ranks, for measuring that work and its messages.
 """
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.driver import Collective, ProcessGroupDriver
-from regtopk.distributed.record import StepRecord, Stopwatch
+from regtopk.distributed.options import Collective
+from regtopk.distributed.rank import Rank
 
 
 class Echo(Collectives):
@@ -43,26 +43,17 @@ class Echo(Collectives):
         return tensor
 
 
-class EchoDriver(ProcessGroupDriver):
-    """The real driver of rank 0 of N, among echoes.
+def echo_rank(
+    num_workers: int,
+    collective: Collective = "all_gather",
+    now: Callable[[], float] = time.perf_counter,
+) -> Rank:
+    """Rank 0 of N, whose messages the other ranks repeat.
 
     Args:
         num_workers: N.
         collective: how sparse sums run.
         now: the clock of its phases.
     """
-
-    def __init__(
-        self,
-        num_workers: int,
-        collective: Collective = "all_gather",
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        weights = torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
-        self.echo = Echo(num_workers)
-        super().__init__(self.echo, weights, collective=collective)
-        self.now = now
-
-    def begin(self, device: torch.device) -> None:
-        """Start counting a new conversation."""
-        self.record, self.watch = StepRecord(), Stopwatch(device, self.now)
+    weights = torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
+    return Rank(Echo(num_workers), weights, collective=collective, now=now)

@@ -1,17 +1,18 @@
-"""A plan as a recorded run: speed-up against bandwidth and against workers, for `report` to draw."""
+"""A plan for people: its table, its answer in words, and a recorded run that `report` draws."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSE, FP16, PEER, POWERSGD, Method, Prediction, Situation, predict
-from regtopk.plan.predict import Plan
-from regtopk.plan.units import format_bandwidth, format_size, format_time
+from regtopk.plan.methods import POWERSGD, Method
+from regtopk.plan.predict import Plan, Prediction, predict
+from regtopk.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.runs import Panel, Record, RunWriter, make_header
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
+MAX_CURVES = 8
 
 
 def write_run(
@@ -22,110 +23,135 @@ def write_run(
     Raises:
         OutputError: the folder cannot be written, or holds a run.
     """
-    situation = plan.situation
-    density = min(p.method.density for p in plan.predictions)
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
-        about=f"{verdict(plan)} Curves: speed-up over DDP without a hook, sending {100 * density:g} %.",
+        about=f"{verdict(plan)} Curves: speed-up over DDP without a hook, each method in its fastest way; "
+        "circles are the planned link.",
         command=command,
         config=summary["inputs"],
-        panels=panels(situation),
+        panels=panels(plan),
     )
     with RunWriter(folder, header, force=force) as writer:
-        for record in curves(situation, costs, density):
+        for record in curves(plan, costs):
             writer.add(record)
-        writer.finish({**summary, "table": table(plan, plan.fastest_by_name())})
+        writer.finish({**summary, "table": table(plan)})
 
 
-def shown_methods(density: float) -> dict[str, Method]:
-    """The curves of the page: those that `report` has a look for by their name, the others by a label."""
-    return {
-        "dense": DENSE,
-        "torch fp16": FP16,
-        "torch PowerSGD": POWERSGD,
-        "Top-k as others send it": Method(PEER, density, "float32", "all_gather"),
-        "regtopk": Method("regtopk", density, "float32", "all_gather"),
-        "RegTop-k, 4 bits": Method("regtopk", density, "4bit", "all_gather"),
-        "RegTop-k, 4 bits, split": Method("regtopk", density, "4bit", "split"),
-        "consensus, 4 bits": Method("consensus", density, "4bit", "split"),
-    }
+def curves(plan: Plan, costs: Calibration) -> list[Record]:
+    """Each method's speed-up over dense on links of all bandwidths, and with all numbers of workers."""
+    here, records = plan.situation, []
+    bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
+    num_workers = sorted({*WORKERS, here.num_workers})
+    places = [("bandwidth", "mbit_per_s", b / 1e6, here.at(bandwidth=b)) for b in bandwidths]
+    places += [("workers", "num_workers", n, here.at(num_workers=n)) for n in num_workers]
+    labels = [row.method.label for row in plan.fastest_by_label()[:MAX_CURVES]]
+    for against, x, value, there in places:
+        step_s = {p.method: predict(p.method, there, costs).step_time_s for p in plan.predictions}
+        for label in labels:
+            fastest_s = min(s for method, s in step_s.items() if method.label == label)
+            speedup = step_s[plan.dense.method] / fastest_s
+            records.append({"method": label, "against": against, x: value, "speedup": speedup})
+            if there == here:
+                records[-1]["here"] = speedup
+    return sorted(records, key=lambda record: labels.index(record["method"]))
 
 
-def curves(situation: Situation, costs: Calibration, density: float) -> list[Record]:
-    """Speed-ups over dense, on links of all bandwidths and with all numbers of workers."""
-    records: list[Record] = []
-    for label, method in shown_methods(density).items():
-        for bandwidth in BANDWIDTHS:
-            there = situation.at(bandwidth=bandwidth)
-            records.append({"method": label, "against": "bandwidth", "mbit_per_s": bandwidth / 1e6})
-            records[-1]["speedup"] = _speedup(method, there, costs)
-        for num_workers in WORKERS:
-            there = situation.at(num_workers=num_workers)
-            records.append({"method": label, "against": "workers", "num_workers": num_workers})
-            records[-1]["speedup"] = _speedup(method, there, costs)
-    return records
-
-
-def _speedup(method: Method, situation: Situation, costs: Calibration) -> float:
-    dense_s = predict(DENSE, situation, costs).step_time_s
-    return dense_s / predict(method, situation, costs).step_time_s
-
-
-def panels(situation: Situation) -> Sequence[Panel]:
+def panels(plan: Plan) -> Sequence[Panel]:
     """Two: against bandwidth, and against workers."""
-    link = situation.link
-    return (
-        Panel(
-            title=f"{situation.num_workers} workers, links of any bandwidth",
-            x="mbit_per_s",
-            y="speedup",
-            x_label="bandwidth of a link, Mbit/s",
-            y_label="speed-up over dense",
-            where={"against": "bandwidth"},
-            log_x=True,
-            log_y=True,
+    here = plan.situation
+    axes = (
+        (
+            "bandwidth",
+            "mbit_per_s",
+            "bandwidth of a link, Mbit/s",
+            f"{here.num_workers} workers, links of any bandwidth",
         ),
-        Panel(
-            title=f"{format_bandwidth(link.bandwidth)}, any number of workers",
-            x="num_workers",
-            y="speedup",
-            x_label="workers",
-            y_label="speed-up over dense",
-            where={"against": "workers"},
-            log_x=True,
-            log_y=True,
+        (
+            "workers",
+            "num_workers",
+            "workers",
+            f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
         ),
     )
+    return [
+        Panel(
+            title=title,
+            x=x,
+            y="speedup",
+            x_label=x_label,
+            y_label="speed-up over dense",
+            where={"against": against},
+            log_x=True,
+            log_y=True,
+            dots="here",
+        )
+        for against, x, x_label, title in axes
+    ]
 
 
-def table(plan: Plan, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """One row a prediction, for people."""
+def table(plan: Plan) -> list[dict[str, str]]:
+    """One row per method in its fastest way: dense, and then the fastest first."""
     return [
         {
-            "measure": prediction.method.name,
-            "density": f"{prediction.method.density:g}",
+            "measure": prediction.method.label,
+            "density": prediction.method.amount,
             "values": prediction.method.value_code,
             "collective": prediction.method.collective,
             "payload": format_size(prediction.payload_bytes),
             "step": format_time(prediction.step_time_s),
-            "speed-up": f"{plan.speedup(prediction):.3g}",
+            "speed-up": format_factor(plan.speedup(prediction)),
         }
-        for prediction in predictions
+        for prediction in plan.fastest_by_label()
     ]
 
 
 def verdict(plan: Plan) -> str:
     """The answer, in a few plain sentences."""
     where = f"{plan.situation.num_workers} workers at {format_bandwidth(plan.situation.link.bandwidth)}"
-    best = plan.best
-    name = f"{best.method.name}, density {best.method.density:g}, {best.method.value_code} values"
+    best, step = plan.best, format_time(plan.best.step_time_s)
     if plan.pays:
-        said = f"Compression pays with {where}: {name} by {best.method.collective} makes a step "
-        said += f"{plan.speedup(best):.3g} times as fast as dense, {format_time(best.step_time_s)}."
+        said = f"Compression pays with {where}: {_in_words(best.method)} makes a step "
+        said += f"{format_factor(plan.speedup(best))} times as fast as dense, {step}."
     else:
-        said = f"Compression does not pay with {where}: {best.method.name} takes the fastest step, "
-        said += f"{format_time(best.step_time_s)}."
+        said = f"Compression does not pay with {where}: {best.method.label} takes the fastest step, {step}."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
     return f"{said} So it does at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
+
+
+def _in_words(method: Method) -> str:
+    if method == POWERSGD:
+        return f"{method.label} of {method.amount}"
+    return f"{method.label}, density {method.amount}, {method.value_code} values by {method.collective}"
+
+
+def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "inputs": inputs,
+        "methods": [plan.row(prediction) for prediction in plan.predictions],
+        "best": plan.row(plan.best),
+        "break_even_bits_per_s": plan.break_even_bits_per_s,
+        "pays": plan.pays,
+        "notes": notes(plan, inputs["memory_bytes"]),
+    }
+
+
+def notes(plan: Plan, memory_bytes: float) -> list[str]:
+    """What one should know beside the numbers."""
+    said = [
+        "A faster step is not a better one: at a lower density, or with fewer bits, training may need more "
+        "steps (docs/comparisons.md).",
+    ]
+    if plan.not_measured:
+        names = ", ".join(dict.fromkeys(method.label for method in plan.not_measured))
+        said.append(f"Left out, since this calibration has not measured all of their work: {names}.")
+    if plan.too_large:
+        worst: Prediction = max(plan.too_large, key=lambda p: p.memory_bytes)
+        said.append(
+            f"Left out: {len(plan.too_large)} ways for which the messages of {plan.situation.num_workers} "
+            f"workers do not fit {format_size(memory_bytes)} of memory; the most, "
+            f"{format_size(worst.memory_bytes)}, takes {_in_words(worst.method)}."
+        )
+    return said

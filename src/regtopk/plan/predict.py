@@ -1,30 +1,111 @@
-"""A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays."""
+"""A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays.
+
+What is assumed:
+
+- All workers and links are alike, and a link carries its bandwidth in both directions at once.
+- Collectives are rings (all_reduce, all_gather), trees (broadcast) or direct (all_to_all), as gloo runs them.
+  A worker receives a message before it adds it up and passes it on, so the processor's time and the link's
+  time are added.
+- DDP reduces its buckets while backward goes on, which is two thirds of a step without communication; the
+  last bucket has nothing left to hide behind. What an exchange takes from the processor hides behind nothing
+  where training runs on that processor too. An exchange of scope "bucket" overlaps in the same way; one of
+  scope "model" waits for the whole gradient, and so does PowerSGD in one bucket.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from regtopk.core.link import Link
+from regtopk.core.options import check_choice, check_integer
+from regtopk.errors import ArgumentError
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSE, PEER, Method, Prediction, Situation, predict
+from regtopk.plan.methods import DENSE, PEER, Exchange, Method, exchange_of, line_of
+from regtopk.plan.workload import Workload
 
+BACKWARD = 2 / 3  # of a step's computation
+WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
 NOT_ADVISED = ("randomk", PEER)
 EQUAL = 1.05  # steps whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
+MOST_WORKERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where a step is taken.
+
+    Args:
+        workload: the gradients.
+        num_workers: N, >= 2.
+        link: bandwidth in bits per second and one-way latency of every worker's link; its compute_s is a
+            step without an exchange.
+        scope: "model" or "bucket", of this library's exchanges.
+    """
+
+    workload: Workload
+    num_workers: int
+    link: Link
+    scope: str = "model"
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_integer("workers", self.num_workers, at_least=2)
+        if self.num_workers > MOST_WORKERS:
+            raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
+        check_choice("scope", self.scope, ("model", "bucket"))
+
+    def at(self, *, bandwidth: float | None = None, num_workers: int | None = None) -> "Situation":
+        """The same elsewhere."""
+        link = self.link if bandwidth is None else replace(self.link, bandwidth=bandwidth)
+        return replace(self, link=link, num_workers=num_workers or self.num_workers)
+
+    def exchange(self, method: Method) -> Exchange:
+        """What a method does in a step."""
+        return exchange_of(method, self.workload, self.num_workers, self.scope)
+
+
+class Prediction(NamedTuple):
+    """What a method takes."""
+
+    method: Method
+    payload_bytes: int
+    memory_bytes: float
+    step_time_s: float
+
+
+def predict(method: Method, situation: Situation, costs: Calibration) -> Prediction:
+    """How long a step takes with a method.
+
+    Raises:
+        StateError: the calibration does not hold all its costs.
+    """
+    exchange, link = situation.exchange(method), situation.link
+    num_parts, compute_s = exchange.num_parts, link.compute_s
+    work_s = num_parts * sum(costs.seconds(*work) for work in exchange.work)
+    here_s = on_wire_s = 0.0  # what the collectives take from the processor, and on the link
+    for move in exchange.moves:
+        units = {"messages": float(move.num_messages), "bytes": move.sent_bytes}
+        here_s += num_parts * costs.seconds(line_of(move), units)
+        bits = 8 * WIRE_BYTES_PER_BYTE * move.sent_bytes
+        on_wire_s += num_parts * (move.num_hops * link.latency_s + bits / link.bandwidth)
+    hides_s = on_wire_s if costs.machine["device"] == "cpu" else on_wire_s + here_s
+    hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
+    step_time_s = compute_s + work_s + here_s + on_wire_s - hidden_s
+    return Prediction(method, exchange.payload_bytes, exchange.memory_bytes, step_time_s)
 
 
 class Plan(NamedTuple):
     """Every method's prediction, and what follows from them.
 
-    Args:
-        situation: where.
-        predictions: of the methods that fit the memory.
-        left_out: of those that do not.
-        break_even_bits_per_s: the bandwidth below which some compressed method beats dense and fp16; None if
-            one does at every bandwidth (then it pays here too), or none does at any.
+    Below the break-even some compressed method beats dense and fp16. It is None if one does at every
+    bandwidth (then it pays here too), or none does at any.
     """
 
     situation: Situation
-    predictions: list[Prediction]
-    left_out: list[Prediction]
+    predictions: list[Prediction]  # of the methods that fit the memory
+    too_large: list[Prediction]  # of those that do not
+    not_measured: list[Method]  # that some cost is missing for
     break_even_bits_per_s: float | None
 
     @property
@@ -34,31 +115,24 @@ class Plan(NamedTuple):
 
     @property
     def best(self) -> Prediction:
-        """The fastest step; of those within 5 % of it the one that sends most, since it learns most.
-
-        A support drawn at random is not advised: it looks at no gradient, and at equal density learns less.
-        Neither is sending 64 bits an entry.
-        """
-        advised = [p for p in self.predictions if p.method.name not in NOT_ADVISED]
-        fastest = min(p.step_time_s for p in advised)
-        near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
-        return max(near, key=lambda p: p.payload_bytes)
+        """The method that `best_of` advises."""
+        return best_of(self.predictions)
 
     @property
     def pays(self) -> bool:
         """Whether some compressed method beats both dense and fp16."""
-        return self.best.method.is_compressed
+        return self.best.method.sends_less
 
     def speedup(self, prediction: Prediction) -> float:
         """Against DDP without a hook."""
         return self.dense.step_time_s / prediction.step_time_s
 
-    def fastest_by_name(self) -> list[Prediction]:
-        """Of each name its fastest way, fastest first; dense and fp16 on top."""
-        ranked = sorted(self.predictions, key=lambda p: (p.method.is_compressed, p.step_time_s))
-        found: dict[tuple[str, bool], Prediction] = {}
+    def fastest_by_label(self) -> list[Prediction]:
+        """Each method in its fastest way: dense, then the others, fastest first."""
+        ranked = sorted(self.predictions, key=lambda p: (p.method != DENSE, p.step_time_s))
+        found: dict[str, Prediction] = {}
         for p in ranked:
-            found.setdefault((p.method.name, p.method.is_compressed), p)
+            found.setdefault(p.method.label, p)
         return list(found.values())
 
     def row(self, prediction: Prediction) -> dict[str, Any]:
@@ -71,15 +145,34 @@ class Plan(NamedTuple):
         }
 
 
+def best_of(predictions: Sequence[Prediction]) -> Prediction:
+    """The fastest step; of those within 5 % of it the one that sends most, since it learns most.
+
+    A support drawn at random is not advised: it looks at no gradient, and at equal density learns less.
+    Neither is sending 64 bits per entry.
+    """
+    advised = [p for p in predictions if p.method.name not in NOT_ADVISED]
+    fastest = min(p.step_time_s for p in advised)
+    near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
+    return max(near, key=lambda p: p.payload_bytes)
+
+
 def make_plan(
     situation: Situation, costs: Calibration, methods: Sequence[Method], memory_bytes: float
 ) -> Plan:
-    """Predict every method; those whose messages do not fit the memory are left out."""
-    predictions = [predict(method, situation, costs) for method in methods]
+    """Predict every method but those that were not measured or whose messages do not fit the memory.
+
+    Raises:
+        StateError: not even dense was measured.
+    """
+    not_measured = [
+        m for m in methods if m != DENSE and not situation.exchange(m).lines <= costs.lines.keys()
+    ]
+    predictions = [predict(m, situation, costs) for m in methods if m not in not_measured]
     fitting = [p for p in predictions if p.memory_bytes <= memory_bytes]
-    left_out = [p for p in predictions if p.memory_bytes > memory_bytes]
+    too_large = [p for p in predictions if p.memory_bytes > memory_bytes]
     break_even = find_break_even([p.method for p in fitting], situation, costs)
-    return Plan(situation, fitting, left_out, break_even)
+    return Plan(situation, fitting, too_large, not_measured, break_even)
 
 
 def find_break_even(methods: Sequence[Method], situation: Situation, costs: Calibration) -> float | None:
@@ -87,7 +180,7 @@ def find_break_even(methods: Sequence[Method], situation: Situation, costs: Cali
 
     def pays(bandwidth: float) -> bool:
         there = situation.at(bandwidth=bandwidth)
-        return Plan(there, [predict(method, there, costs) for method in methods], [], None).pays
+        return best_of([predict(method, there, costs) for method in methods]).method.sends_less
 
     low, high = LOWEST, HIGHEST
     if pays(high) or not pays(low):

@@ -1,23 +1,21 @@
 """What is exchanged: the sizes of a model's gradients, and how long its step takes without an exchange."""
 
-import importlib
 import os
-import statistics
+import pkgutil
 import sys
-import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
+from regtopk.plan.bench import Bench
 
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
-_NUM_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -30,15 +28,10 @@ class Workload:
 
     shapes: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """J, the number of parameters."""
         return sum(prod(shape) for shape in self.shapes)
-
-    @property
-    def layout(self) -> Layout:
-        """The parameters one after another."""
-        return Layout.of_shapes((str(n), shape, _kind(shape)) for n, shape in enumerate(self.shapes))
 
     @classmethod
     def of_size(cls, numel: int) -> "Workload":
@@ -59,10 +52,6 @@ class Workload:
         return cls(shapes)
 
 
-def _kind(shape: tuple[int, ...]) -> str:
-    return {2: "linear", 4: "conv"}.get(len(shape), "other" if len(shape) > 1 else "bias")
-
-
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     """Call what "pkg.module:callable" names, and take the model it returns, or the model and its inputs.
 
@@ -76,10 +65,7 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
         sys.path.insert(0, os.getcwd())  # as `python -m` would
     try:
         with redirect_stdout(sys.stderr):  # what a model prints does not belong to a plan
-            made: Any = importlib.import_module(module_name)
-            for part in name.split("."):
-                made = getattr(made, part)
-            made = made()
+            made = pkgutil.resolve_name(spec)()
     except (Exception, SystemExit) as error:
         raise ArgumentError(
             f"model must be importable and callable without arguments, but {spec!r} failed with "
@@ -117,23 +103,20 @@ def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> floa
     """
     model.to(device).train()
     on_device = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
-    times = []
+
+    def step() -> None:
+        model.zero_grad()
+        with redirect_stdout(sys.stderr):
+            _some_loss(model(*on_device)).backward()
+
     try:
-        for _ in range(_NUM_STEPS + 1):
-            model.zero_grad()
-            start = time.perf_counter()
-            with redirect_stdout(sys.stderr):
-                _some_loss(model(*on_device)).backward()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+        return Bench(torch.device(device)).typical(step)
     except Exception as error:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]
         raise ArgumentError(
             f"model must run forward and backward on its inputs, but with {shapes} it failed with "
             f"{type(error).__name__}: {error}"
         ) from error
-    return statistics.median(times[1:])
 
 
 def _some_loss(output: Any) -> Tensor:

@@ -15,7 +15,7 @@ from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.errors import ArgumentError, GradientError, StateError
-from regtopk.simulate.driver import SimulatedDriver, dense_bytes
+from regtopk.simulate.driver import SimulatedDriver
 
 _IDENTITY = ("algorithm", "num_workers", "weights")
 _PROGRESS = ("num_steps", "num_rounds", "report", "weight", "grads_shape", "state", "last_step", "total")
@@ -39,8 +39,8 @@ class Cluster:
         layout: which parameter owns which entries; one anonymous layer if None.
         index_code: how sent indices are counted: "elias-fano", "rice" or "raw32".
         link: a link model that `report` takes the time of a step from.
-        is_checked: whether gradients that are not finite are refused. Asking a GPU makes the host wait for it
-            in every step; without it the caller must see to them.
+        is_checked: whether gradients that are not finite are refused. The check makes the host wait for a GPU
+            in every step; without it the caller must keep such gradients away.
     """
 
     def __init__(
@@ -88,11 +88,10 @@ class Cluster:
         self._check(grads)
         worker = self._worker_at_this_step(grads)
         state = self.algorithm.init(worker) if self.state is None else self.state
-        traffic = Traffic.zeros(*grads.shape[:-1], device=grads.device)
-        driver = SimulatedDriver(traffic, self._weights, self.index_code)
+        driver = SimulatedDriver(worker)
         aggregate = self._converse(grads, state, worker, driver)
-        traffic.dense_bytes.fill_(dense_bytes(grads.shape[-1], self.num_workers))
-        self._record(traffic)
+        self.last_step = driver.traffic
+        self.total = self.last_step if self.num_steps == 0 else self.total + self.last_step
         self._worker, self.state = worker, state
         self.num_steps += 1
         self.num_rounds, self._report = driver.num_rounds, None
@@ -211,9 +210,3 @@ class Cluster:
         aggregate = converse(conversation, driver.answer)
         state.restore_workers_(idle, kept)
         return aggregate
-
-    def _record(self, traffic: Traffic) -> None:
-        self.last_step = traffic
-        if self.num_steps == 0:
-            self.total = Traffic(torch.zeros_like(traffic.counts))
-        self.total.add_(traffic)

@@ -1,0 +1,56 @@
+"""Time spent in named phases, without making a GPU wait."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+class Timer:
+    """Adds up the seconds of named phases; time in a phase inside another counts for the inner one alone.
+
+    On CUDA the clock is the device's: events are recorded, and only read when the seconds are asked for.
+
+    Args:
+        device: where the work is done.
+        now: the clock elsewhere, in seconds.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._now = now
+        self._phases = [""]
+        self._marks: list[tuple[str, Any]] = []  # the phase that begins, and when
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a block towards a phase."""
+        self._phases.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._mark()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase so far; a phase that has not begun has none. Waits for the GPU."""
+        if self._is_cuda and self._marks:
+            torch.cuda.synchronize()
+        for (name, start), (_, end) in pairwise(self._marks):
+            self._seconds[name] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+        self._marks = self._marks[-1:]
+        return defaultdict(float, {name: s for name, s in self._seconds.items() if name})
+
+    def _mark(self) -> None:
+        if not self._is_cuda:
+            self._marks.append((self._phases[-1], self._now()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((self._phases[-1], event))

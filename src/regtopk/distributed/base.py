@@ -1,0 +1,99 @@
+"""What users call on every kind of exchange, whoever makes its steps."""
+
+import logging
+from typing import Any
+
+import torch
+
+from regtopk.core.worker import Report
+from regtopk.distributed.checkpoint import merge_state_dicts
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.handshake import roll_call
+from regtopk.distributed.record import StepRecord, summarise
+from regtopk.distributed.step import Steps
+
+_log = logging.getLogger("regtopk")
+
+
+class ExchangeBase:
+    """Counts, text and checkpoints of the steps of one exchange."""
+
+    def __init__(self, steps: Steps, collectives: Collectives, handshake_timeout_s: float) -> None:
+        self._steps = steps
+        self._collectives = collectives  # for what users call; the steps may have a group of their own
+        self._handshake_timeout_s = handshake_timeout_s
+
+    def _warn_of_one_rank(self) -> None:
+        if self.num_workers == 1:
+            _log.warning("there is one rank: its gradients are sparsified, but no bytes are saved")
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self._steps.rank.index
+
+    @property
+    def num_workers(self) -> int:
+        """N, how many ranks take part."""
+        return self._steps.rank.num_workers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._steps.device
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made, without those skipped because a gradient was not finite."""
+        return self._steps.num_steps
+
+    @property
+    def last_step(self) -> StepRecord:
+        """Bytes, entries and times of the last step on this rank."""
+        return self._steps.last_step
+
+    @property
+    def total(self) -> StepRecord:
+        """The sum of all steps on this rank."""
+        return self._steps.total
+
+    def summary(self) -> str:
+        """What this rank sent, against dense, and where the time went, as a few lines of text."""
+        steps = self._steps
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, steps.residual_norm())
+
+    def report(self, *, loss: float, time_s: float) -> None:
+        """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""
+        self._steps.pending_report = Report(float(loss), float(time_s))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state after the last finished step, on the CPU, for `torch.save`.
+
+        `torch.load(path, weights_only=True)` reads it. Tensors are under ``workers[rank]``, so that
+        checkpoints that merge equal keys keep every rank's.
+        """
+        return self._steps.state_dict()
+
+    def gather_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
+        """All ranks' state in one, on rank `dst` of the group (None elsewhere); loads on any number.
+
+        Call it on every rank. Ranks that wait longer than ``handshake_timeout_s`` log who is missing.
+        """
+        mine = self._steps.state_dict()
+        call = "gather_state_dict"
+        roll_call(self._collectives, call, self._handshake_timeout_s, is_required=False)
+        parts = self._collectives.gather_objects(mine, dst)
+        return None if parts is None else merge_state_dicts(parts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state; refused as a whole if it does not fit.
+
+        With the ranks and weights that were saved, training continues bit for bit. With others the dict must
+        hold all ranks (`gather_state_dict`, or `merge_state_dicts` of the rank files). Then sum_n w_n e_n is
+        conserved, and what only made sense for a single rank starts anew.
+        """
+        self._steps.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End the exchange: no step and no checkpoint follows. Call it on every rank."""
+        self._steps.close("close")

@@ -1,0 +1,145 @@
+"""Parameters that are exchanged together, and their state.
+
+State follows parameters by name. DDP may put them into other buckets from one step to the next. Then buckets
+are cut anew: per-entry state goes along with its parameters, and what only made sense for the old bucket (the
+last selection) starts anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.state import State
+from regtopk.core.worker import Layout, Worker
+
+Names = tuple[str, ...]
+Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose gradients make one flat vector, in this order.
+
+    New memory of the vector's size costs more than most of the work on it. So a step keeps what it no longer
+    needs for the next one: the vector itself, the aggregate (`spare`), and the copy of the state.
+
+    A step of many buckets can fail when some are exchanged already. `keep_state` before an exchange makes it
+    possible to take that back; until `settle`, `settled_state` is the state before the step.
+    """
+
+    names: Names
+    layout: Layout
+    algorithm: Algorithm[Any]
+    worker: Worker
+    state: State
+    flat: Tensor | None = None
+    spare: Tensor | None = None
+    state_before: State | None = None
+    is_settled: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the vector is kept in."""
+        return self.worker.weight.dtype
+
+    @property
+    def settled_state(self) -> State:
+        """The state after the last step that was finished."""
+        if self.is_settled:
+            return self.state
+        assert self.state_before is not None
+        return self.state_before
+
+    def keep_state(self) -> None:
+        """Copy the state, for `take_back`."""
+        self.state_before = self.state.copy_into(self.state_before)
+        self.is_settled = False
+
+    def take_back(self) -> None:
+        """Go back to the settled state."""
+        if not self.is_settled:
+            assert self.state_before is not None
+            self.state, self.state_before, self.is_settled = self.state_before, None, True
+
+    def settle(self) -> None:
+        """The step is finished: its state counts."""
+        self.is_settled = True
+
+    def recycle(self, aggregate: Tensor, flat: Tensor) -> None:
+        """Let the next aggregate be written over this one, unless the state or the vector is there."""
+        in_use = {_memory(tensor) for tensor in (flat, *self.state.state_dict().values())}
+        self.spare = None if _memory(aggregate) in in_use else aggregate
+
+    def entries(self) -> Entries:
+        """The per-entry state, cut by parameter (views)."""
+        return {
+            layer.name: {
+                field: getattr(self.settled_state, field)[layer.start : layer.start + layer.numel]
+                for field in self.entry_fields()
+            }
+            for layer in self.layout.layers
+        }
+
+    def entry_fields(self) -> list[str]:
+        """State fields with one number for each entry of the vector."""
+        return self.state.per_entry_fields()
+
+    def other_fields(self) -> dict[str, Tensor]:
+        """State fields that belong to the bucket as a whole."""
+        per_entry = self.entry_fields()
+        return {name: t for name, t in self.settled_state.state_dict().items() if name not in per_entry}
+
+    def load(self, entries: Entries, others: dict[str, Tensor]) -> None:
+        """Take over per-entry state by parameter, and those other fields that are known."""
+        for field in self.entry_fields():
+            parts = [entries[name][field].flatten() for name in self.names]
+            setattr(self.state, field, torch.cat(parts).to(getattr(self.state, field)))
+        for field, saved in others.items():
+            new = getattr(self.state, field)
+            setattr(self.state, field, saved.to(device=new.device, dtype=new.dtype, copy=True))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Buckets:
+    """All buckets of an exchange, in the order they are exchanged.
+
+    Args:
+        names: all parameters.
+        cut: divides parameters that arrive together into buckets.
+        make: makes a bucket in the state of the first step.
+    """
+
+    def __init__(
+        self, names: Names, cut: Callable[[Names], list[Names]], make: Callable[[Names], Bucket]
+    ) -> None:
+        self.cut = cut
+        self.make = make
+        self.all = [make(part) for part in cut(names)]
+
+    def covering(self, names: Names) -> list[Bucket]:
+        """The buckets of parameters that arrived together; a bucket that holds others too is cut anew."""
+        wanted = set(names)
+        touched = [bucket for bucket in self.all if wanted.intersection(bucket.names)]
+        if all(wanted.issuperset(bucket.names) for bucket in touched):
+            return touched
+        entries = {name: parts for bucket in touched for name, parts in bucket.entries().items()}
+        new = [self.make(part) for part in self.cut(names)]
+        left = [tuple(name for name in bucket.names if name not in wanted) for bucket in touched]
+        rest = [self.make(part) for part in left if part]
+        for bucket in (*new, *rest):
+            bucket.load(entries, {})
+        self.all = [*(bucket for bucket in self.all if bucket not in touched), *new, *rest]
+        return new
+
+    def residual_norm(self) -> float:
+        """The Euclidean norm of all that this rank has not sent yet."""
+        states = [bucket.settled_state.state_dict() for bucket in self.all]
+        norms = [torch.linalg.vector_norm(state["residual"]) for state in states if "residual" in state]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -1,0 +1,68 @@
+"""A stand-in for an exchange where there is one process, and so nobody to exchange with."""
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.base import ExchangeBase
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.options import Options
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.step import Steps
+
+_log = logging.getLogger("regtopk")
+
+
+def is_one_process() -> bool:
+    """Whether this process trains alone: no launcher started others, and no process group holds others."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+class OneProcess(ExchangeBase):
+    """What `attach` returns for a model that is not wrapped because there is one process.
+
+    Accelerate and Lightning wrap a model in DDP only for several processes. With this, the same script runs
+    on one: gradients are left as they are, and nothing is sent. A checkpoint of several ranks can be loaded
+    and saved again; what its ranks had not sent is kept.
+    """
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
+        alone = Alone()
+        steps = Steps(Parameters(model), algorithm, alone, options, scope="model", call="regtopk.attach")
+        super().__init__(steps, alone, options.handshake_timeout_s)
+        _log.warning(
+            "%s is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged",
+            type(model).__name__,
+        )
+
+    def summary(self) -> str:
+        """That nothing was sent."""
+        return f"{self._steps.algorithm.name}: one process, nothing was exchanged"
+
+    def detach(self) -> None:
+        """Nothing to do: the model trains as without an exchange."""
+
+
+class Alone(Collectives):
+    """The collectives of a handshake and a checkpoint, for one process without a process group."""
+
+    rank = 0
+    num_workers = 1
+    store = None
+
+    def __init__(self) -> None:
+        """There is no group."""
+
+    def all_gather_objects(self, thing: Any) -> list[Any]:
+        """This process's."""
+        return [thing]
+
+    def gather_objects(self, thing: Any, destination: int) -> list[Any] | None:
+        """This process's."""
+        return [thing]

@@ -1,0 +1,106 @@
+"""What one rank knows, and what it counts while it answers an algorithm's requests."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from regtopk.core.codes import check_index_code
+from regtopk.core.options import check_choice
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.timer import Timer
+from regtopk.core.traffic import all_gather_bytes
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.options import COLLECTIVES, Collective
+from regtopk.distributed.record import StepRecord
+from regtopk.wire import encode
+
+
+class Rank:
+    """One rank of a process group.
+
+    Args:
+        collectives: the process group.
+        weights: (N,) float64, every rank's w_n.
+        index_code: how indices are coded.
+        collective: how sparse sums run.
+        deterministic: sum uncoded dense vectors in rank order too (by all_to_all and all_gather).
+        now: the clock of the timer, in seconds.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        weights: Tensor,
+        *,
+        index_code: str = "elias-fano",
+        collective: Collective = "auto",
+        deterministic: bool = True,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        check_choice("collective", collective, COLLECTIVES)
+        self.index_code = check_index_code(index_code)
+        self.collective = collective
+        self.deterministic = deterministic
+        self.collectives = collectives
+        self.weights = weights
+        self.active = [rank for rank, weight in enumerate(weights.tolist()) if weight > 0]
+        self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
+        self.record = StepRecord()
+        self.timer = Timer(torch.device("cpu"), now)
+        self.spare: Tensor | None = None  # memory for the next sum, which nobody needs any more
+        self._now = now
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self.collectives.rank
+
+    @property
+    def num_workers(self) -> int:
+        """N, how many ranks the group has."""
+        return self.collectives.num_workers
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has weight zero, so that it sends nothing."""
+        return self.index in self.idle
+
+    def begin(self, device: torch.device) -> None:
+        """Start counting a new step."""
+        self.record, self.timer = StepRecord(), Timer(device, self._now)
+
+    def encoded(self, sparse: SparseGradient) -> Tensor:
+        """This rank's message; nothing at all from a rank of weight zero."""
+        if self.is_idle:
+            return torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
+        return encode(sparse, self.index_code)
+
+    def by_rank(self, rows: Tensor) -> Tensor:
+        """Rows of the ranks that have weight, among rows of zeros for the others: (N, ...)."""
+        if not self.idle:
+            return rows
+        everyone = rows.new_zeros(self.num_workers, *rows.shape[1:])
+        return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
+
+    def take_spare(self, sparse: SparseGradient) -> Tensor | None:
+        """The spare memory, once, if a sum of such vectors fits into it."""
+        spare, self.spare = self.spare, None
+        fits = spare is not None and spare.shape == (sparse.numel,) and spare.dtype == sparse.values.dtype
+        return spare if fits else None
+
+    def count(self, payload: int, sent: int, received: int) -> None:
+        """Add to what crossed the interface."""
+        self.record.payload_bytes += payload
+        self.record.sent_bytes += sent
+        self.record.received_bytes += received
+
+    def count_gather(self, payload: int, sizes: list[int]) -> None:
+        """Add a ring all_gather of messages of these sizes, one per rank."""
+        sent, received = all_gather_bytes(torch.tensor(sizes))
+        self.count(payload, int(sent[self.index]), int(received[self.index]))
+
+    def count_entries(self, sparse: SparseGradient) -> None:
+        """Add the entries this rank sent."""
+        self.record.num_entries += 0 if self.is_idle else int(sparse.counts)

@@ -1,0 +1,319 @@
+"""What a step consists of: from every rank's gradients to the aggregate, and all that changes on the way."""
+
+import logging
+import math
+import threading
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.algorithms.dense import Dense
+from regtopk.core.algorithm import Algorithm, WithDensity, converse
+from regtopk.core.codes import check_index_code
+from regtopk.core.state import State
+from regtopk.core.traffic import all_reduce_bytes
+from regtopk.core.worker import Report, Worker
+from regtopk.distributed import checkpoint, layout
+from regtopk.distributed.buckets import Bucket, Buckets, Names
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.driver import answer
+from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, roll_call, share_report
+from regtopk.distributed.options import Options, Scope, check_algorithm
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.rank import Rank
+from regtopk.distributed.record import Ledger, StepRecord
+from regtopk.errors import ClusterError
+
+_log = logging.getLogger("regtopk")
+
+
+class Steps:
+    """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
+
+    `run` makes a whole step. `begin`, `run_bucket` and `end` make one bucket by bucket, as gradients arrive.
+
+    Args:
+        parameters: what is exchanged, the same names and shapes on every rank.
+        algorithm: what is run, the same on every rank.
+        collectives: the process group.
+        options: see `regtopk.attach`.
+        scope: "bucket" for steps made bucket by bucket; those can be taken back.
+        call: what users called to get here, for the error when some rank did not.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        algorithm: Algorithm[Any],
+        collectives: Collectives,
+        options: Options,
+        *,
+        scope: Scope,
+        call: str,
+    ) -> None:
+        check_algorithm(algorithm)
+        self.parameters = parameters
+        self.algorithm = algorithm
+        self.scope = scope
+        self._options = options
+        named, skip = parameters.named, options.skip
+        self._skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
+        sparse = layout.layout_of(
+            (name for name, p in named.items() if name not in self._skipped and p.numel() > 0), parameters
+        )
+        check_index_code(options.index_code, sparse.numel)
+        refuse_oracles(algorithm, sparse if sparse.numel else None, parameters.device)
+        roll_call(collectives, call, options.handshake_timeout_s)
+        weights = agree(collectives, algorithm, options.weight, self._settings())
+        self.rank = Rank(
+            collectives,
+            weights,
+            index_code=options.index_code,
+            collective=options.collective,
+            deterministic=options.deterministic,
+        )
+        self._facts = checkpoint.Facts(
+            algorithm.name, parameters.shapes, self._skipped, weights.tolist(), self.rank.index
+        )
+        self.num_steps = 0
+        self.is_finite = True  # whether no rank had a NaN or inf in this step
+        self.buckets = Buckets(tuple(named), self._cut, self._make_bucket)
+        self.ledger = Ledger()
+        self.pending_report: Report | None = None
+        self.obstacle: str | None = None  # why no step can be made
+        self.is_closed = False
+        self.lock = threading.RLock()  # held by whoever changes or reads the state
+        self._shared_report: Report | None = None
+        self._writer = options.writer
+
+    def _settings(self) -> dict[str, Any]:
+        """What all ranks must have the same."""
+        options = self._options
+        return {
+            "scope": self.scope,
+            "index_code": options.index_code,
+            "collective": options.collective,
+            "deterministic": options.deterministic,
+            "dense_steps": options.dense_steps,
+            "skip": sorted(self._skipped),
+            "grad_scaler": options.grad_scaler is not None,
+            "parameters": self.parameters.describe(),
+        }
+
+    # A step.
+
+    def run(self, grads: dict[str, Tensor]) -> None:
+        """A whole step: the gradients, by name, become the aggregate in place."""
+        self.begin()
+        flats = self._prepare(self.buckets.all, grads)
+        try:
+            self._exchange(self.buckets.all, flats, grads)
+        except BaseException as error:  # what was taken from the residual has not arrived
+            self.obstacle = (
+                f"step {self.num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
+                "from the last checkpoint"
+            )
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """Start counting, and share rank 0's report with an algorithm that listens."""
+        self.check_usable()
+        self.take_back()  # a step that was never finished
+        self.is_finite = True
+        self.rank.begin(self.device)
+        if self.algorithm.listens:
+            self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
+
+    def run_bucket(self, names: Names, grads: dict[str, Tensor]) -> None:
+        """The part of a step that concerns some parameters; it can be taken back until the step ends."""
+        buckets = self.buckets.covering(names)
+        flats = self._prepare(buckets, grads)
+        with self.rank.timer.phase("select_s"):
+            for bucket in buckets if self.is_finite else []:
+                bucket.keep_state()
+        self._exchange(buckets, flats, grads)
+
+    def end(self) -> None:
+        """Count the step, or take it back if some rank's gradients were not finite."""
+        if self.is_finite:
+            for bucket in self.buckets.all:
+                bucket.settle()
+            self.num_steps += 1
+            self.pending_report = None
+        else:
+            self.take_back()
+            self._warn_of_nan()
+        record = self.rank.record
+        numel = sum(bucket.layout.numel for bucket in self.buckets.all)
+        record.dense_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
+        record.num_skipped = int(not self.is_finite)
+        self.ledger.add(record, self.rank.timer)
+        self._draw()
+
+    def _warn_of_nan(self) -> None:
+        """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
+        if self._options.grad_scaler is None and self.ledger.total.num_skipped == 0:
+            _log.warning(
+                "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
+                "last_step.num_skipped before optimizer.step()",
+                self.num_steps,
+            )
+
+    def take_back(self) -> None:
+        """Give the buckets of an unfinished step the state from before it."""
+        for bucket in self.buckets.all:
+            bucket.take_back()
+
+    def _prepare(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> list[Tensor]:
+        """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
+        flats = [self._flat_gradient(bucket, grads) for bucket in buckets]
+        with self.rank.timer.phase("select_s"):
+            is_bad = torch.zeros((), dtype=torch.bool, device=self.device)
+            for flat in flats:
+                is_bad |= ~torch.isfinite(torch.stack(torch.aminmax(flat))).all()
+            num_selected = [self._num_selected(bucket) for bucket in buckets]
+        names = [name for bucket in buckets for name in bucket.names]
+        with self.rank.timer.phase("collective_s"):
+            self.is_finite &= agree_on_step(
+                self.rank.collectives, is_bad, self.num_steps, names, num_selected
+            )
+        return flats
+
+    def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> Tensor:
+        """A bucket's gradient as one vector, in at least float32 and without the loss scale."""
+        tensors = [grads[name] for name in bucket.names]
+        scaler = self._options.grad_scaler
+        with self.rank.timer.phase("select_s"):
+            flat = layout.as_flat(tensors, bucket.dtype)
+            if flat is None:
+                flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
+                layout.copy_to_flat_(flat, tensors)
+            return flat if scaler is None else flat.div_(scaler.get_scale())
+
+    def _num_selected(self, bucket: Bucket) -> int:
+        """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
+        algorithm = bucket.algorithm
+        if self.num_steps < self._options.dense_steps or not isinstance(algorithm, WithDensity):
+            return -1
+        if algorithm.k is None and algorithm.density is None:  # a threshold decides
+            return -1
+        return algorithm.num_selected(bucket.worker.at(self.num_steps, self._shared_report))
+
+    def _exchange(self, buckets: list[Bucket], flats: list[Tensor], grads: dict[str, Tensor]) -> None:
+        """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite."""
+        for bucket, flat in zip(buckets, flats, strict=True):
+            aggregate = self._aggregate(bucket, flat) if self.is_finite else flat.fill_(math.nan)
+            with self.rank.timer.phase("decode_s"):
+                layout.copy_from_flat_([grads[name] for name in bucket.names], aggregate)
+
+    def _aggregate(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """Run the algorithm on one bucket: from this rank's gradient to the aggregate."""
+        worker = bucket.worker.at(self.num_steps, self._shared_report)
+        algorithm, state = bucket.algorithm, bucket.state
+        if self.num_steps < self._options.dense_steps:
+            algorithm = Dense()
+            state = algorithm.init(worker)
+        kept = _copy_of_per_worker(state) if self.rank.is_idle else {}
+        self.rank.spare = bucket.spare
+        with self.rank.timer.phase("select_s"):
+            total = converse(algorithm.exchange(flat, state, worker), partial(answer, self.rank))
+        for name, tensor in kept.items():
+            setattr(state, name, tensor)
+        bucket.recycle(total, flat)
+        scaler = self._options.grad_scaler
+        # not in place: the algorithm may have kept what it returned
+        return total if scaler is None else total * scaler.get_scale()
+
+    def _draw(self) -> None:
+        """Send the step's numbers to the writer. It comes last, and its failure must not end training."""
+        if self._writer is None:
+            return
+        try:
+            for name, number in self.last_step.as_dict().items():
+                self._writer.add_scalar(f"regtopk/{name}", number, self.num_steps)
+        except Exception as error:
+            self._writer = None
+            _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
+
+    # Buckets.
+
+    def _cut(self, names: Names) -> list[Names]:
+        """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
+        names = tuple(name for name in names if self.parameters.named[name].numel() > 0)
+        sparse = tuple(name for name in names if name not in self._skipped)
+        dense = tuple(name for name in names if name in self._skipped)
+        return [part for part in (sparse, dense) if part]
+
+    def _make_bucket(self, names: Names) -> Bucket:
+        dtype = layout.flat_dtype(self.parameters.named[name] for name in names)
+        worker = Worker(
+            self.rank.weights[self.rank.index].to(device=self.device, dtype=dtype),
+            torch.tensor(self.rank.index, device=self.device),
+            self.rank.num_workers,
+            self.num_steps,
+            layout.layout_of(names, self.parameters),
+            idle=self.rank.idle,
+            index_code=self.rank.index_code,
+        )
+        algorithm = Dense() if names[0] in self._skipped else self.algorithm
+        return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
+
+    # What was done so far.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.parameters.device
+
+    @property
+    def last_step(self) -> StepRecord:
+        """The last step on this rank."""
+        return replace(self.ledger.last_step, residual_norm=self.residual_norm())
+
+    @property
+    def total(self) -> StepRecord:
+        """The sum of all steps on this rank."""
+        return replace(self.ledger.total, residual_norm=self.residual_norm())
+
+    def residual_norm(self) -> float:
+        """The norm of all that this rank has not sent yet."""
+        with self.lock:
+            return self.buckets.residual_norm()
+
+    def check_usable(self) -> None:
+        """Refuse to go on from a state that a failure has left incomplete, or that is closed."""
+        if self.obstacle is not None:
+            raise ClusterError(self.obstacle)
+
+    def close(self, call: str) -> None:
+        """No step, saving or loading follows."""
+        self.obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state after the last finished step."""
+        with self.lock:
+            self.check_usable()
+            now = checkpoint.Snapshot(self.buckets.all, self.num_steps, self.ledger, self.pending_report)
+            return checkpoint.state_dict(self._facts, now)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from a saved state. DDP makes the same buckets again later, so scope="bucket" keeps them."""
+        with self.lock:
+            if self.is_closed:
+                self.check_usable()
+            self.buckets.all, self.num_steps, self.ledger, self.pending_report = checkpoint.loaded(
+                self._facts,
+                saved,
+                cut=self._cut,
+                make=self._make_bucket,
+                keeps_buckets=self.scope == "bucket",
+            )
+            self.obstacle = None
+
+
+def _copy_of_per_worker(state: State) -> dict[str, Tensor]:
+    return {n: getattr(state, n).clone() for n, rule in state.rules().items() if rule != "shared"}

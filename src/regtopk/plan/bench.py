@@ -1,0 +1,59 @@
+"""How work is timed: by elapsed time, or by the processor time it takes where workers share processors."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from regtopk.core.timer import Timer
+
+_NUM_REPEATS, _ENOUGH_S = 7, 0.3
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Times work on a device.
+
+    Workers that share a machine wait for one another, some often and some seldom, so the elapsed time of a
+    few repetitions says little about the many steps of a training. The processor time does not depend on who
+    waits when; and where all workers always have work, a step lasts as long as all of it together.
+
+    Args:
+        device: where the work is done.
+        now: the clock, in seconds.
+    """
+
+    device: torch.device
+    now: Callable[[], float] = time.perf_counter
+
+    @classmethod
+    def of(cls, device: str, num_workers: int, num_threads: int, num_cores: int) -> "Bench":
+        """For one of some workers with some threads each: elapsed time if the worker is alone."""
+        if num_workers == 1:
+            return cls(torch.device(device))
+        elapsed_per_cpu_second = max(1 / num_threads, num_workers / num_cores)
+        return cls(torch.device(device), lambda: elapsed_per_cpu_second * time.process_time())
+
+    def seconds(self, function: Callable[[], Any]) -> float:
+        """How long a function takes once."""
+        timer = Timer(self.device, self.now)
+        with timer.phase("work"):
+            function()
+        return timer.seconds()["work"]
+
+    def typical(self, function: Callable[[], Any]) -> float:
+        """How long a function takes as a rule."""
+        return typical(lambda: self.seconds(function))
+
+
+def typical(run: Callable[[], float]) -> float:
+    """The median of what a few runs return, after one to warm up; of fewer if that is long."""
+    run()
+    times: list[float] = []
+    while len(times) < _NUM_REPEATS and (len(times) < 2 or math.fsum(times) < _ENOUGH_S):
+        times.append(run())
+    return median(times)

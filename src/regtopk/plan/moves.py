@@ -1,0 +1,136 @@
+"""How a request is answered: its collectives and their bytes, the work beside them, and the memory.
+
+The collectives are those that `distributed` runs on gloo. Sizes come from `core.traffic` and `core.regions`:
+where a message's size depends on J and k alone, they are those of the real messages.
+"""
+
+from math import ceil, log2
+from typing import NamedTuple
+
+import torch
+
+from regtopk.core.regions import Split, region_bytes, split_of
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Request, SparseSum
+from regtopk.core.traffic import contribution
+from regtopk.core.worker import Layout, Worker
+
+INDEX_CODE = "elias-fano"
+SIZES_BYTES = 16  # what ranks tell one another before messages of unequal size: two int64
+_BYTES_PER_DECODED_ENTRY = 64  # by how much the peak of a sum of N messages of k entries grows with N k
+
+
+class Move(NamedTuple):
+    """One collective on a worker's interface."""
+
+    kind: str  # as it is calibrated
+    num_messages: int  # that a worker sends one after another
+    num_hops: int  # that must follow one another on the way of the last byte
+    sent_bytes: float  # through the interface (as many are received at the same time)
+
+
+class Work(NamedTuple):
+    """Local work: the calibrated line it lies on, and how much of each of its units."""
+
+    line: str
+    units: dict[str, float]
+
+
+class Answered(NamedTuple):
+    """What answering a request takes of one worker."""
+
+    payload_bytes: int  # of the messages it contributes
+    moves: list[Move]
+    work: list[Work]  # encoding its messages, and decoding and summing everybody's
+    memory_bytes: float  # at the peak, beside the model and the residual
+
+
+def answer(request: Request, num_workers: int, *, is_ragged: bool, is_split: bool) -> Answered:
+    """How N workers answer a request, whose tensors may be on the "meta" device.
+
+    Args:
+        request: of the real shapes.
+        num_workers: N, all of them sending.
+        is_ragged: whether ranks must tell one another the sizes of their messages first.
+        is_split: whether a sparse sum is split by index region, instead of gathered by all.
+    """
+    N = num_workers
+    if isinstance(request, DenseSum):
+        return _dense_sum(request, N)
+    if isinstance(request, SparseSum) and is_split:
+        return _split_sum(request, N)
+    worker = Worker(torch.ones(()), torch.tensor(0), N, 0, Layout.anonymous(1), index_code=INDEX_CODE)
+    size = int(contribution(request, worker).payload_bytes)
+    if isinstance(request, Broadcast):
+        return Answered(size, [broadcast(size, N)], _coding("none", request.tensor.shape[-1], 1, 0), 0)
+    assert isinstance(request, (SparseSum, Gather)), "only a simulator can answer a Peek"
+    tells_sizes = is_ragged or (isinstance(request, Gather) and request.numel is None)
+    moves = [all_gather(SIZES_BYTES, N)] * tells_sizes + [all_gather(size, N)]
+    memory_bytes = sum(move.sent_bytes for move in moves)
+    if isinstance(request, Gather) and request.numel is None:  # travels as it is
+        return Answered(size, moves, [], memory_bytes)
+    if isinstance(request, SparseSum):
+        count, numel, code = request.sparse.indices.shape[-1], request.sparse.numel, request.sparse.code
+    else:
+        count, numel, code = request.tensor.shape[-1], 0, "none"
+    memory_bytes += _BYTES_PER_DECODED_ENTRY * N * count
+    return Answered(size, moves, _coding(code, count, N, numel), memory_bytes)
+
+
+def _coding(code: str, count: int, num_received: int, numel: int) -> list[Work]:
+    decoded: dict[str, float] = {"calls": 1, "entries": num_received * count, "numel": numel}
+    return [Work(f"encode {code}", {"calls": 1, "entries": count}), Work(f"decode {code}", decoded)]
+
+
+def _dense_sum(request: DenseSum, N: int) -> Answered:
+    """Parts to the owners of the regions, and the sums from them."""
+    count, dtype = request.tensor.shape[-1], request.weight.dtype
+    parts, sums = (region_bytes(count, N, (), dtype, code) for code in (request.code, request.sum_code))
+    moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
+    work = [
+        Work(f"dense encode {request.code}", {"calls": 1, "messages": N, "entries": count + count / N}),
+        Work(f"dense decode {request.code}", {"messages": N, "entries": 2 * count}),
+    ]
+    return Answered(sum(parts), moves, work, sum(move.sent_bytes for move in moves))
+
+
+def _split_sum(request: SparseSum, N: int) -> Answered:
+    """Pieces to the owners of the regions, and the sums from them; sizes are told before both."""
+    sparse = request.sparse
+    count, numel, code = sparse.indices.shape[-1], sparse.numel, sparse.code
+    size: Split = split_of(count, numel, N, dtype=sparse.values.dtype, value_code=code, index_code=INDEX_CODE)
+    moves = [
+        all_gather(8 * N, N),
+        all_to_all(size.piece_bytes, N),
+        all_gather(8, N),
+        all_to_all(size.sums_bytes, N),
+    ]
+    work = [
+        Work(f"split encode {code}", {"calls": 1, "messages": N, "entries": count + size.union / N}),
+        Work(f"split decode {code}", {"messages": N, "entries": count + size.union, "numel": numel}),
+    ]
+    memory_bytes = sum(move.sent_bytes for move in moves) + _BYTES_PER_DECODED_ENTRY * size.union / N
+    return Answered(N * size.piece_bytes, moves, work, memory_bytes)
+
+
+def all_gather(message_bytes: float, num_workers: int) -> Move:
+    """A ring: every message visits every worker."""
+    hops = num_workers - 1
+    return Move("all_gather", hops, hops, hops * message_bytes)
+
+
+def all_reduce(vector_bytes: float, num_workers: int, kind: str = "all_reduce") -> Move:
+    """A ring: the vector's parts are summed on one way round and handed out on a second."""
+    hops = 2 * (num_workers - 1)
+    return Move(kind, hops, hops, hops * vector_bytes / num_workers)
+
+
+def all_to_all(part_bytes: float, num_workers: int) -> Move:
+    """Every worker to every other, all at once."""
+    others = num_workers - 1
+    return Move("all_to_all", others, min(1, others), others * part_bytes)
+
+
+def broadcast(message_bytes: float, num_workers: int) -> Move:
+    """A tree: the number of workers that have the message doubles with every hop."""
+    hops = ceil(log2(num_workers)) if num_workers > 1 else 0
+    return Move("broadcast", hops, hops, hops * message_bytes)

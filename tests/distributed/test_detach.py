@@ -1,0 +1,58 @@
+"""Back to dense: a detached model trains as plain DDP does, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import regtopk
+from regtopk.distributed.options import Scope
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import SMALL_BUCKETS, ddp, flat_parameters, loss_of, refusal
+
+SCOPES = pytest.mark.parametrize("scope", ["model", "bucket"])
+
+
+@SCOPES
+def test_two_ranks(two_ranks: Ranks, scope: Scope) -> None:
+    for detached, plain in two_ranks.run(train_detached_and_plain, scope):
+        assert torch.equal(detached, plain)
+
+
+def test_three_ranks_where_a_third_is_no_float(four_ranks: Ranks) -> None:
+    found = [pair for pair in four_ranks.run(train_detached_in_a_subgroup) if pair is not None]
+    assert len(found) == 3
+    for detached, plain in found:
+        assert torch.equal(detached, plain)
+
+
+def train_detached_in_a_subgroup() -> tuple[Tensor, Tensor] | None:
+    group = torch.distributed.new_group([0, 1, 2])
+    if torch.distributed.get_rank() == 3:
+        return None
+    return train_detached_and_plain("model", process_group=group)
+
+
+def train_detached_and_plain(scope: Scope, **options: object) -> tuple[Tensor, Tensor]:
+    """Three sparse steps; from the parameters they lead to, detached and plain training side by side."""
+    model, plain = ddp(**SMALL_BUCKETS, **options), ddp(**SMALL_BUCKETS, **options)
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope=scope)
+    for trained in (model, plain):  # both: DDP makes its buckets in the second backward
+        train(trained, 0, 3)
+    sent_bytes = exchange.total.sent_bytes
+    exchange.detach()
+    plain.module.load_state_dict(model.module.state_dict())
+    for trained in (model, plain):
+        train(trained, 3, 6)
+    assert exchange.num_steps == 3 and exchange.total.sent_bytes == sent_bytes
+    assert exchange.total.residual_norm == 0  # what was not sent is dropped
+    refused = "ClusterError", "the exchange must not be used after detach()"
+    assert refusal(exchange.state_dict) == refused
+    return flat_parameters(model), flat_parameters(plain)
+
+
+def train(model: torch.nn.Module, first: int, last: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()

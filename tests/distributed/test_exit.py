@@ -1,0 +1,37 @@
+"""A script that ends with an error in backward ends with that error, not with a signal."""
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.processes import ended
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import regtopk
+from tests.distributed.training import SMALL_BUCKETS, ddp, loss_of
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+model = ddp(**SMALL_BUCKETS)
+exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope="bucket")
+loss_of(model, 0).backward()
+model.module.first.bias.register_hook(lambda grad: 1 / 0)
+loss_of(model, 1).backward()
+"""
+
+
+def test_an_error_in_backward(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            words = [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")]
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+            ranks.append(stack.enter_context(ended(process)))
+        for process in ranks:
+            _, said = process.communicate(timeout=100)
+            assert process.returncode == 1, said  # -6 if the exchange's thread outlived Python
+            assert "ZeroDivisionError" in said
