@@ -17,7 +17,7 @@ from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, ma
 
 NUM_STEPS = 10
 # Four ranks add in another order than gloo's all_reduce, so each of 10 steps may round a sum of four terms
-# differently: by at most 3 units of 2^-24 of terms below 2, times a step length of 0.1, which is 3.6e-7 in all.
+# differently: by at most 3 units of 2^-24 of terms below 2, times a step length of 0.1: 3.6e-7 in all.
 # (Adam divides by the gradient's own size, so it blows such a difference up: there, in float64.)
 TOLERANCE = {torch.float32: 3.6e-7, torch.float64: 1e-12}
 

@@ -29,7 +29,7 @@ def make_interpreter_faster() -> None:
             if is_builtin(member):  # not yet patched
                 interpreter._patch_attr(pkg, name, member, *arguments)
 
-    interpreter._patch_builtin = patch_builtin
+    vars(interpreter)["_patch_builtin"] = patch_builtin
 
 
 if not torch.cuda.is_available():
