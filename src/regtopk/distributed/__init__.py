@@ -19,5 +19,6 @@ exchange offers them. A new kind of exchange *has* a `Steps` and feeds it tensor
 from regtopk.distributed.checkpoint import merge_state_dicts
 from regtopk.distributed.ddp import SparseHookState, attach, sparse_hook
 from regtopk.distributed.exchange import Exchange
+from regtopk.distributed.options import Options
 
-__all__ = ["Exchange", "SparseHookState", "attach", "merge_state_dicts", "sparse_hook"]
+__all__ = ["Exchange", "Options", "SparseHookState", "attach", "merge_state_dicts", "sparse_hook"]

@@ -8,9 +8,9 @@ every rank.
 
 import logging
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,68 +24,41 @@ from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, is_world, new_group_like
 from regtopk.distributed.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, check_scope
+from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")
-_attached: "weakref.WeakKeyDictionary[nn.Module, SparseHookState]" = weakref.WeakKeyDictionary()
+_attached: "WeakSet[DistributedDataParallel]" = WeakSet()
 
 
 class SparseHookState(ExchangeBase):
     """The state of `sparse_hook`, for those who register hooks themselves.
 
-    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001))
+    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001), Options(scope="bucket"))
     >>> ddp_model.register_comm_hook(state, sparse_hook)
 
-    Takes the arguments of `attach`. The model's backward makes the steps.
+    `regtopk.distributed.Options` holds the options of `attach`. The model's backward makes the steps.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        algorithm: Algorithm[Any],
-        *,
-        scope: Scope = "model",
-        index_code: str = "elias-fano",
-        weight: float | None = None,
-        dense_steps: int = 0,
-        skip: Skip | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        collective: Collective = "auto",
-        deterministic: bool = True,
-        writer: Writer | None = None,
-        handshake_timeout_s: float = 60.0,
-    ) -> None:
-        options = Options(
-            index_code=index_code,
-            weight=weight,
-            dense_steps=dense_steps,
-            skip=skip,
-            grad_scaler=grad_scaler,
-            collective=collective,
-            deterministic=deterministic,
-            writer=writer,
-            handshake_timeout_s=handshake_timeout_s,
-        )
-        model = _wrapped(model)
-        check_scope(scope, algorithm)
-        parameters = Parameters(model.module, ignored=model.parameters_to_ignore)
-        collectives = Collectives(model.process_group)
-        steps = Steps(parameters, algorithm, collectives, options, scope=scope, call="regtopk.attach")
-        super().__init__(steps, collectives, handshake_timeout_s)
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options | None = None) -> None:
+        ddp = _wrapped(model)
+        parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
+        collectives = Collectives(ddp.process_group)
+        steps = Steps(parameters, algorithm, collectives, options or Options(), "regtopk.attach")
+        super().__init__(steps)
         self._warn_of_one_rank()
-        self._may_drop = bool(model.find_unused_parameters)
+        self._may_drop = bool(ddp.find_unused_parameters)
         self._names = {id(p): name for name, p in parameters.named.items()}
         self._arrivals: list[Arrival] = []
         self._is_detached = False
         self._queue: BucketQueue | None = None
-        if scope == "bucket":  # whose thread must not mix its collectives with DDP's own
+        if steps.scope == "bucket":  # whose thread must not mix its collectives with DDP's own
             steps.rank.collectives = Collectives(new_group_like(collectives.group, self.device))
             self._queue = BucketQueue(steps)
         # DDP's backward fails with an internal assertion on parameters that changed: look before
-        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+        self._forward_hook = ddp.register_forward_pre_hook(self._before_forward)
 
     def close(self) -> None:
         """End the exchange, and the thread and process group of scope="bucket". Call it on every rank.
@@ -165,6 +138,7 @@ class SparseHookState(ExchangeBase):
             _give_dropped(self._steps.parameters.named, grads)
 
 
+@names_typos
 def attach(
     model: nn.Module,
     algorithm: Algorithm[Any],
@@ -219,32 +193,32 @@ def attach(
             nothing was changed.
         OracleError: the algorithm asks what only a simulator can answer.
     """
+    options = Options(
+        scope=scope,
+        index_code=index_code,
+        weight=weight,
+        dense_steps=dense_steps,
+        skip=skip,
+        grad_scaler=grad_scaler,
+        collective=collective,
+        deterministic=deterministic,
+        writer=writer,
+        handshake_timeout_s=handshake_timeout_s,
+    )
     inner = _uncompiled(model)
-    if isinstance(inner, nn.Module) and inner in _attached:
-        raise ClusterError("attach must be called once for a model: this one is attached already")
-    options: dict[str, Any] = {
-        "index_code": index_code,
-        "weight": weight,
-        "dense_steps": dense_steps,
-        "skip": skip,
-        "grad_scaler": grad_scaler,
-        "collective": collective,
-        "deterministic": deterministic,
-        "writer": writer,
-        "handshake_timeout_s": handshake_timeout_s,
-    }
     is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
     if isinstance(inner, nn.Module) and not is_wrapped and is_one_process():
-        check_scope(scope, algorithm)
-        return OneProcess(inner, algorithm, Options(**options))
-    wrapped = _wrapped(model)
-    state = SparseHookState(wrapped, algorithm, scope=scope, **options)
+        return OneProcess(inner, algorithm, options)
+    ddp = _wrapped(model)
+    if ddp in _attached:
+        raise ClusterError("attach must be called once for a model: this one is attached already")
+    state = SparseHookState(ddp, algorithm, options)
     try:
-        wrapped.register_comm_hook(state, sparse_hook)
+        ddp.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:
         state.close()
         raise ClusterError(f"the model must not have another communication hook: {error}") from error
-    _attached[wrapped] = state
+    _attached.add(ddp)
     return state
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.options import Collective, Options, Skip, Writer
+from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters, Parameters
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
@@ -44,6 +44,7 @@ class Exchange(ExchangeBase):
         handshake_timeout_s: how long to wait for every rank to make this call.
     """
 
+    @names_typos
     def __init__(
         self,
         parameters: nn.Module | NamedParameters,
@@ -72,10 +73,7 @@ class Exchange(ExchangeBase):
             handshake_timeout_s=handshake_timeout_s,
         )
         collectives = Collectives(group_or_default(process_group))
-        steps = Steps(
-            Parameters(parameters), algorithm, collectives, options, scope="model", call="regtopk.Exchange"
-        )
-        super().__init__(steps, collectives, handshake_timeout_s)
+        super().__init__(Steps(Parameters(parameters), algorithm, collectives, options, "regtopk.Exchange"))
         self._warn_of_one_rank()
 
     @torch.no_grad()

@@ -6,13 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regtopk.core.codes import check_index_code
-from regtopk.core.options import check_choice
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.timer import Timer
 from regtopk.core.traffic import all_gather_bytes
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.options import COLLECTIVES, Collective
+from regtopk.distributed.options import Collective
 from regtopk.distributed.record import StepRecord
 from regtopk.wire import encode
 
@@ -39,8 +37,7 @@ class Rank:
         deterministic: bool = True,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_choice("collective", collective, COLLECTIVES)
-        self.index_code = check_index_code(index_code)
+        self.index_code = index_code
         self.collective = collective
         self.deterministic = deterministic
         self.collectives = collectives

@@ -21,7 +21,7 @@ from regtopk.distributed.buckets import Bucket, Buckets, Names
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import answer
 from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, roll_call, share_report
-from regtopk.distributed.options import Options, Scope, check_algorithm
+from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.rank import Rank
 from regtopk.distributed.record import Ledger, StepRecord
@@ -40,7 +40,6 @@ class Steps:
         algorithm: what is run, the same on every rank.
         collectives: the process group.
         options: see `regtopk.attach`.
-        scope: "bucket" for steps made bucket by bucket; those can be taken back.
         call: what users called to get here, for the error when some rank did not.
     """
 
@@ -50,14 +49,12 @@ class Steps:
         algorithm: Algorithm[Any],
         collectives: Collectives,
         options: Options,
-        *,
-        scope: Scope,
         call: str,
     ) -> None:
-        check_algorithm(algorithm)
+        options.check_algorithm(algorithm)
         self.parameters = parameters
         self.algorithm = algorithm
-        self.scope = scope
+        self.scope = options.scope
         self._options = options
         named, skip = parameters.named, options.skip
         self._skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
