@@ -20,7 +20,6 @@ from regtopk.distributed.step import Steps
 class Arrival:
     """A bucket as DDP handed it over: the gradients are views of the buffer."""
 
-    names: tuple[str, ...]
     grads: dict[str, Tensor]
     buffer: Tensor
     index: int
@@ -101,6 +100,6 @@ class BucketQueue:
             arrival.ready.wait()
         if arrival.index == 0:
             self._steps.begin()
-        self._steps.run_bucket(arrival.names, arrival.grads)
+        self._steps.run_bucket(arrival.grads)
         if arrival.is_last:
             self._steps.end()

@@ -116,7 +116,7 @@ class SparseHookState(ExchangeBase):
         if bucket.buffer().layout != torch.strided:
             raise ClusterError(f"gradient of {names[0]!r} has a sparse layout, which is not supported")
         grads = dict(zip(names, bucket.gradients(), strict=True))
-        return Arrival(names, grads, bucket.buffer(), bucket.index(), bucket.is_last())
+        return Arrival(grads, bucket.buffer(), bucket.index(), bucket.is_last())
 
     def _exchange_model(self) -> None:
         self._steps.run({name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()})

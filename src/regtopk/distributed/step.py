@@ -15,9 +15,9 @@ from regtopk.core.algorithm import Algorithm, WithDensity, converse
 from regtopk.core.codes import check_index_code
 from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.core.worker import Report, Worker
+from regtopk.core.worker import Report
 from regtopk.distributed import checkpoint, layout
-from regtopk.distributed.buckets import Bucket, Buckets, Names
+from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import answer
 from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, roll_call, share_report
@@ -53,18 +53,19 @@ class Steps:
     ) -> None:
         options.check_algorithm(algorithm)
         self.parameters = parameters
+        self.device = parameters.device
         self.algorithm = algorithm
         self.scope = options.scope
         self._options = options
         named, skip = parameters.named, options.skip
-        self._skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
+        skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
         sparse = layout.layout_of(
-            (name for name, p in named.items() if name not in self._skipped and p.numel() > 0), parameters
+            (name for name, p in named.items() if name not in skipped and p.numel() > 0), parameters
         )
         check_index_code(options.index_code, sparse.numel)
-        refuse_oracles(algorithm, sparse if sparse.numel else None, parameters.device)
+        refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         roll_call(collectives, call, options.handshake_timeout_s)
-        weights = agree(collectives, algorithm, options.weight, self._settings())
+        weights = agree(collectives, algorithm, options.weight, self._settings(skipped))
         self.rank = Rank(
             collectives,
             weights,
@@ -72,12 +73,9 @@ class Steps:
             collective=options.collective,
             deterministic=options.deterministic,
         )
-        self._facts = checkpoint.Facts(
-            algorithm.name, parameters.shapes, self._skipped, weights.tolist(), self.rank.index
-        )
         self.num_steps = 0
         self.is_finite = True  # whether no rank had a NaN or inf in this step
-        self.buckets = Buckets(tuple(named), self._cut, self._make_bucket)
+        self.buckets = Buckets(parameters, skipped, algorithm, self.rank)
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
@@ -86,17 +84,13 @@ class Steps:
         self._shared_report: Report | None = None
         self._writer = options.writer
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
-        options = self._options
+        same = ("scope", "index_code", "collective", "deterministic", "dense_steps")
         return {
-            "scope": self.scope,
-            "index_code": options.index_code,
-            "collective": options.collective,
-            "deterministic": options.deterministic,
-            "dense_steps": options.dense_steps,
-            "skip": sorted(self._skipped),
-            "grad_scaler": options.grad_scaler is not None,
+            **{name: getattr(self._options, name) for name in same},
+            "skip": sorted(skipped),
+            "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
         }
 
@@ -125,9 +119,9 @@ class Steps:
         if self.algorithm.listens:
             self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
 
-    def run_bucket(self, names: Names, grads: dict[str, Tensor]) -> None:
+    def run_bucket(self, grads: dict[str, Tensor]) -> None:
         """The part of a step that concerns some parameters; it can be taken back until the step ends."""
-        buckets = self.buckets.covering(names)
+        buckets = self.buckets.covering(tuple(grads))
         flats = self._prepare(buckets, grads)
         with self.rank.timer.phase("select_s"):
             for bucket in buckets if self.is_finite else []:
@@ -236,35 +230,7 @@ class Steps:
             self._writer = None
             _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
 
-    # Buckets.
-
-    def _cut(self, names: Names) -> list[Names]:
-        """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
-        names = tuple(name for name in names if self.parameters.named[name].numel() > 0)
-        sparse = tuple(name for name in names if name not in self._skipped)
-        dense = tuple(name for name in names if name in self._skipped)
-        return [part for part in (sparse, dense) if part]
-
-    def _make_bucket(self, names: Names) -> Bucket:
-        dtype = layout.flat_dtype(self.parameters.named[name] for name in names)
-        worker = Worker(
-            self.rank.weights[self.rank.index].to(device=self.device, dtype=dtype),
-            torch.tensor(self.rank.index, device=self.device),
-            self.rank.num_workers,
-            self.num_steps,
-            layout.layout_of(names, self.parameters),
-            idle=self.rank.idle,
-            index_code=self.rank.index_code,
-        )
-        algorithm = Dense() if names[0] in self._skipped else self.algorithm
-        return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
-
     # What was done so far.
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.parameters.device
 
     @property
     def last_step(self) -> StepRecord:
@@ -294,21 +260,15 @@ class Steps:
         """This rank's state after the last finished step."""
         with self.lock:
             self.check_usable()
-            now = checkpoint.Snapshot(self.buckets.all, self.num_steps, self.ledger, self.pending_report)
-            return checkpoint.state_dict(self._facts, now)
+            return checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a saved state. DDP makes the same buckets again later, so scope="bucket" keeps them."""
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            self.buckets.all, self.num_steps, self.ledger, self.pending_report = checkpoint.loaded(
-                self._facts,
-                saved,
-                cut=self._cut,
-                make=self._make_bucket,
-                keeps_buckets=self.scope == "bucket",
-            )
+            progress = checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+            self.buckets.all, self.num_steps, self.ledger, self.pending_report = progress
             self.obstacle = None
 
 
