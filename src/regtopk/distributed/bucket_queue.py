@@ -7,6 +7,7 @@ however many rounds an algorithm has.
 import atexit
 import queue
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -78,22 +79,16 @@ class BucketQueue:
     @torch.no_grad()
     def _run(self) -> None:
         device = self._steps.device
-        if device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                self._drain()
-        else:
-            self._drain()
-
-    def _drain(self) -> None:
-        while (arrival := self._arrivals.get()) is not None:
-            with self._steps.lock:
-                try:
-                    if self._failure is None:
-                        self._exchange(arrival)
-                except BaseException as error:
-                    self._steps.take_back()
-                    self._failure = error  # a future cannot carry it through DDP: raised after backward
-            arrival.future.set_result(arrival.buffer)
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            while (arrival := self._arrivals.get()) is not None:
+                with self._steps.lock:
+                    try:
+                        if self._failure is None:
+                            self._exchange(arrival)
+                    except BaseException as error:
+                        self._steps.take_back()
+                        self._failure = error  # a future cannot carry it through DDP: raised after backward
+                arrival.future.set_result(arrival.buffer)
 
     def _exchange(self, arrival: Arrival) -> None:
         if arrival.ready is not None:

@@ -84,7 +84,7 @@ class SparseHookState(ExchangeBase):
         self._steps.buckets.all = []  # sets the memory of the residuals free
         self._is_detached = True
 
-    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+    def _on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""
         if self._is_detached:
             return _mean_over_ranks(bucket.buffer(), self._collectives)
@@ -224,7 +224,7 @@ def attach(
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
-    return state.on_bucket(bucket)
+    return state._on_bucket(bucket)
 
 
 def _uncompiled(model: object) -> object:

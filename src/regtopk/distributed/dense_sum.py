@@ -31,7 +31,7 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
         received = rank.collectives.all_to_all(parts, sizes)
     with rank.timer.phase("decode_s"):
         sums, status = _sum_region(rank, received, region, request)
-    _count_segments(rank, parts, received)
+    rank.count_all_to_all(parts, received)
     rank.record.num_entries += x.numel()
     return _gather_regions(rank, sums, status, regions, request.sum_code)
 
@@ -90,12 +90,6 @@ def _encoded(values: Tensor, code: str) -> Tensor:
 def _segment_size(region: Region, dtype: torch.dtype, code: str) -> int:
     size = region[1] - region[0]
     return segment_bytes(size, dtype=dtype, value_code=code) if size else 0
-
-
-def _count_segments(rank: Rank, parts: list[Tensor], received: list[Tensor]) -> None:
-    payload = sum(part.numel() for part in parts)
-    sent = payload - parts[rank.index].numel()
-    rank.count(payload, sent, sum(part.numel() for part in received) - received[rank.index].numel())
 
 
 def _all_reduced(rank: Rank, request: DenseSum) -> Tensor:

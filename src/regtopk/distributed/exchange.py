@@ -33,15 +33,8 @@ class Exchange(ExchangeBase):
         parameters: a module, or (name, parameter) pairs with the same names and order on every rank.
         algorithm: what is run; the same on every rank.
         process_group: the ranks that take part; the default group if None.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        weight: this rank's w_n; 1/N if None. All ranks' must sum to one within 1e-6.
-        dense_steps: how many first steps send everything.
-        skip: a callable of (name, parameter): True sends that parameter dense.
-        grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
-        collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        deterministic: sum uncoded dense vectors in rank order too, not in the backend's.
-        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
-        handshake_timeout_s: how long to wait for every rank to make this call.
+
+    The other options are those of `regtopk.attach`.
     """
 
     @names_typos

@@ -98,6 +98,11 @@ class Rank:
         sent, received = all_gather_bytes(torch.tensor(sizes))
         self.count(payload, int(sent[self.index]), int(received[self.index]))
 
+    def count_all_to_all(self, parts: list[Tensor], received: list[Tensor]) -> None:
+        """Add messages from each rank to each; what a rank has for itself does not travel."""
+        payload, got = (sum(message.numel() for message in messages) for messages in (parts, received))
+        self.count(payload, payload - parts[self.index].numel(), got - received[self.index].numel())
+
     def count_entries(self, sparse: SparseGradient) -> None:
         """Add the entries this rank sent."""
         self.record.num_entries += 0 if self.is_idle else int(sparse.counts)
