@@ -33,7 +33,24 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
         sums, status = _sum_region(rank, received, region, request)
     rank.count_all_to_all(parts, received)
     rank.record.num_entries += x.numel()
-    return _gather_regions(rank, sums, status, regions, request.sum_code)
+    sum_sizes = [_segment_size(region, x.dtype, request.sum_code) for region in regions]
+    with rank.timer.phase("encode_s"):
+        message = _encoded(sums, request.sum_code)
+    with rank.timer.phase("collective_s"):
+        messages = rank.collectives.all_gather_padded(message, max(sum_sizes))
+    rank.count_gather(0, sum_sizes)
+    with rank.timer.phase("decode_s"):
+        total = sums.new_empty(regions[-1][1])
+        statuses = torch.zeros(rank.num_workers, dtype=torch.int64, device=sums.device)
+        for n, (start, end) in enumerate(regions):
+            if end > start:
+                segment = messages[n, : sum_sizes[n]]
+                total[start:end], statuses[n] = decode_segment(
+                    segment, end - start, request.sum_code, sums.dtype
+                )
+        raise_for_status(status)  # the cause, where it is known
+        raise_for_status(statuses)
+        return total
 
 
 def _sum_region(
@@ -58,28 +75,6 @@ def _sum_region(
         sums = quantise(total, request.sum_code)
         request.loss[start:end] = (total - sums) / request.weight
     return sums.masked_fill((status != 0).any(), torch.nan), rank.by_rank(status)
-
-
-def _gather_regions(
-    rank: Rank, sums: Tensor, segment_status: Tensor, regions: list[Region], sum_code: str
-) -> Tensor:
-    """Every owner's sums, one after another, on every rank."""
-    sizes = [_segment_size(region, sums.dtype, sum_code) for region in regions]
-    with rank.timer.phase("encode_s"):
-        message = _encoded(sums, sum_code)
-    with rank.timer.phase("collective_s"):
-        messages = rank.collectives.all_gather_padded(message, max(sizes))
-    rank.count_gather(0, sizes)
-    with rank.timer.phase("decode_s"):
-        total = sums.new_empty(regions[-1][1])
-        status = torch.zeros(rank.num_workers, dtype=torch.int64, device=sums.device)
-        for n, (start, end) in enumerate(regions):
-            if end > start:
-                message = messages[n, : sizes[n]]
-                total[start:end], status[n] = decode_segment(message, end - start, sum_code, sums.dtype)
-        raise_for_status(segment_status)  # the cause, where it is known
-        raise_for_status(status)
-        return total
 
 
 def _encoded(values: Tensor, code: str) -> Tensor:
