@@ -142,7 +142,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     answer = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        ranks = mp.start_processes(rank_main, (options, store, answer), nprocs=options.workers, join=False)
+        ranks = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            rank_main, (options, store, answer), nprocs=options.workers, join=False
+        )
         while not ranks.join(timeout=1):
             pass
     rounds, sent, numel = answer.get()

@@ -49,17 +49,17 @@ class ExchangeBase:
     @property
     def last_step(self) -> StepRecord:
         """Bytes, entries and times of the last step on this rank."""
-        return self._steps.last_step
+        return self._steps.with_residual_norm(self._steps.ledger.last_step)
 
     @property
     def total(self) -> StepRecord:
         """The sum of all steps on this rank."""
-        return self._steps.total
+        return self._steps.with_residual_norm(self._steps.ledger.total)
 
     def summary(self) -> str:
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
         steps = self._steps
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, steps.residual_norm())
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, self.total.residual_norm)
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""

@@ -31,7 +31,7 @@ class Bucket:
     needs for the next one: the vector itself, the aggregate (`spare`), and the copy of the state.
 
     A step of many buckets can fail when some are exchanged already. `keep_state` before an exchange makes it
-    possible to take that back; until `settle`, `settled_state` is the state before the step.
+    possible to take that back; until the bucket `is_settled`, `settled_state` is the state before the step.
     """
 
     names: Names
@@ -43,11 +43,6 @@ class Bucket:
     spare: Tensor | None = None
     state_before: State | None = None
     is_settled: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the vector is kept in."""
-        return self.worker.weight.dtype
 
     @property
     def settled_state(self) -> State:
@@ -67,10 +62,6 @@ class Bucket:
         if not self.is_settled:
             assert self.state_before is not None
             self.state, self.state_before, self.is_settled = self.state_before, None, True
-
-    def settle(self) -> None:
-        """The step is finished: its state counts."""
-        self.is_settled = True
 
     def recycle(self, aggregate: Tensor, flat: Tensor) -> None:
         """Let the next aggregate be written over this one, unless the state or the vector is there."""

@@ -75,9 +75,9 @@ class SparseHookState(ExchangeBase):
     def detach(self) -> None:
         """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
 
-        Every gradient is the plain mean over the ranks then, whatever their weights were. What was not sent
-        yet is dropped; save `state_dict()` before if you want to attach a new model to it later. Call it on
-        every rank, between two steps.
+        Every gradient is then the plain mean over the ranks, whatever their weights were. What was not sent
+        yet is dropped: save `state_dict()` before, to go on from it later. Call it on every rank, between two
+        steps.
         """
         self.close()
         self._steps.close("detach")
@@ -97,7 +97,9 @@ class SparseHookState(ExchangeBase):
         if self._queue is not None:
             self._queue.put(arrival)
         elif arrival.is_last:
-            self._exchange_model()
+            self._steps.run({name: grad for each in self._arrivals for name, grad in each.grads.items()})
+            for each in self._arrivals:
+                each.future.set_result(each.buffer)
         if arrival.is_last:
             _after_backward(self._finish_backward)
         return arrival.future
@@ -117,11 +119,6 @@ class SparseHookState(ExchangeBase):
             raise ClusterError(f"gradient of {names[0]!r} has a sparse layout, which is not supported")
         grads = dict(zip(names, bucket.gradients(), strict=True))
         return Arrival(grads, bucket.buffer(), bucket.index(), bucket.is_last())
-
-    def _exchange_model(self) -> None:
-        self._steps.run({name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()})
-        for arrival in self._arrivals:
-            arrival.future.set_result(arrival.buffer)
 
     def _finish_backward(self) -> None:
         """When DDP has handed out the gradients: report failures, and give what DDP dropped."""
@@ -174,19 +171,20 @@ def attach(
         algorithm: what is run; the same on every rank.
         scope: "model" selects over the whole model, "bucket" within each DDP bucket, overlapping backward.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        weight: this rank's w_n; 1/N if None. All ranks' must sum to one within 1e-6.
+        weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
         dense_steps: how many first steps send everything.
         skip: a callable of (name, parameter): True sends that parameter dense,
             for example ``lambda name, p: p.ndim <= 1``.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
         collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        deterministic: sum uncoded dense vectors in rank order too, not in the backend's.
+        deterministic: sum uncoded dense vectors in rank order too, not in the order of the backend.
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
         handshake_timeout_s: how long to wait for every rank to make this call.
 
     Returns:
-        The exchange: `summary()`, `total`, `last_step`, `state_dict()`, `load_state_dict()`; `detach()`, to
-        train on without it; and `close()`, for those who attach to many models in one process.
+        The exchange: `summary()`, `total` and `last_step`; `state_dict()`, `gather_state_dict()` and
+        `load_state_dict()`; `report()`, for adaptive algorithms; `detach()`, to train on without it; and
+        `close()`, for those who attach to many models in one process.
 
     Raises:
         ClusterError: not a DDP model, attached twice, the ranks differ, or a rank did not make this call;

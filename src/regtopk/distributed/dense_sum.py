@@ -56,10 +56,10 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
 def _sum_region(
     rank: Rank, received: list[Tensor], region: Region, request: DenseSum
 ) -> tuple[Tensor, Tensor]:
-    """This rank's region: sum in rank order, and code the sum; the loss goes where it was asked for.
+    """This rank's region of the sum, added in rank order; what its code will lose goes into `request.loss`.
 
-    Also what is wrong with each rank's segment, (N,). The sum is then NaN, which every rank refuses: to raise
-    here, before the sums are gathered, would leave the others waiting for this rank.
+    Also the status of each rank's segment, (N,). After a bad one the sum is NaN, which every rank refuses: an
+    error here, before the sums are gathered, would leave the others waiting for this rank.
     """
     start, end = region
     dtype = request.weight.dtype

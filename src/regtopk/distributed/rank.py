@@ -41,28 +41,15 @@ class Rank:
         self.collective = collective
         self.deterministic = deterministic
         self.collectives = collectives
+        self.index, self.num_workers = collectives.rank, collectives.num_workers
         self.weights = weights
         self.active = [rank for rank, weight in enumerate(weights.tolist()) if weight > 0]
         self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
+        self.is_idle = self.index in self.idle  # of weight zero: it sends nothing
         self.record = StepRecord()
         self.timer = Timer(torch.device("cpu"), now)
         self.spare: Tensor | None = None  # memory for the next sum, which nobody needs any more
         self._now = now
-
-    @property
-    def index(self) -> int:
-        """This rank's place in the group."""
-        return self.collectives.rank
-
-    @property
-    def num_workers(self) -> int:
-        """N, how many ranks the group has."""
-        return self.collectives.num_workers
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank has weight zero, so that it sends nothing."""
-        return self.index in self.idle
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""

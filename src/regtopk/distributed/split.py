@@ -87,7 +87,7 @@ def _sum_region(
 ) -> tuple[SparseGradient, WireFormatError | None]:
     """This rank's region of the sum, in rank order from zero, on the union of the supports.
 
-    Also what is wrong with a piece. The sum is then NaN, which every rank refuses: to raise here, before the
+    Also the error of a bad piece. The sum is then NaN, which every rank refuses: to raise here, before the
     sums are gathered, would leave the others waiting for this rank.
     """
     low, high = bounds[rank.index], bounds[rank.index + 1]

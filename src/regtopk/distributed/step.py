@@ -132,7 +132,7 @@ class Steps:
         """Count the step, or take it back if some rank's gradients were not finite."""
         if self.is_finite:
             for bucket in self.buckets.all:
-                bucket.settle()
+                bucket.is_settled = True
             self.num_steps += 1
             self.pending_report = None
         else:
@@ -179,7 +179,7 @@ class Steps:
         tensors = [grads[name] for name in bucket.names]
         scaler = self._options.grad_scaler
         with self.rank.timer.phase("select_s"):
-            flat = layout.as_flat(tensors, bucket.dtype)
+            flat = layout.as_flat(tensors, bucket.worker.weight.dtype)
             if flat is None:
                 flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
                 layout.copy_to_flat_(flat, tensors)
@@ -224,7 +224,7 @@ class Steps:
         if self._writer is None:
             return
         try:
-            for name, number in self.last_step.as_dict().items():
+            for name, number in self.with_residual_norm(self.ledger.last_step).as_dict().items():
                 self._writer.add_scalar(f"regtopk/{name}", number, self.num_steps)
         except Exception as error:
             self._writer = None
@@ -232,20 +232,10 @@ class Steps:
 
     # What was done so far.
 
-    @property
-    def last_step(self) -> StepRecord:
-        """The last step on this rank."""
-        return replace(self.ledger.last_step, residual_norm=self.residual_norm())
-
-    @property
-    def total(self) -> StepRecord:
-        """The sum of all steps on this rank."""
-        return replace(self.ledger.total, residual_norm=self.residual_norm())
-
-    def residual_norm(self) -> float:
-        """The norm of all that this rank has not sent yet."""
+    def with_residual_norm(self, record: StepRecord) -> StepRecord:
+        """The record, with the norm of all that this rank has not sent yet."""
         with self.lock:
-            return self.buckets.residual_norm()
+            return replace(record, residual_norm=self.buckets.residual_norm())
 
     def check_usable(self) -> None:
         """Refuse to go on from a state that a failure has left incomplete, or that is closed."""
