@@ -147,6 +147,8 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     """A new process group of the same ranks, backend and timeout, for another thread's collectives."""
     backend = group._get_backend(device)
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # MPI has none
+    if not is_world(group):
+        _even_out_groups(group)
     new = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout,
@@ -155,6 +157,19 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     )
     assert isinstance(new, dist.ProcessGroup)
     return new
+
+
+def _even_out_groups(group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group equally many process groups.
+
+    A group that only its own ranks make is named by torch after them and the number of groups that a process
+    has. Where ranks differ in that number, they would wait for one another under different names. A group of
+    one rank, which nobody else takes part in, adds to the number.
+    """
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    most = max(Collectives(group).all_gather_objects(num_groups))
+    for _ in range(most - num_groups):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_world(group: dist.ProcessGroup) -> bool:
