@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from regtopk.experiments.comparison import hardware
 from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples
 from regtopk.experiments.deep.flat import flatten
-from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.experiments.fig3 import hardware
+from regtopk.method import Method
 from regtopk.simulate import Cluster
 
 WARM_UP = 3
@@ -89,11 +89,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 print(row, file=sys.stderr, flush=True)
         grads = engine.grads(params, rows)[0]
         for label in args.methods:
-            method = Method.parse(label, lr=1.0)
+            method = Method.parse(label)
             cluster = Cluster(
-                method.algorithm(0.001, "float32"), num_workers=args.workers, layout=engine.layout,
-                index_code=method.index_code, is_checked=False,
-            )  # fmt: skip
+                method.build(density=0.001, value_code="float32"),
+                num_workers=args.workers,
+                layout=engine.layout,
+                index_code=method.index_code or "elias-fano",
+                is_checked=False,
+            )
             row = {
                 "network": name,
                 "method": label,

@@ -87,14 +87,26 @@ def test_reproduce_as_json(tmp_path: Path) -> None:
     assert all(list(by_density) == ["0.4", "0.5", "0.6"] for by_density in final.values())
     assert all(len(seeds) == 2 for by_density in final.values() for seeds in by_density.values())
     config = json.loads((out / "config.json").read_text())
-    assert config["command"] == "regtopk reproduce fig2 --set num_iterations=5 --seeds 2"
+    assert config["command"] == "regtopk reproduce fig2 --seeds 2 --set num_iterations=5"
     assert config["config"]["num_seeds"] == 2 and config["config"]["num_iterations"] == 5
 
 
-def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run has a new one; --resume takes the last, which is finished here, and --force the first."""
     monkeypatch.chdir(tmp_path)
-    assert invoke("reproduce", "scaling", *QUICK)[0] == 0
-    assert (tmp_path / "out" / "scaling" / "summary.json").exists()
+    for _ in range(2):
+        assert invoke("reproduce", "scaling", *QUICK)[0] == 0
+    folders = [tmp_path / "out" / name for name in ("scaling", "scaling-2")]
+    assert sorted((tmp_path / "out").iterdir()) == folders
+    before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
+    code, printed, _ = invoke("reproduce", "scaling", *QUICK, "--resume")
+    assert code == 0 and "out/scaling-2/index.html" in printed
+    assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
+    assert invoke("reproduce", "scaling", *QUICK, "--force")[0] == 0
+    assert sorted((tmp_path / "out").iterdir()) == folders
+    assert (folders[0] / "metrics.jsonl").stat().st_mtime_ns > before[0]
+    code, _, err = invoke("reproduce", "scaling", "--resume")
+    assert code == 2 and "num_iterations must be 5 as in the run that out/scaling-2 holds, got 100" in err
 
 
 def test_a_run_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -121,7 +133,7 @@ def test_seeds_of_an_experiment_without_chance(tmp_path: Path) -> None:
             ["fig9"],
             "scaling, fig2, adaptive, fig3, got 'fig9' (did you mean 'fig3'?)",
         ),
-        (["fig1", "--set", "learning=3"], "got 'learning' (did you mean 'lr'?)"),
+        (["fig1", "--set", "devise=cpu"], "got 'devise' (did you mean 'device'?)"),
         (["fig2", "--seeds", "0"], "num_seeds must be an integer of at least 1, got 0"),
         (
             ["fig2", "--seeds", "2", "--set", "num_seeds=3"],
@@ -136,6 +148,36 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str],
     code, out, err = invoke("reproduce", *words, "--out", tmp_path / "run")
     assert (code, out) == (2, "")
     assert err.startswith("regtopk: ") and message in err and err.count("\n") == 1
+
+
+def test_compare_runs_in_slices(tmp_path: Path) -> None:
+    words = ["compare", "toy", "--algorithms", "topk", "--density", "0.5", "--steps", "4"]
+    words += ["--out", str(tmp_path)]
+    assert invoke(*words)[0] == 0
+    code, printed, _ = invoke(*words, "--seeds", "3-3", "--resume", "--json")
+    assert code == 0 and [result["seeds"] for result in json.loads(printed)["results"]] == [[0, 3]]
+    command = "regtopk compare toy --algorithms topk --density 0.5 --steps 4"
+    assert json.loads((tmp_path / "config.json").read_text())["command"].splitlines() == [
+        command,
+        f"{command} --seeds 3-3 --resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["digits", "--data", "/nowhere"], "digits come with scikit-learn and take no data, got '/nowhere'"),
+        (
+            ["toy", "--set", "task=digits"],
+            "task must be chosen by the command's own words",
+        ),
+        (["toy", "--resume", "--force"], "give one of them, got both"),
+    ],
+)
+def test_compare_refuses(tmp_path: Path, words: list[str], message: str) -> None:
+    code, out, err = invoke("compare", *words, "--out", tmp_path / "run")
+    assert (code, out) == (2, "") and message in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:

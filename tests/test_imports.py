@@ -23,6 +23,7 @@ LEVELS = {
     "report": 7,
     "plan": 7,
     "runs": 5,
+    "method": 4,
     "simulate": 4,
     "distributed": 4,
     "algorithms": 3,

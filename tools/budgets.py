@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regtopk.errors import ArgumentError, RegtopkError
+from regtopk.method import Method
 from regtopk.report.figure import Drawing, draw_all, save_png
 from regtopk.report.frontier import Point, points_of
 from regtopk.report.panels import label_log_axis, line_of
-from regtopk.report.style import Style, styles_of, without_option
+from regtopk.report.style import Style, styles_of
 from regtopk.runs import Run, read_run
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def curves_of(runs: Sequence[Run]) -> dict[str, list[Point]]:
         if not points:
             raise ArgumentError(f"folders must hold runs in which bytes were measured, got {run.folder}")
         for point in points:
-            found.setdefault(without_option(point.method, "density"), []).append(point)
+            found.setdefault(Method.read(point.method).without("density"), []).append(point)
     curves = {
         method: sorted(points, key=lambda point: point.num_bytes)
         for method, points in found.items()

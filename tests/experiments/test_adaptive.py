@@ -5,11 +5,12 @@ import pytest
 from regtopk.errors import ArgumentError
 from regtopk.experiments import EXPERIMENTS, parse_settings
 from regtopk.experiments.adaptive import ADAPTIVE, AdaptiveConfig
+from regtopk.experiments.experiment import silent
 
 
 def test_densities_move_towards_their_aims() -> None:
     config = AdaptiveConfig(num_steps=18, num_records=3, num_seeds=2, every=2, split="iid")
-    records = list(ADAPTIVE.run(config, lambda fraction: None))
+    records = list(ADAPTIVE.run(config, silent))
     summary = ADAPTIVE.summarise(config, records)
     assert [record["step"] for record in records] == [6, 12, 18] * 4
     fixed, bytes_, above, below = (records[3 * i : 3 * i + 3] for i in range(4))

@@ -1,3 +1,5 @@
+"""Comparisons on small tasks: slices, equal bytes, what diverges, and what is refused."""
+
 import json
 import math
 from pathlib import Path
@@ -7,36 +9,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.algorithms import ALGORITHMS
-from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.algorithms import ALGORITHMS, TopK
 from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import Probe
-from regtopk.experiments.compare import COMPARE, _table
-from regtopk.experiments.compare_config import CompareConfig, parse_like
-from regtopk.experiments.fleet import Fleet
-from regtopk.experiments.methods import make_method, parse_method
-from regtopk.experiments.statistics import paired_difference, spread
-from regtopk.experiments.tasks import TASKS, LinearRegression, Task
+from regtopk.experiments.compare import COMPARE, CompareConfig
+from regtopk.experiments.results import paired_difference, spread
+from regtopk.experiments.tasks import TASKS, LinearRegression
+from regtopk.experiments.trainer import Trainer
+from regtopk.method import Method
+from regtopk.report import write_report
+from regtopk.runs import read_records
 
 SMALL: dict[str, Any] = {"num_steps": 12, "num_evaluations": 3, "num_workers": 4, "batch_size": 8}
 
 
-def compare(**settings: Any) -> dict[str, Any]:
+def compare(folder: Path, *, resume: bool = False, **settings: Any) -> dict[str, Any]:
     config = CompareConfig(**{**SMALL, **settings})
-    records = list(COMPARE.run(config, lambda fraction: None))
-    return COMPARE.summarise(config, records)
+    return COMPARE.record(config, folder, command="regtopk compare", resume=resume)
 
 
-def test_every_algorithm_trains_on_digits() -> None:
-    summary = compare(densities=(0.05,))
+def test_every_algorithm_trains_on_digits(tmp_path: Path) -> None:
+    summary = compare(tmp_path, densities=(0.05,))
     results = {result["method"]: result for result in summary["results"]}
     assert list(results) == list(ALGORITHMS)
     assert all(0 <= r["mean"] <= 100 and not r["diverged"] for r in results.values())
     assert {row["measure"] for row in summary["table"]} == set(ALGORITHMS)
 
 
-def test_results_have_what_they_must_have() -> None:
-    summary = compare(algorithms="topk,regtopk:mu=1,dense", densities=(0.02, 0.1), num_seeds=2)
+def test_results_have_what_they_must_have(tmp_path: Path) -> None:
+    summary = compare(tmp_path, algorithms="topk,regtopk:mu=1,dense", densities=(0.02, 0.1), num_seeds=2)
     results = summary["results"]
     assert [(r["method"], r["density"]) for r in results] == [
         ("topk", 0.02),
@@ -52,21 +53,27 @@ def test_results_have_what_they_must_have() -> None:
             "value_code",
             "optimizer",
             "lr",
+            "seeds",
             "payload_bytes_per_step",
             "final",
             "mean",
             "std",
             "difference_from_topk",
             "diverged",
+            "minutes",
+            "seconds_a_run",
+            "compress_share",
         }
-        assert len(result["final"]) == 2 and set(result["difference_from_topk"]) == {"mean", "low", "high"}
-    assert results[0]["difference_from_topk"]["mean"] == 0
+        assert len(result["final"]) == 2 and result["seeds"] == [0, 1]
+    assert results[0]["difference_from_topk"] is None and results[1]["difference_from_topk"] is None
+    assert set(results[4]["difference_from_topk"]) == {"mean", "low", "high", "seeds"}
     expected = results[3]["mean"] - results[1]["mean"]
     assert results[3]["difference_from_topk"]["mean"] == pytest.approx(expected)
 
 
-def test_equal_bytes_are_equal() -> None:
+def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     summary = compare(
+        tmp_path,
         algorithms="topk,consensus,randomk,topk:value_code=float32",
         like="topk:0.05:raw32:float32",
         value_code="4bit",
@@ -78,16 +85,54 @@ def test_equal_bytes_are_equal() -> None:
     assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
 
 
-def test_a_budget_below_the_smallest_message_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="bytes a step must be at least the smallest message of topk"):
-        compare(algorithms="topk", bytes_per_step=20.0)
+def test_a_budget_below_the_smallest_message_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="bytes per step must be at least the smallest message of topk"):
+        compare(tmp_path / "out", algorithms="topk", bytes_per_step=20.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_slices_add_to_one_folder(tmp_path: Path) -> None:
+    """Of each method, seed and density once, with the lr that an earlier slice has found."""
+    settings: dict[str, Any] = {"densities": (0.02, 0.1), "lr": (1e-6, 0.2), "num_evaluations": 2}
+    compare(tmp_path, algorithms="topk", num_seeds=2, **settings)
+    first = read_records(tmp_path)
+    summary = compare(tmp_path, algorithms="topk,dense", seeds="1,4", resume=True, **settings)
+    records = read_records(tmp_path)
+    assert records[: len(first)] == first
+    ends = [(r["method"], r["density"], r["seed"]) for r in records if r["step"] == SMALL["num_steps"]]
+    assert sorted(ends, key=str) == [("dense", None, 1), ("dense", None, 4)] + [
+        ("topk", density, seed) for density in (0.02, 0.1) for seed in (0, 1, 4)
+    ]
+    assert [(r["method"], r["seeds"]) for r in summary["results"]] == [
+        ("topk", [0, 1, 4]),
+        ("topk", [0, 1, 4]),
+        ("dense", [1, 4]),
+    ]
+    settings_now = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert (settings_now["algorithms"], settings_now["num_seeds"], settings_now["seeds"]) == (
+        "topk,dense", 3, "0,1,4,",
+    )  # fmt: skip
+    record = records[0]
+    assert (record["algorithm"], record["options"], record["index_code"]) == ("topk", {}, "elias-fano")
+    assert write_report(tmp_path).exists()
+
+
+def test_data_for_a_task_that_reads_none_are_refused(tmp_path: Path) -> None:
+    for task, message in {
+        "digits": "digits come with scikit-learn and take no data, got '/nowhere'",
+        "toy": "data must be empty for a Toy task, which reads none, got '/nowhere'",
+    }.items():
+        config = CompareConfig(task=task, data="/nowhere")
+        with pytest.raises(ArgumentError, match=message):
+            COMPARE.record(config, tmp_path / "out", command="")
+        assert not (tmp_path / "out").exists()
 
 
 def test_all_methods_see_the_same_models_and_batches() -> None:
     task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0, 1])
     again = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0, 1])
     assert torch.equal(task.start(), again.start()) and torch.equal(
-        task.grads(task.start(), 3)[0], again.grads(task.start(), 3)[0]
+        task.grads(task.start(), 3, 0.1)[0], again.grads(task.start(), 3, 0.1)[0]
     )
     assert not torch.equal(task.start()[0], task.start()[1])
 
@@ -95,7 +140,7 @@ def test_all_methods_see_the_same_models_and_batches() -> None:
 def test_gradients_are_each_workers_own() -> None:
     task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0])
     model = task.start()
-    grads, loss = task.grads(model, 0)
+    grads, loss = task.grads(model, 0, 0.1)
     network = task.network  # type: ignore[attr-defined]
     torch.nn.utils.vector_to_parameters(model[0], network.parameters())
     rows = task.order[0, 0, 2]  # type: ignore[attr-defined]
@@ -109,8 +154,8 @@ def test_gradients_are_each_workers_own() -> None:
 class Exploding(LinearRegression):
     """Seed 1's gradients become infinite at step 5."""
 
-    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        grads, loss = super().grads(models, step)
+    def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
+        grads, loss = super().grads(models, step, lr)
         if step >= 5:
             grads[self.seeds.index(1)] = math.inf
         return grads, loss
@@ -119,35 +164,27 @@ class Exploding(LinearRegression):
 @pytest.mark.parametrize("method", ["topk", "consensus"])  # side by side, and one after another
 def test_a_seed_that_diverges_stops_alone(method: str) -> None:
     config = CompareConfig(task="linreg", num_steps=20, num_workers=4, batch_size=120)
-    task: Task = Exploding(config.task_config(), [0, 1, 2])
-    fleet = Fleet(
-        task, make_method(method, density=0.5, value_code=None), optimizer="sgd", lr=0.01, index_code="raw32"
-    )
-    fleet.run_until(5)
-    at_five = fleet.evaluate()
-    fleet.run_until(20)
-    assert fleet.diverged == [1]
-    final = fleet.evaluate()
+    task = Exploding(config.task_config(), [0, 1, 2])
+    algorithm = Method.parse(method).build(density=0.5, value_code=None)
+    trainer = Trainer(task, algorithm, optimizer="sgd", lr=0.01, index_code="raw32")
+    trainer.run_until(5)
+    at_five = [quality["distance"] for quality in task.evaluate(trainer.models)]
+    trainer.run_until(20)
+    final = [quality["distance"] for quality in task.evaluate(trainer.models)]
+    assert trainer.is_diverged == [False, True, False]
     assert final[1] == at_five[1] and final[0] < at_five[0] and final[2] < at_five[2]
-    assert all(math.isfinite(loss) for loss in fleet.losses)
+    assert None not in trainer.take_losses()
 
 
-def test_each_method_takes_its_best_step_length() -> None:
-    summary = compare(algorithms="topk,dense", lr=(1e-6, 0.2), num_steps=30)
-    assert [r["lr"] for r in summary["results"]] == [0.2, 0.2]
+def test_each_method_takes_its_best_learning_rate_or_its_own(tmp_path: Path) -> None:
+    summary = compare(tmp_path, algorithms="topk,dense,topk:lr=0.1", lr=(1e-6, 0.2), num_steps=30)
+    assert [r["lr"] for r in summary["results"]] == [0.2, 0.2, 0.1]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-def test_optimizers_differ(optimizer: str) -> None:
-    result = compare(algorithms="topk", optimizer=optimizer, lr=(0.01,))["results"][0]
+def test_optimizers_differ(tmp_path: Path, optimizer: str) -> None:
+    result = compare(tmp_path, algorithms="topk", optimizer=optimizer, lr=(0.01,))["results"][0]
     assert result["optimizer"] == optimizer and math.isfinite(result["mean"])
-
-
-def test_methods_in_words() -> None:
-    name, options = parse_method("consensus:score=regtopk:mu=1.5:value_code=4bit")
-    assert name == "consensus" and options == {"score": PosteriorScore(mu=1.5), "value_code": "4bit"}
-    assert make_method("topk:k=3", density=0.5, value_code="2bit").options()["k"] == 3
-    assert make_method("strom", density=0.5, value_code="2bit").name == "strom"
 
 
 @pytest.mark.parametrize(
@@ -172,13 +209,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         CompareConfig(**settings)
 
 
-def test_like_is_read() -> None:
-    assert parse_like("topk:0.001:raw32:float32") == ("topk", 0.001, "raw32", "float32")
-
-
 def test_a_probe_measures_what_is_sent() -> None:
     task = TASKS["digits"](CompareConfig(**SMALL).task_config(), [0])
-    payload = Probe.of_task(task).payload(make_method("topk", density=0.01, value_code=None), "raw32")
+    payload = Probe(task).payload(TopK(density=0.01), "raw32")
     assert payload == 32 + 8 * 48
 
 
@@ -203,12 +236,3 @@ def test_what_is_recorded_is_what_is_used(tmp_path: Path) -> None:
     recorded = json.loads((tmp_path / "config.json").read_text())["config"]
     assert recorded["algorithms"] == "dense,topk" and recorded["lr"] == [defaults["lr"]]
     assert recorded["num_workers"] == defaults["num_workers"]
-
-
-def test_one_diverged_seed_is_singular() -> None:
-    result = {
-        "method": "topk", "density": 0.1, "payload_bytes_per_step": 8.0, "lr": 1.0, "mean": 1.0, "std": None,
-        "difference_from_topk": None,
-    }  # fmt: skip
-    rows = _table([{**result, "diverged": [0]}, {**result, "diverged": [0, 2]}], TASKS["toy"])
-    assert [row["diverged"] for row in rows] == ["1 seed", "2 seeds"]

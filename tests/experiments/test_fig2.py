@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from regtopk.experiments.experiment import silent
 from regtopk.experiments.fig2 import FIG2, METHODS, Fig2Config, make_problems
 from regtopk.runs import Record
 
@@ -8,7 +9,7 @@ SMALL = Fig2Config(num_seeds=2, num_iterations=30, record_every=20, num_workers=
 
 
 def records_of(config: Fig2Config) -> list[Record]:
-    return list(FIG2.run(config, lambda fraction: None))
+    return list(FIG2.run(config, silent))
 
 
 def final_distances(config: Fig2Config) -> dict[str, dict[str, list[float]]]:
@@ -56,7 +57,7 @@ def test_full_density_is_dense() -> None:
 
 def test_records_and_progress() -> None:
     fractions: list[float] = []
-    records = list(FIG2.run(SMALL, fractions.append))
+    records = list(FIG2.run(SMALL, lambda fraction, words="": fractions.append(fraction)))
     assert sorted({record["iteration"] for record in records}) == [0, 20, 30]
     assert len(records) == 3 * 5 * 3  # iterations, methods, densities
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)

@@ -197,7 +197,7 @@ def test_a_path_without_the_data_says_what_was_found(tmp_path: Path, name: str) 
 
 
 def test_cifar10_needs_a_path() -> None:
-    with pytest.raises(ArgumentError, match="cifar10 needs --data PATH"):
+    with pytest.raises(ArgumentError, match="data must be given for cifar10"):
         load_images("cifar10", None, "cpu")
     with pytest.raises(ArgumentError, match="data set must be one of digits"):
         load_images("mnist", None, "cpu")

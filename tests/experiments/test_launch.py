@@ -20,11 +20,6 @@ for record in launch(ranks.sleep, {}, 2):
 """
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-
-
 def wait_until_gone(pids: list[int], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while any(is_running(pid) for pid in pids):
@@ -46,6 +41,22 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     assert "ranks.py" in str(failure.value)
 
 
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"rank 1 failed: ended by SIGKILL"):
+        list(launch(ranks.die, {"rank": 1}, 2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_listen_on_loopback_alone_and_import_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "html.py").write_text("raise RuntimeError('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    records = list(launch(ranks.listen, {}, 2))
+    assert records and {record["address"] for record in records} == {"0100007F"}  # 127.0.0.1
+    assert all(Path(record["html"]).parent != tmp_path for record in records)
+
+
 def test_every_rank_is_heard_and_ends_when_nobody_listens() -> None:
     records = launch(ranks.sleep, {"word": "hello"}, 2)
     heard = [next(records), next(records)]
@@ -57,7 +68,9 @@ def test_every_rank_is_heard_and_ends_when_nobody_listens() -> None:
 
 
 def test_ranks_end_with_their_caller() -> None:
-    with ended(subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True)) as caller:
+    with ended(
+        subprocess.Popen([sys.executable, "-c", CALLER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    ) as caller:
         assert caller.stdout is not None
         pids = [int(caller.stdout.readline()) for _ in range(2)]
         caller.kill()

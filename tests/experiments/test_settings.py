@@ -3,6 +3,7 @@ import pytest
 from regtopk.errors import ArgumentError
 from regtopk.experiments import EXPERIMENTS, parse_settings
 from regtopk.experiments.fig2 import Fig2Config
+from regtopk.experiments.settings import format_seeds, parse_seeds
 
 
 def test_values_take_the_type_of_the_default() -> None:
@@ -17,9 +18,9 @@ def test_no_settings_are_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("lr", "--set must be key=value, got 'lr'"),
+        ("lr", "setting must be key=value, got 'lr'"),
         ("num_seed=3", r"got 'num_seed' \(did you mean 'num_seeds'\?\)"),
-        ("zzz=3", r"--set key must be one of num_seeds, densities, .*, got 'zzz' \(did you mean '\w+'\?\)"),
+        ("foo=1", r"setting must be one of num_seeds, densities, .*, got 'foo'$"),
         ("num_seeds=two", r"num_seeds must be of type int \(default 1\), got 'two'"),
         ("lr=fast", r"lr must be of type float \(default 0.01\), got 'fast'"),
         ("densities=0.4;0.5", r"densities must be numbers with commas \(default .*\), got '0.4;0.5'"),
@@ -68,3 +69,11 @@ def test_the_table_of_experiments(name: str) -> None:
     assert experiment.name == name
     assert experiment.title and experiment.about
     assert experiment.panels(experiment.config())
+
+
+def test_seeds_are_a_number_a_list_or_a_range() -> None:
+    for text, seeds in {"3": [0, 1, 2], "4,2": [4, 2], "3,": [3], "3-3": [3], "2-6": [2, 3, 4, 5, 6]}.items():
+        assert parse_seeds(text) == seeds == parse_seeds(format_seeds(seeds))
+    for text in ("two", "1,1", "0", "3-2", "-1"):
+        with pytest.raises(ArgumentError, match=f"seeds must be a number of them, .* got '{text}'"):
+            parse_seeds(text)

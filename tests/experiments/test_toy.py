@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from regtopk.experiments import toy
+from regtopk.experiments.experiment import silent
 from regtopk.experiments.fig1 import FIG1, Fig1Config, published
 from regtopk.experiments.scaling import SCALING, ScalingConfig, grads, risk
 from regtopk.runs import Record
-
-
-def ignore(fraction: float) -> None:
-    pass
 
 
 def test_published_points_name_their_source() -> None:
@@ -23,7 +20,7 @@ def test_published_points_name_their_source() -> None:
 
 def test_figure_1_is_the_published_one() -> None:
     config = Fig1Config()
-    records = list(FIG1.run(config, ignore))
+    records = list(FIG1.run(config, silent))
     assert sum("published" in record for record in records) == 4 * 101
     summary = FIG1.summarise(config, records)
     assert set(summary["max_abs_difference"]) == {"dense", "topk", "regtopk"}
@@ -34,13 +31,13 @@ def test_figure_1_is_the_published_one() -> None:
 @pytest.mark.parametrize("mu", [0.1, 4.0])
 def test_figure_1_is_the_same_for_every_mu(mu: float) -> None:
     config = Fig1Config(mu=mu)
-    difference = FIG1.summarise(config, list(FIG1.run(config, ignore)))["max_abs_difference"]
+    difference = FIG1.summarise(config, list(FIG1.run(config, silent)))["max_abs_difference"]
     assert difference["regtopk"] <= 1e-12
 
 
 def test_iterations_beyond_the_published_ones() -> None:
     config = Fig1Config(num_iterations=102)
-    records = list(FIG1.run(config, ignore))
+    records = list(FIG1.run(config, silent))
     dense = [record for record in records if record["method"] == "dense"]
     assert [record["iteration"] for record in dense if "published" not in record] == [101, 102]
 
@@ -55,7 +52,7 @@ def test_gradients_are_those_of_the_risks() -> None:
 
 
 def scaling_records(config: ScalingConfig) -> list[Record]:
-    return list(SCALING.run(config, ignore))
+    return list(SCALING.run(config, silent))
 
 
 def test_top1_waits_and_then_takes_one_long_step() -> None:

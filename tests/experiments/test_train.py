@@ -9,6 +9,7 @@ from regtopk.cli import app
 from regtopk.core.codes import full_message_bytes
 from regtopk.errors import ArgumentError, OracleError
 from regtopk.experiments import parse_settings
+from regtopk.experiments.experiment import silent
 from regtopk.experiments.train import TrainConfig, record_steps, run, summarise
 
 NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
@@ -22,7 +23,7 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
         ("algorithm=regtopk:mu=0", "mu must be positive and finite, got 0"),
         ("density=2", r"density must be in \(0, 1\], got 2.0"),
         ("value_code=3bit", "value_code must be one of float32, .*, got '3bit'"),
-        ("scope=layer", "scope must be model or bucket, got 'layer'"),
+        ("scope=layer", "scope must be one of model, bucket, got 'layer'"),
         ("dataset=mnist", "dataset must be one of digits, got 'mnist'"),
         ("num_workers=1", "num_workers must be an integer of at least 2, got 1"),
         ("num_steps=0", "num_steps must be an integer of at least 1, got 0"),
@@ -45,7 +46,7 @@ def test_more_workers_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_oracle_is_refused_before_anything_starts() -> None:
     with pytest.raises(OracleError, match="'global-topk' peeks"):
-        next(run(TrainConfig(algorithm="global-topk"), lambda fraction: None))
+        next(run(TrainConfig(algorithm="global-topk"), silent))
 
 
 def test_records_are_made_at_both_ends() -> None:
@@ -86,7 +87,7 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
 
 def test_bytes_are_those_of_the_messages() -> None:
     config = TrainConfig(algorithm="topk:density=0.02", value_code="4bit", num_steps=3, record_every=3)
-    records = list(run(config, lambda fraction: None))
+    records = list(run(config, silent))
     k = round(0.02 * NUMEL)
     message = full_message_bytes(k, NUMEL, dtype=torch.float32, value_code="4bit", index_code="elias-fano")
     assert [r["sent_bytes"] for r in records] == [0, 3 * 4 * NUMEL, 0, 3 * message]

@@ -1,4 +1,4 @@
-"""What all commands share: errors in one line, a progress bar, tables, and settings as one types them."""
+"""What all commands share: errors in one line, a progress bar, and tables."""
 
 import json
 import sys
@@ -11,21 +11,19 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from regtopk.errors import RegtopkError, RunExistsError
+from regtopk.experiments.experiment import Progress
 from regtopk.report import columns_of, format_number, heading_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
-]
 Force = Annotated[bool, typer.Option("--force", help="Replace a run that the folder holds.")]
-
 _LEAST_NAME = 24  # columns of a name before it is folded
 _GAP = 2  # between columns
 _FILE_WIDTH = 160  # a file has no edge to cut names at
@@ -50,25 +48,29 @@ def say_errors(command: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-def as_typed(settings: Sequence[str], short: Mapping[str, str]) -> Iterator[str]:
-    """The settings as one would type them."""
-    for word in settings:
-        key, _, value = word.partition("=")
-        yield from (short[key], value) if key in short else ("--set", word)
-
-
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr, silent where that is no terminal."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+def progress_bar(label: str) -> Iterator[Progress]:
+    """A bar on stderr; where that is no terminal, a line for each result that has words."""
+    if not sys.stderr.isatty():
+
+        def line(fraction: float, words: str = "") -> None:
+            if words:
+                typer.echo(f"{100 * fraction:5.1f} %  {words}", err=True)
+
+        yield line
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=1.0)
-        yield lambda fraction: bar.update(task, completed=fraction)
+
+        def show_fraction(fraction: float, words: str = "") -> None:
+            bar.update(task, completed=fraction, description=f"{label}: {words}" if words else label)
+
+        yield show_fraction
 
 
 def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
-    """Print the JSON, or one table (a column a method, a row a measure) and where the page is."""
+    """Print the JSON, or one table (a column per method, a row per measure) and where the page is."""
     if as_json:
         typer.echo(json.dumps(content, indent=2))
         return

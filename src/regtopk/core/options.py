@@ -1,6 +1,8 @@
-"""Checks of the options that algorithms take; every message names the option, its rule and the value."""
+"""Checks of options and settings; every message names the option, its rule and the value."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from regtopk.errors import ArgumentError
@@ -20,7 +22,21 @@ def check_integer(name: str, number: Any, *, at_least: int | None = None) -> Non
         raise ArgumentError(f"{name} must be {rule}, got {number!r}")
 
 
-def check_choice(name: str, choice: Any, choices: Sequence[str]) -> None:
-    """Refuse an option that is not one of a few words."""
-    if choice not in choices:
-        raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {choice!r}")
+def check_positive(name: str, number: Any) -> None:
+    """Refuse an option that is not a positive, finite number."""
+    check_number(name, number, "positive and finite", lambda x: 0 < x < math.inf)
+
+
+def check_choice(name: str, choice: Any, choices: Iterable[str]) -> None:
+    """Refuse an option that is not one of a few words; a word that is close to it is suggested."""
+    words = list(choices)
+    if choice not in words:
+        raise ArgumentError(
+            f"{name} must be one of {', '.join(words)}, got {choice!r}{did_you_mean(choice, words)}"
+        )
+
+
+def did_you_mean(word: Any, words: Iterable[str]) -> str:
+    """A question that names the closest of some words, in brackets; nothing if none is close."""
+    close = get_close_matches(str(word), words, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -3,9 +3,11 @@
 from typing import Any
 
 from regtopk.experiments.adaptive import ADAPTIVE
+from regtopk.experiments.compare import COMPARE
 from regtopk.experiments.experiment import Experiment
 from regtopk.experiments.fig1 import FIG1
 from regtopk.experiments.fig2 import FIG2
+from regtopk.experiments.fig3 import FIG3
 from regtopk.experiments.scaling import SCALING
 from regtopk.experiments.settings import parse_settings
 from regtopk.experiments.train import TRAIN
@@ -15,6 +17,7 @@ EXPERIMENTS: dict[str, Experiment[Any]] = {
     "scaling": SCALING,
     "fig2": FIG2,
     "adaptive": ADAPTIVE,
+    "fig3": FIG3,
 }
 
-__all__ = ["EXPERIMENTS", "TRAIN", "Experiment", "parse_settings"]
+__all__ = ["COMPARE", "EXPERIMENTS", "TRAIN", "Experiment", "parse_settings"]

@@ -10,13 +10,13 @@ import torch
 from regtopk.algorithms import AdaptiveDensity, RegTopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import full_message_bytes
-from regtopk.core.options import check_number
-from regtopk.experiments.experiment import Experiment, Progress, Summary
-from regtopk.experiments.fleet import Fleet
-from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.core.options import check_integer, check_number, check_positive
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import check_split
-from regtopk.experiments.tasks import TASKS, Task, TaskConfig
+from regtopk.experiments.tasks import TASKS, TaskConfig
 from regtopk.experiments.threads import threads_for
+from regtopk.experiments.trainer import Trainer
 from regtopk.runs import Panel, Record
 
 INDEX_CODE = "elias-fano"
@@ -52,7 +52,7 @@ class AdaptiveConfig:
         check_number("density", self.density, "in (0, 0.1]", lambda x: 0 < x <= 1 / FACTOR)
         check_number("target_error", self.target_error, "in (0, 1)", lambda x: 0 < x < 1)
         for name in ("every", "num_steps", "num_records", "num_seeds"):
-            check_count(name, getattr(self, name))
+            check_integer(name, getattr(self, name), at_least=1)
         check_positive("lr", self.lr)
         check_split(self.split)
         check_device(self.device)
@@ -79,7 +79,7 @@ def methods(config: AdaptiveConfig, numel: int) -> dict[str, Algorithm[Any]]:
 
 
 def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
-    """Yield every method's density, error, bytes, loss and accuracy along the way, one number a seed."""
+    """Yield every method's density, error, bytes, loss and accuracy along the way, one number per seed."""
     defaults = TASKS["digits"].defaults
     task_config = TaskConfig(
         num_workers=int(defaults["num_workers"]),
@@ -97,44 +97,40 @@ def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
     algorithms = methods(config, numel)
     with threads_for(numel):
         for place, (method, algorithm) in enumerate(algorithms.items()):
-            trainings = [Training(task, algorithm, config.lr) for task in tasks]
+            trainers = [
+                Trainer(task, algorithm, optimizer="sgd", lr=config.lr, index_code=INDEX_CODE)
+                for task in tasks
+            ]
             for stop in stops:
-                measured = [training.measure_step(stop) for training in trainings]
+                measured = [measure_step(trainer, stop) for trainer in trainers]
                 together = {name: [m[name] for m in measured] for name in measured[0]}
                 bytes_so_far = fmean(together.pop("payload_bytes"))
                 yield {"method": method, "step": stop, "payload_bytes": bytes_so_far, **together}
                 progress((place + stop / config.num_steps) / len(algorithms))
 
 
-class Training:
-    """One seed's training with one algorithm."""
+def measure_step(trainer: Trainer, stop: int) -> dict[str, Any]:
+    """Train one seed up to a step, and look closely at the last: what of ||a_n||^2 stays behind."""
+    trainer.run_until(stop - 1)
+    accumulated = trainer.task.grads(trainer.models, stop - 1, trainer.lr)[0][0]
+    if stop > 1:
+        accumulated = accumulated + _state(trainer)["residual"]
+    trainer.run_until(stop)
+    state = _state(trainer)
+    error = state["residual"].square().sum(-1) / accumulated.square().sum(-1)
+    fixed: Any = getattr(trainer.algorithm, "density", None)
+    return {
+        "density": float(state.get("density", fixed)),
+        "error": float(error.mean()),
+        "loss": trainer.take_losses()[0],
+        "accuracy": trainer.evaluate()[0]["accuracy"],
+        "payload_bytes": trainer.payload_bytes[0],
+    }
 
-    def __init__(self, task: Task, algorithm: Algorithm[Any], lr: float) -> None:
-        self.task = task
-        self.fleet = Fleet(task, algorithm, optimizer="sgd", lr=lr, index_code=INDEX_CODE)
-        self.fixed_density: Any = getattr(algorithm, "density", None)
 
-    def measure_step(self, stop: int) -> dict[str, float]:
-        """Train up to a step, and look closely at the last: what of ||a_n||^2 stays behind."""
-        self.fleet.run_until(stop - 1)
-        accumulated = self.task.grads(self.fleet.models, stop - 1)[0][0]
-        if stop > 1:
-            accumulated = accumulated + self._state["residual"]
-        self.fleet.run_until(stop)
-        state = self._state
-        error = state["residual"].square().sum(-1) / accumulated.square().sum(-1)
-        return {
-            "density": float(state.get("density", self.fixed_density)),
-            "error": float(error.mean()),
-            "loss": self.fleet.losses[0],
-            "accuracy": self.fleet.evaluate()[0],
-            "payload_bytes": self.fleet.payload_bytes,
-        }
-
-    @property
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.fleet.clusters[0].state_dict()["state"]
-        return state
+def _state(trainer: Trainer) -> dict[str, Any]:
+    state: dict[str, Any] = trainer.clusters[0].state_dict()["state"]
+    return state
 
 
 def summarise(config: AdaptiveConfig, records: Sequence[Record]) -> Summary:
@@ -181,7 +177,7 @@ def panels(config: AdaptiveConfig) -> Sequence[Panel]:
     )
 
 
-ADAPTIVE = Experiment(
+ADAPTIVE = WholeExperiment(
     name="adaptive",
     title="A density that adapts itself",
     about=(

@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
-from regtopk.experiments.tasks import Task
+from regtopk.experiments.protocol import Protocol, Run
+from regtopk.experiments.task import Task
+from regtopk.method import Method
 from regtopk.simulate import Cluster
 
 NUM_STEPS = 4
@@ -17,25 +16,17 @@ TOLERANCE = 0.005  # of the density's logarithm
 
 
 class Probe:
-    """A few steps' gradients, to measure what a method sends.
+    """The gradients of a task's first steps, to measure what a method sends.
 
     Args:
-        grads: (N, J) of each step.
-        weights: w_n.
-        layout: which parameter owns which entries.
+        task: its first seed is used, at its first model.
     """
 
-    def __init__(self, grads: Sequence[Tensor], weights: Sequence[float] | None, layout: Layout) -> None:
-        self.grads = grads
-        self.weights = weights
-        self.layout = layout
-
-    @classmethod
-    def of_task(cls, task: Task) -> "Probe":
-        """From the first steps of a task's first seed, at its first model."""
+    def __init__(self, task: Task) -> None:
         models = task.start()
-        grads = [task.grads(models, step)[0][0] for step in range(NUM_STEPS)]
-        return cls(grads, task.weights[0], task.layout)
+        self.grads = [task.grads(models, step, lr=0.0)[0][0].clone() for step in range(NUM_STEPS)]
+        self.weights = task.weights[0]
+        self.layout = task.layout
 
     def payload(self, algorithm: Algorithm[Any], index_code: str) -> float:
         """Mean payload of a worker and step."""
@@ -62,7 +53,7 @@ class Probe:
         smallest = self.payload(make(math.exp(low)), index_code)
         if smallest > budget:
             raise ArgumentError(
-                f"the budget of bytes a step must be at least the smallest message of {name}, "
+                f"the budget of bytes per step must be at least the smallest message of {name}, "
                 f"{smallest:.0f}, got {budget:.0f}"
             )
         if self.payload(make(1.0), index_code) <= budget:
@@ -74,3 +65,39 @@ class Probe:
             else:
                 high = middle
         return math.exp(low)
+
+
+def runs_at_densities(config: Protocol, methods: Sequence[Method]) -> list[Run]:
+    """Every method at every density; a method without an open density runs once."""
+    return [
+        Run(method, density)
+        for method in methods
+        for density in (config.plan.densities if method.takes_density else (None,))
+    ]
+
+
+def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], task: Task) -> list[Run]:
+    """Every method at the largest density within the budget; those that keep a budget are told it.
+
+    Args:
+        config: says the budget.
+        methods: those to run.
+        task: what they are probed on.
+    """
+    probe, budget = Probe(task), config.plan.budget
+    if budget is None:
+        like = Method.parse_like(config.like)
+        budget = probe.payload(config.build(Run(like, None)), config.index_code_of(like))
+    told = [method.with_budget(budget) for method in methods]
+    return [Run(method, _density_within(config, method, probe, budget)) for method in told]
+
+
+def _density_within(config: Protocol, method: Method, probe: Probe, budget: float) -> float | None:
+    if not method.takes_density:
+        return None
+    return probe.find_density(
+        lambda density: config.build(Run(method, density)),
+        config.index_code_of(method),
+        budget,
+        name=method.label,
+    )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,30 +16,11 @@ from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed import attach
 from regtopk.distributed.options import Scope
 from regtopk.distributed.record import PHASES
+from regtopk.experiments.images import Images
 
-NUM_TRAIN, NUM_TEST = 1437, 360
+NUM_TRAIN = 1437
 HIDDEN = (256, 128)
 BUCKET_MB = 0.1  # several DDP buckets even in so small a model, as a large one has
-
-
-class Digits(NamedTuple):
-    """Images (n, 64) with entries in 0..1, and labels; the last are kept for the test."""
-
-    images: Tensor
-    labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-def load_digits(device: torch.device) -> Digits:
-    """scikit-learn's digits, shuffled once and for all."""
-    from sklearn import datasets
-
-    images, labels = datasets.load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x = (torch.tensor(images, dtype=torch.float32) / 16)[order].to(device)
-    y = torch.tensor(labels)[order].to(device)
-    return Digits(x[:NUM_TRAIN], y[:NUM_TRAIN], x[NUM_TRAIN:], y[NUM_TRAIN:])
 
 
 def batches(batch_size: int, seed: int) -> Iterator[Tensor]:
@@ -60,21 +41,21 @@ def make_network(num_inputs: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(HIDDEN[-1], 10))
 
 
-class Training:
-    """One model, its optimizer and its batches.
+class RankTraining:
+    """One rank's part of a training: its model, its optimizer and its batches.
 
     Args:
         digits: the same on every rank.
         algorithm: attached to the model; None trains dense, with DDP as it is.
         scope: what is selected over.
-        batch_size: digits a worker and step.
-        lr: learning step length.
+        batch_size: digits per worker and step.
+        lr: learning rate.
         seed: of the first weights and of the batches.
     """
 
     def __init__(
         self,
-        digits: Digits,
+        digits: Images,
         algorithm: Algorithm[Any] | None,
         *,
         scope: Scope,
@@ -83,7 +64,7 @@ class Training:
         seed: int,
     ) -> None:
         torch.manual_seed(seed)
-        network = make_network(digits.images.shape[1]).to(digits.images.device)
+        network = make_network(digits.train.shape[1]).to(digits.train.device)
         self.model = DistributedDataParallel(network, bucket_cap_mb=BUCKET_MB)
         self.exchange = None if algorithm is None else attach(self.model, algorithm, scope=scope)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
@@ -97,9 +78,9 @@ class Training:
         rows = next(self.batches)
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        F.cross_entropy(self.model(self.digits.images[rows]), self.digits.labels[rows]).backward()
+        F.cross_entropy(self.model(self.digits.train[rows]), self.digits.train_labels[rows]).backward()
         self.optimizer.step()
-        if self.digits.images.is_cuda:
+        if self.digits.train.is_cuda:
             torch.cuda.synchronize()
         self.step_s = time.perf_counter() - start
         self.num_steps += 1
@@ -108,8 +89,8 @@ class Training:
         """Training loss, test accuracy, this rank's bytes so far, and the times of its last step."""
         network, digits = self.model.module, self.digits
         with torch.no_grad():
-            loss = F.cross_entropy(network(digits.images), digits.labels)
-            is_right = network(digits.test_images).argmax(-1) == digits.test_labels
+            loss = F.cross_entropy(network(digits.train), digits.train_labels)
+            is_right = network(digits.test).argmax(-1) == digits.test_labels
         measured = {
             "loss": float(loss),
             "accuracy": 100 * float(is_right.float().mean()),

@@ -1,37 +1,56 @@
 """What an experiment is: a configuration, records it yields, and a summary of them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple, Protocol
 
-from regtopk.experiments.settings import ConfigT
-from regtopk.runs import Panel, Record, RunWriter, make_header
+from regtopk.errors import OutputError
+from regtopk.experiments.settings import ConfigT, settings_of
+from regtopk.runs import SUMMARY, Panel, Record, RunWriter, make_header, read_header, read_run
 
-Progress = Callable[[float], None]
 Summary = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Experiment(Generic[ConfigT]):
+class Progress(Protocol):
+    """Is told the fraction done, 0 to 1, and perhaps a few words about the newest result."""
+
+    def __call__(self, fraction: float, words: str = "") -> None:
+        """Show it."""
+
+
+def silent(fraction: float, words: str = "") -> None:
+    """Progress that nobody watches."""
+
+
+class Mode(NamedTuple):
+    """What happens to a run that the folder holds: it is replaced, gone on with, or refused."""
+
+    force: bool
+    resume: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(ABC, Generic[ConfigT]):
     """One figure or table.
 
     Args:
         name: on the command line.
-        title: on the page.
-        about: what it shows, in a sentence or two.
+        title: on the page; a function where it depends on the configuration.
+        about: what it shows, in a sentence or two; a function where it depends on the configuration.
         config: a frozen dataclass; every field has a default.
-        run: from a configuration to records; calls the given function with the fraction done, 0 to 1.
-        summarise: from the records to summary.json. Its "table" is what is printed: one row a measure,
+        presets: settings that have a name; the first is the default.
+        summarise: from the records to summary.json. Its "table" is what is printed: one row per measure,
             with the name of the measure under "measure" and a number under each method.
         panels: the figure.
     """
 
     name: str
-    title: str
-    about: str
+    title: str | Callable[[ConfigT], str]
+    about: str | Callable[[ConfigT], str]
     config: type[ConfigT]
-    run: Callable[[ConfigT, Progress], Iterator[Record]]
+    presets: dict[str, dict[str, Any]] = field(default_factory=dict)
     summarise: Callable[[ConfigT, Sequence[Record]], Summary]
     panels: Callable[[ConfigT], Sequence[Panel]]
 
@@ -42,22 +61,67 @@ class Experiment(Generic[ConfigT]):
         *,
         command: str,
         force: bool = False,
-        progress: Progress = lambda fraction: None,
+        resume: bool = False,
+        progress: Progress = silent,
     ) -> Summary:
-        """Run, and write the records as they come, into a folder that is claimed first."""
+        """Run, and write the records as they come, into a folder that is claimed first.
+
+        Args:
+            config: what to run.
+            folder: of the results.
+            command: what a user types to get them.
+            force: replace a run that the folder holds.
+            resume: go on with a run that the folder holds; what is finished there is not run again.
+            progress: is told the fraction done, and the newest result.
+        """
         header = make_header(
             self.name,
-            title=self.title,
-            about=self.about,
+            title=self.title if isinstance(self.title, str) else self.title(config),
+            about=self.about if isinstance(self.about, str) else self.about(config),
             command=command,
-            config=asdict(config),  # type: ignore[call-overload]
+            config=settings_of(config),
             panels=self.panels(config),
         )
+        return self._record(config, folder, header, Mode(force, resume), progress)
+
+    @abstractmethod
+    def _record(
+        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+    ) -> Summary:
+        """Run under a header."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeExperiment(Experiment[ConfigT]):
+    """An experiment that runs as a whole: an interrupted one starts again.
+
+    Args:
+        run: from a configuration to records; calls the given function with the fraction done, 0 to 1.
+    """
+
+    run: Callable[[ConfigT, Progress], Iterator[Record]]
+
+    def _record(
+        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+    ) -> Summary:
+        if mode.resume and (folder / SUMMARY).exists():
+            _check_same(folder, header["config"])
+            return read_run(folder).summary
         records = []
-        with RunWriter(folder, header, force=force) as writer:
+        with RunWriter(folder, header, force=mode.force or mode.resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)
             summary = self.summarise(config, records)
             writer.finish(summary)
         return summary
+
+
+def _check_same(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse a folder that holds a run of other settings."""
+    recorded = read_header(folder)["config"]
+    for key, value in settings.items():
+        if recorded.get(key, value) != value:
+            raise OutputError(
+                f"{key} must be {recorded[key]!r} as in the run that {folder} holds, got {value!r}"
+            )

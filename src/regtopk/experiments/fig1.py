@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
+from regtopk.core.options import check_integer, check_positive
 from regtopk.experiments import toy
-from regtopk.experiments.experiment import Experiment, Progress, Summary
-from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.settings import check_device
 from regtopk.runs import Panel, Record
 
 # the curve of the paper that each method is held against
@@ -26,7 +27,7 @@ class Fig1Config:
 
     Args:
         num_iterations: T; the paper shows 100.
-        lr: learning step length, > 0.
+        lr: learning rate, > 0.
         mu: RegTop-k's, > 0; every mu gives the same curve here.
         device: cpu or cuda.
     """
@@ -38,7 +39,7 @@ class Fig1Config:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_count("num_iterations", self.num_iterations)
+        check_integer("num_iterations", self.num_iterations, at_least=1)
         check_positive("lr", self.lr)
         check_positive("mu", self.mu)
         check_device(self.device)
@@ -111,7 +112,7 @@ def panels(config: Fig1Config) -> Sequence[Panel]:
     return whole, replace(whole, title="The first 20 iterations", x_max=20)
 
 
-FIG1 = Experiment(
+FIG1 = WholeExperiment(
     name="fig1",
     title="Figure 1: Top-1 stands still, RegTop-1 moves",
     about=(

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.options import check_integer, check_positive
 from regtopk.errors import ArgumentError
-from regtopk.experiments.experiment import Experiment, Progress, Summary
-from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.settings import check_device
 from regtopk.experiments.side_by_side import side_by_side
 from regtopk.experiments.threads import threads_for
 from regtopk.runs import Panel, Record
@@ -35,13 +36,13 @@ TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
 
 @dataclass(frozen=True)
 class Fig2Config:
-    """Settings of Figure 2; memory is 1.6 MB a seed at the default sizes.
+    """Settings of Figure 2; memory is 1.6 MB per seed at the default sizes.
 
     Args:
         num_seeds: data seeds 0 to num_seeds - 1.
         densities: S = k / J, each in (0, 1] and different.
         num_iterations: T.
-        lr: learning step length, > 0.
+        lr: learning rate, > 0.
         mu: RegTop-k's, > 0.
         num_workers: N.
         numel: J.
@@ -72,7 +73,7 @@ class Fig2Config:
     def __post_init__(self) -> None:
         """Check the settings."""
         for name in ("num_seeds", "num_iterations", "num_workers", "numel", "num_points", "record_every"):
-            check_count(name, getattr(self, name))
+            check_integer(name, getattr(self, name), at_least=1)
         for name in ("lr", "mu", "mean_variance", "model_variance", "noise_variance"):
             check_positive(name, getattr(self, name))
         for density in self.densities:
@@ -202,7 +203,7 @@ def _num_tracking(distances: list[float], dense: list[float]) -> int:
 
 
 def panels(config: Fig2Config) -> Sequence[Panel]:
-    """One a density: distance against iterations."""
+    """One for each density: distance against iterations."""
     return [
         Panel(
             title=f"S = {density}",
@@ -217,7 +218,7 @@ def panels(config: Fig2Config) -> Sequence[Panel]:
     ]
 
 
-FIG2 = Experiment(
+FIG2 = WholeExperiment(
     name="fig2",
     title="Figure 2: linear regression, distance to the optimum",
     about=(

@@ -39,7 +39,7 @@ class Images(NamedTuple):
     test_labels: Tensor
 
 
-def load_images(name: str, path: Path | None, device: str) -> Images:
+def load_images(name: str, path: Path | None, device: str | torch.device) -> Images:
     """Load a data set onto a device.
 
     Raises:
@@ -55,8 +55,17 @@ def load_images(name: str, path: Path | None, device: str) -> Images:
     return images._replace(train=images.train.float() / 255, test=images.test.float() / 255)
 
 
+def standardised(images: Images) -> Images:
+    """Pixels with mean 0 and variance 1 over the training images, channel by channel."""
+    over = [0, *range(2, images.train.dim())] if images.train.dim() > 2 else [0, 1]
+    mean, std = images.train.mean(over, keepdim=True), images.train.std(over, keepdim=True)
+    return images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
+
+
 def load_digits(path: Path | None) -> Images:
     """scikit-learn's digits: 1,797 images of 8 x 8, the last 360 of a fixed shuffle for the test."""
+    if path is not None:
+        raise ArgumentError(f"digits come with scikit-learn and take no data, got '{path}'")
     try:
         from sklearn import datasets
     except ImportError as error:
@@ -91,8 +100,8 @@ def _read_idx(folder: Path, name: str) -> Any:
             shape = np.frombuffer(content, ">i4", num_dims, offset=4)
             return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy()
     raise ArgumentError(
-        f"data path must be a folder with {name}[.gz] (Debian: apt install dataset-fashion-mnist, or give "
-        f"--data), got {folder}: {_found(folder)}"
+        f"data path must be a folder with {name}[.gz] (Debian: apt install dataset-fashion-mnist), "
+        f"got {folder}: {_found(folder)}"
     )
 
 
@@ -100,7 +109,7 @@ def load_cifar10(path: Path | None) -> Images:
     """CIFAR-10: 50,000 + 10,000 images of 3 x 32 x 32, from any of the three layouts."""
     if path is None:
         raise ArgumentError(
-            "cifar10 needs --data PATH: the archive's folder, an image folder or a packed file"
+            "data must be given for cifar10: the archive's folder, an image folder or a packed file"
         )
     if path.is_file() and path.suffix == ".npz":
         return _load_packed(path)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regtopk.core.options import check_integer, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
-from regtopk.experiments.experiment import Experiment, Progress, Summary
-from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.settings import check_device
 from regtopk.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -31,7 +32,7 @@ class ScalingConfig:
 
     Args:
         num_iterations: T.
-        lr: learning step length, > 0.
+        lr: learning rate, > 0.
         mu: RegTop-k's, > 0.
         slope: G'(1), finite; the paper's is 1.
         curvature: G'', >= 0 and finite.
@@ -47,7 +48,7 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_count("num_iterations", self.num_iterations)
+        check_integer("num_iterations", self.num_iterations, at_least=1)
         check_positive("lr", self.lr)
         check_positive("mu", self.mu)
         if not -torch.inf < self.slope < torch.inf:
@@ -155,7 +156,7 @@ def panels(config: ScalingConfig) -> Sequence[Panel]:
     )
 
 
-SCALING = Experiment(
+SCALING = WholeExperiment(
     name="scaling",
     title="Learning step scaling: waiting makes the step too long",
     about=(

@@ -1,13 +1,12 @@
 """Configurations of experiments: from `key=value` words to a checked, frozen dataclass."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 import torch
 
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 
 ConfigT = TypeVar("ConfigT")
@@ -26,16 +25,16 @@ def parse_settings(
         base: settings of a preset, which the words may change.
 
     Raises:
-        ArgumentError: a word without "=", an unknown key (the nearest one is named), a key given twice,
-            or a value that cannot be read or breaks its rule.
+        ArgumentError: a word without "=", an unknown key, a key given twice, or a value that cannot be read
+            or breaks its rule.
     """
     defaults: dict[str, Any] = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
     chosen: dict[str, Any] = {}
     for word in settings:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ArgumentError(f"--set must be key=value, got {word!r}")
-        check_word("--set key", key, defaults)
+            raise ArgumentError(f"setting must be key=value, got {word!r}")
+        check_choice("setting", key, defaults)
         if key in chosen:
             raise ArgumentError(f"each setting must be given once, got {key} twice")
         chosen[key] = _parse(key, text, defaults[key])
@@ -55,30 +54,35 @@ def _parse(key: str, text: str, default: Any) -> Any:
         raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
 
 
-def check_word(name: str, word: str, words: Iterable[str]) -> None:
-    """Refuse a word that is not among some; the nearest one is named."""
-    known = list(words)
-    if word not in known:
+def settings_of(config: Any) -> dict[str, Any]:
+    """A configuration as JSON has it, where tuples are lists."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(config).items()}
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Read "3" (three seeds: 0, 1, 2), "3,4,5", "2-6", or "3-3" for seed three alone ("3," is that too)."""
+    try:
+        if "," in text:
+            seeds = [int(word) for word in text.rstrip(",").split(",")]
+        elif "-" in text:
+            first, _, last = text.partition("-")
+            seeds = list(range(int(first), int(last) + 1))
+        else:
+            seeds = list(range(int(text)))
+    except ValueError:
+        seeds = []
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ArgumentError(
-            f"{name} must be one of {', '.join(known)}, got {word!r} {did_you_mean(word, known)}"
+            f"seeds must be a number of them, or different ones like 3,4,5 or 2-6, got {text!r}"
         )
+    return seeds
 
 
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The nearest of some words, as a question in brackets."""
-    return f"(did you mean {get_close_matches(word, words, n=1, cutoff=0.0)[0]!r}?)"
-
-
-def check_count(name: str, count: int) -> None:
-    """Refuse a count below 1."""
-    if count < 1:
-        raise ArgumentError(f"{name} must be an integer of at least 1, got {count}")
-
-
-def check_positive(name: str, number: float) -> None:
-    """Refuse a number that is not positive and finite."""
-    if not 0 < number < math.inf:
-        raise ArgumentError(f"{name} must be positive and finite, got {number}")
+def format_seeds(seeds: Sequence[int]) -> str:
+    """As `parse_seeds` reads them."""
+    if list(seeds) == list(range(len(seeds))):
+        return str(len(seeds))
+    return "".join(f"{seed}," for seed in seeds)
 
 
 def check_device(device: str) -> None:

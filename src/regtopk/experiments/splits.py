@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from regtopk.core.options import did_you_mean
 from regtopk.errors import ArgumentError
-from regtopk.experiments.settings import did_you_mean
 
 DEFAULTS = {"iid": None, "unequal": None, "sorted": 2.0, "dirichlet": 0.5}  # of the number after the colon
 UNEQUAL = ("unequal", "dirichlet")  # workers' sizes differ by intention, not by a remainder
@@ -17,7 +17,7 @@ def check_split(split: str) -> tuple[str, float]:
     kind, _, text = split.partition(":")
     if kind not in DEFAULTS:
         raise ArgumentError(
-            f"split must be iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA], got {split!r} "
+            f"split must be iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA], got {split!r}"
             f"{did_you_mean(kind, DEFAULTS)}"
         )
     default = DEFAULTS[kind]

@@ -1,11 +1,8 @@
-"""What methods are compared on: gradients of N simulated workers, and a number that says how good a model is.
+"""Small tasks: two toy workers, linear regression, and small networks on images."""
 
-A model is a flat vector; R seeds are R rows, and all workers of all seeds give their gradients in one call.
-"""
-
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,13 +17,14 @@ from regtopk.distributed.parameters import Parameters
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
 from regtopk.experiments.fig2 import Fig2Config, make_problems
-from regtopk.experiments.images import Images, load_images
+from regtopk.experiments.images import Images, load_images, standardised
 from regtopk.experiments.splits import batch_order, divide, weights_of
+from regtopk.experiments.task import Task
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What all tasks are made from; `data` is None where the task knows a place."""
+    """What all small tasks are made from; `data` is None where the task knows a place."""
 
     num_workers: int
     num_steps: int
@@ -34,35 +32,42 @@ class TaskConfig:
     split: str
     data: Path | None
     device: str
+    _images: dict[str, Images] = field(default_factory=dict, compare=False, repr=False)
+
+    def images(self, data_set: str) -> Images:
+        """A data set with standardised pixels, read once."""
+        if data_set not in self._images:
+            self._images[data_set] = standardised(load_images(data_set, self.data, self.device))
+        return self._images[data_set]
 
 
-class Task(ABC):
-    """A problem, for some seeds."""
+class SmallTask(Task):
+    """A task that fits in one call of torch."""
 
     metric: ClassVar[str]  # what `evaluate` gives
     is_better_higher: ClassVar[bool]
     defaults: ClassVar[dict[str, float]]  # num_workers, num_steps, batch_size, lr
-    layout: Layout
-    weights: list[list[float]]  # of the workers, for each seed
+    data_set: ClassVar[str] = ""  # what it is learned from, if anything is read
 
     def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+        if config.data is not None and not self.data_set:
+            raise ArgumentError(
+                f"data must be empty for a {type(self).__name__} task, which reads none, got '{config.data}'"
+            )
         self.config = config
+        self.num_workers = config.num_workers
         self.seeds = list(seeds)
 
-    @abstractmethod
-    def start(self) -> Tensor:
-        """The first models, (R, J)."""
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
+        """The one number that says how good a model is."""
+        return [{self.metric: value} for value in self.measure(models)]
 
     @abstractmethod
-    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Gradients (R, N, J), and the workers' mean loss (R,)."""
-
-    @abstractmethod
-    def evaluate(self, models: Tensor) -> list[float]:
+    def measure(self, models: Tensor) -> list[float]:
         """How good each model is."""
 
 
-class LinearRegression(Task):
+class LinearRegression(SmallTask):
     """Figure 2's regression: the distance from the optimum."""
 
     metric = "distance"
@@ -95,13 +100,13 @@ class LinearRegression(Task):
         """From zero, in float64."""
         return torch.zeros_like(self.problems.optimum[self.seeds])
 
-    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Full batches: A_n w - b_n."""
         moment = self.problems.moment[self.seeds]
         grads = (models.unsqueeze(1) @ self.problems.gram[self.seeds]).view(moment.shape) - moment
         return grads, self._distance(models)
 
-    def evaluate(self, models: Tensor) -> list[float]:
+    def measure(self, models: Tensor) -> list[float]:
         """||w - w*||."""
         distances: list[float] = self._distance(models).tolist()
         return distances
@@ -111,7 +116,7 @@ class LinearRegression(Task):
         return distance
 
 
-class Toy(Task):
+class Toy(SmallTask):
     """Figure 1's two workers, whose large entries cancel: the risk."""
 
     metric = "risk"
@@ -133,11 +138,11 @@ class Toy(Task):
         start = torch.tensor(toy.START, dtype=torch.float64, device=self.config.device)
         return start.repeat(len(self.seeds), 1)
 
-    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Of the logistic loss."""
         return torch.stack([toy.grads(model) for model in models]), self._risk(models)
 
-    def evaluate(self, models: Tensor) -> list[float]:
+    def measure(self, models: Tensor) -> list[float]:
         """F(w)."""
         risks: list[float] = self._risk(models).tolist()
         return risks
@@ -146,16 +151,15 @@ class Toy(Task):
         return torch.stack([toy.risk(model) for model in models])
 
 
-class Classification(Task):
+class Classification(SmallTask):
     """A small network on images: the test accuracy in percent."""
 
     metric = "accuracy"
     is_better_higher = True
-    data_set: ClassVar[str]
 
     def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
         super().__init__(config, seeds)
-        self.images = standardised(load_images(self.data_set, config.data, config.device))
+        self.images = config.images(self.data_set)
         divided = [divide(self.images.train_labels, config.num_workers, config.split, s) for s in seeds]
         orders = [
             batch_order(parts, config.batch_size, config.num_steps, seed)
@@ -182,7 +186,7 @@ class Classification(Task):
             models.append(nn.utils.parameters_to_vector(network.parameters()).detach())
         return torch.stack(models).to(self.config.device)
 
-    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Of each worker's own mini-batch."""
         rows = self.order[:, step]
         grads, losses = self._grads(models, self.images.train[rows], self.images.train_labels[rows])
@@ -190,7 +194,7 @@ class Classification(Task):
         return grads.detach(), (weights * losses.detach()).sum(-1)
 
     @torch.no_grad()
-    def evaluate(self, models: Tensor) -> list[float]:
+    def measure(self, models: Tensor) -> list[float]:
         """Percent of the test images."""
         accuracies = []
         for model in models:
@@ -209,13 +213,6 @@ class Classification(Task):
         }
         scores: Tensor = functional_call(self.network, parameters, (x,))
         return scores
-
-
-def standardised(images: Images) -> Images:
-    """Pixels with mean 0 and variance 1 over the training images, channel by channel."""
-    over = [0, *range(2, images.train.dim())] if images.train.dim() > 2 else [0, 1]
-    mean, std = images.train.mean(over, keepdim=True), images.train.std(over, keepdim=True)
-    return images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
 
 
 class Digits(Classification):
@@ -256,7 +253,7 @@ class Cifar10(Classification):
         return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[SmallTask]] = {
     "toy": Toy,
     "linreg": LinearRegression,
     "digits": Digits,

@@ -17,18 +17,19 @@ import torch.distributed as dist
 
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_value_code
+from regtopk.core.options import check_choice, check_integer, check_positive
 from regtopk.distributed.handshake import refuse_oracles
 from regtopk.distributed.options import Scope
 from regtopk.distributed.record import PHASES
 from regtopk.errors import ArgumentError, MissingExtraError
-from regtopk.experiments.digits import NUM_TRAIN, Training, load_digits
-from regtopk.experiments.experiment import Experiment, Progress, Summary
-from regtopk.experiments.launch import emit, launch
-from regtopk.experiments.methods import make_method
-from regtopk.experiments.settings import check_count, check_device, check_positive
+from regtopk.experiments.digits import NUM_TRAIN, RankTraining
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.images import load_images
+from regtopk.experiments.launch import emit, join_group, launch
+from regtopk.experiments.settings import check_device
+from regtopk.method import Method
 from regtopk.runs import Panel, Record
 
-DATASETS = ("digits",)
 TARGET = 95.0  # percent of the test digits: what "sent until" counts up to
 
 
@@ -37,18 +38,18 @@ class TrainConfig:
     """Settings of a training.
 
     Args:
-        algorithm: NAME[:OPTION=VALUE]..., one of `ALGORITHMS`; dense is trained beside it.
-        density: k / J in (0, 1].
-        value_code: how values are coded on the wire.
+        algorithm: NAME[:OPTION=VALUE]... of an algorithm; dense is trained beside it.
+        density: share of the entries that a worker sends, k / J in (0, 1].
+        value_code: how values travel.
         scope: what is selected over: model or bucket.
-        dataset: digits.
-        num_workers: N, processes on this machine, >= 2.
-        num_steps: T.
-        batch_size: digits a worker and step.
-        lr: learning step length, > 0.
-        num_seeds: seeds 0 to num_seeds - 1, of the first weights and of the batches.
+        dataset: what is learned: digits.
+        num_workers: how many processes on this machine, N >= 2.
+        num_steps: how many steps, T.
+        batch_size: digits per worker and step.
+        lr: learning rate, > 0.
+        num_seeds: how many seeds, from 0 on, of the first weights and of the batches.
         record_every: steps between records.
-        device: cpu (gloo) or cuda (NCCL, one GPU a worker).
+        device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
 
     algorithm: str = "regtopk"
@@ -70,14 +71,11 @@ class TrainConfig:
         check_value_code(self.value_code)
         if make_algorithm(self).name == "dense":
             raise ArgumentError(f"algorithm must not be dense, which is always there, got {self.algorithm!r}")
-        if self.scope not in ("model", "bucket"):
-            raise ArgumentError(f"scope must be model or bucket, got {self.scope!r}")
-        if self.dataset not in DATASETS:
-            raise ArgumentError(f"dataset must be one of {', '.join(DATASETS)}, got {self.dataset!r}")
+        check_choice("scope", self.scope, ("model", "bucket"))
+        check_choice("dataset", self.dataset, ("digits",))
         for name in ("num_steps", "batch_size", "num_seeds", "record_every"):
-            check_count(name, getattr(self, name))
-        if self.num_workers < 2:
-            raise ArgumentError(f"num_workers must be an integer of at least 2, got {self.num_workers}")
+            check_integer(name, getattr(self, name), at_least=1)
+        check_integer("num_workers", self.num_workers, at_least=2)
         if self.batch_size * self.num_workers > NUM_TRAIN:
             raise ArgumentError(
                 f"batch_size must be at most {NUM_TRAIN // self.num_workers} ({NUM_TRAIN} training digits, "
@@ -94,7 +92,7 @@ class TrainConfig:
 
 def make_algorithm(config: TrainConfig) -> Algorithm[Any]:
     """The algorithm, with those of the settings that it takes."""
-    return make_method(config.algorithm, density=config.density, value_code=config.value_code)
+    return Method.parse(config.algorithm).build(density=config.density, value_code=config.value_code)
 
 
 def run(config: TrainConfig, progress: Progress) -> Iterator[Record]:
@@ -125,7 +123,7 @@ def train_rank(settings: Mapping[str, Any]) -> None:
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+    join_group("nccl" if config.device == "cuda" else "gloo")
     train_both(config, device)
     gc.collect()  # the models go first: what still holds the group would keep its threads into Python's exit
     dist.destroy_process_group()
@@ -133,11 +131,11 @@ def train_rank(settings: Mapping[str, Any]) -> None:
 
 def train_both(config: TrainConfig, device: torch.device) -> None:
     """Dense, then the algorithm, on the group that there is."""
-    digits = load_digits(device)
+    digits = load_images("digits", None, device)
     for algorithm in (None, make_algorithm(config)):
         method = "dense" if algorithm is None else algorithm.name
         trainings = [
-            Training(
+            RankTraining(
                 digits,
                 algorithm,
                 scope=config.scope,
@@ -240,11 +238,11 @@ def panels(config: TrainConfig) -> Sequence[Panel]:
     )
 
 
-TRAIN = Experiment(
+TRAIN = WholeExperiment(
     name="train",
     title="Real training: processes, messages and bytes",
     about=(
-        "Processes on this machine, started by torch's launcher and joined by torch.distributed, train a "
+        "Processes on this machine, joined by torch.distributed, train a "
         "small network on scikit-learn's digits: once with DistributedDataParallel as it is (dense), once "
         "with one more line, regtopk.attach. Bytes are what each worker sends: the algorithm's messages, "
         "counted, and a ring all_reduce for dense. Times are medians; here processes talk through memory, so "

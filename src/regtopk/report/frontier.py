@@ -6,8 +6,9 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from regtopk.method import Method
 from regtopk.report.panels import LABEL_POINTS, label_log_axis
-from regtopk.report.style import INK, Style, without_option
+from regtopk.report.style import INK, Style
 from regtopk.runs import Run
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def best_lr_of(run: Run) -> set[str]:
     """The methods to draw: where several differ in lr only, the base or else the best of them."""
     base = run.summary.get("base")
     results = sorted(run.summary["results"], key=lambda r: (r["method"] == base, r["mean"]))
-    return set({without_option(r["method"], "lr"): r["method"] for r in results}.values())
+    return set({Method.read(r["method"]).without("lr"): r["method"] for r in results}.values())
 
 
 def frontier_inches(frontier: Frontier) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from regtopk.core.words import counted
+from regtopk.method import Method
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
     """
     families: dict[str, list[str]] = {}
     for method in sorted(methods, key=lambda method: (method != base, method not in METHODS)):
-        families.setdefault(method.partition(":")[0], []).append(method)
+        families.setdefault(Method.read(method).algorithm, []).append(method)
     styles, num_spare = {}, 0
-    for name in dict.fromkeys(method.partition(":")[0] for method in methods):
+    for name in dict.fromkeys(Method.read(method).algorithm for method in methods):
         for number, method in enumerate(families[name]):
             nth = number % len(DASHES)
             if number == 0 and name in METHODS:
@@ -79,7 +80,7 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
             elif nth == 0:
                 first = _spare(num_spare)
                 num_spare += 1
-            is_open = value_code and "value_code=" not in method
+            is_open = value_code and "value_code" not in Method.read(method).options
             label = label_of(f"{method}:value_code={value_code}" if is_open else method)
             label += " (base)" if method == base else ""
             styles[method] = replace(first if nth == 0 else _variant(first, nth), label=label)
@@ -98,23 +99,17 @@ def _spare(number: int) -> Style:
     return Style("", light, dark, DASHES[number // len(SPARE) % len(DASHES)])
 
 
-def label_of(method: str) -> str:
+def label_of(text: str) -> str:
     """What a method is called in print, shortly; anything else is called what it is."""
-    name, *options = method.split(":")
-    label = METHODS[name].label if name in METHODS else name
-    return ", ".join([label, *map(_short, options)])
+    method = Method.read(text)
+    label = METHODS[method.algorithm].label if method.algorithm in METHODS else method.algorithm
+    return ", ".join([label, *(_short(key, value) for key, value in method.words)])
 
 
-def _short(option: str) -> str:
-    key, _, value = option.partition("=")
+def _short(key: str, value: str) -> str:
     if key == "density":
         return f"{100 * float(value):g} %"
-    return value if key in SELF_EXPLAINING else option
-
-
-def without_option(method: str, key: str) -> str:
-    """A method's words but one: what variants that differ in that option alone have in common."""
-    return ":".join(word for word in method.split(":") if not word.startswith(f"{key}="))
+    return value if key in SELF_EXPLAINING else f"{key}={value}"
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from regtopk.errors import OutputError
@@ -58,16 +59,17 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def merge_seeds(records: Sequence[Record]) -> list[Record]:
-    """Merge records of single seeds, by method and step: what differs becomes a list, in order of the seeds.
+    """Merge records of single seeds, by method, density and step: what differs becomes a list, seed by seed.
 
-    None is left out of a list. Where a step was recorded twice, before and after a run was resumed, the
-    later record counts.
+    None is left out of a list, and bytes are averaged: figures draw against them. Where a step was recorded
+    twice, before and after a run was resumed, the later record counts.
     """
     if not records or "seed" not in records[0]:
         return list(records)
-    merged: dict[tuple[Any, Any], dict[int, Record]] = {}
+    merged: dict[tuple[Any, ...], dict[int, Record]] = {}
     for record in records:
-        merged.setdefault((record["method"], record["step"]), {})[record["seed"]] = record
+        key = record["method"], record.get("density"), record["step"]
+        merged.setdefault(key, {})[record["seed"]] = record
     return [_merge([by_seed[seed] for seed in sorted(by_seed)]) for by_seed in merged.values()]
 
 
@@ -77,6 +79,8 @@ def _merge(records: Sequence[Record]) -> Record:
         values = [record[name] for record in records if record.get(name) is not None]
         differs = any(value != values[0] for value in values)
         merged[name] = values if differs else values[0] if values else None
+        if differs and name.endswith("_bytes"):
+            merged[name] = fmean(values)
     return merged
 
 

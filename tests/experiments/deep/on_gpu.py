@@ -14,12 +14,13 @@ import torch
 
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.engine import Engine
-from regtopk.experiments.deep.examples import Examples, load_examples
+from regtopk.experiments.deep.examples import Examples
 from regtopk.experiments.deep.flat import flatten
 from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.experiments.deep.plan import first_params, make_engine
-from regtopk.experiments.deep.training import Training
-from regtopk.experiments.fig3 import record
+from regtopk.experiments.deep.task import DeepProblem
+from regtopk.experiments.fig3 import FIG3
+from regtopk.experiments.protocol import Run
+from regtopk.experiments.trainer import Trainer
 from regtopk.runs import read_records
 
 DEVICE = "cuda"
@@ -65,7 +66,7 @@ def a_graph_computes_what_plain_calls_do() -> None:
 
 
 def measured(config: DeepConfig, folder: Path, *, resume: bool = False) -> list[tuple[object, ...]]:
-    record(config, folder, command="regtopk reproduce fig3", resume=resume)
+    FIG3.record(config, folder, command="regtopk reproduce fig3", resume=resume)
     return sorted({tuple(r[name] for name in MEASURED) for r in read_records(folder)})
 
 
@@ -78,29 +79,28 @@ def deterministic_runs_are_the_same_bits() -> None:
         assert measured(config, Path(folder) / "again") == whole
         seen: list[str] = []
 
-        def say(fraction: float, words: str) -> None:
-            seen.extend([words] if words.endswith("%") else [])  # what was measured
+        def progress(fraction: float, words: str = "") -> None:
+            seen.extend([words] if ": accuracy" in words else [])  # what was measured
             if len(seen) == NUM_SEEN:
                 raise StopHereError
 
         parts = Path(folder) / "parts"
         with suppress(StopHereError):
-            record(config, parts, command="regtopk reproduce fig3", say=say)
+            FIG3.record(config, parts, command="regtopk reproduce fig3", progress=progress)
         assert 0 < len(read_records(parts)) < len(whole)
         assert measured(config, parts, resume=True) == whole
 
 
 def rounds_never_wait_for_the_device() -> None:
     config = replace(SMOKE, methods="dense,topk,regtopk:mu=1,dgc,consensus")
-    examples = load_examples(config.data_set, config.data, DEVICE, None)
-    engine = make_engine(config, examples, 1)
-    for method in config.parsed_methods:
-        start = first_params(config, examples, 0).view(1, -1)
-        training = Training(engine, config, method, density=0.01, start=start, seeds=[0])
-        training.run_until(3)
+    task = DeepProblem(config).task([0])
+    for method in config.plan.methods:
+        algorithm = config.build(Run(method, 0.01))
+        trainer = Trainer(task, algorithm, optimizer="sgd", lr=0.1, index_code="elias-fano")
+        trainer.run_until(3)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            training._round()
+            trainer.run_until(4)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

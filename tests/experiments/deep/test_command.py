@@ -33,16 +33,23 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
         (["fig3", "--preset", "papr"], "preset must be one of"),
         (["fig3", "--methods", "topq"], "algorithm must be one of"),
         (["fig3", "--set", "deterministic=maybe"], "deterministic must be true or false"),
-        (["fig3", "--preset", "smoke", "--set", "preset=paper"], "must be chosen with --preset"),
-        (["fig3"], "cifar10 needs --data PATH"),
+        (
+            ["fig3", "--preset", "smoke", "--set", "preset=paper"],
+            "preset must be chosen by the command's own words",
+        ),
+        (["fig3"], "data must be given for cifar10"),
         (["fig3", "--preset", "smoke", "--resume", "--force"], "give one of them, got both"),
         (["fig3", "--data", "nowhere.npz"], "nowhere.npz"),
-        (["fig3", "--preset", "finetune", "--weights", "nowhere.pt"], "cifar10 needs --data PATH"),
+        (["fig3", "--preset", "finetune", "--weights", "nowhere.pt"], "data must be given for cifar10"),
         (
             ["fig3", "--preset", "paper", "--weights", "published"],
             "weights 'published' are of efficientnet-lite0",
         ),
-        (["fig1", "--preset", "paper"], "belong to fig3, got one of them with 'fig1'"),
+        (["fig1", "--preset", "paper"], "preset must not be given for fig1, which has none, got 'paper'"),
+        (
+            ["fig1", "--methods", "topk"],
+            "one of num_iterations, lr, mu, device, got 'methods'",
+        ),
     ],
 )
 def test_bad_words_are_refused(tmp_path: Path, words: list[str], message: str) -> None:

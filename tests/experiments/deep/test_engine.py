@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from regtopk.algorithms import Dense
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples
 from regtopk.experiments.deep.flat import FlatWeights, flatten
-from regtopk.experiments.deep.method import Method
 from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.experiments.deep.training import Training
+from regtopk.experiments.deep.task import DeepTask
+from regtopk.experiments.trainer import Trainer
 
 
 def make_examples(num: int = 60) -> Examples:
@@ -89,14 +90,14 @@ def test_local_steps_send_what_they_say(sends: str) -> None:
     settings = {**PRESETS["smoke"], "local_steps": 3, "sends": sends, "num_workers": 2, "lr": 0.1}
     config = DeepConfig(preset="smoke", **settings)
     engine = Engine(networks[0], examples, num_workers=2, batch_size=20, has_own_weights=True)
-    method = Method.parse("dense", lr=0.1)
-    training = Training(engine, config, method, density=None, start=params, seeds=[0])
-    training.run_until(1)
+    task = DeepTask(config, engine, params, [0])
+    trainer = Trainer(task, Dense(), optimizer="sgd", lr=0.1, index_code="raw32")
+    trainer.run_until(1)
     messages = []
     for worker in range(2):
         local, grads = copy.deepcopy(networks[0]), []
         for step in range(3):
-            grads.append(plain_grad(local, examples, training._order[step, 0, worker])[0])
+            grads.append(plain_grad(local, examples, task.order[step, 0, worker])[0])
             views = FlatWeights(local, 1, torch.float32, torch.device("cpu")).views(grads[-1])
             with torch.no_grad():
                 for name, parameter in local.named_parameters():
@@ -105,14 +106,4 @@ def test_local_steps_send_what_they_say(sends: str) -> None:
         messages.append(sent.get(sends, params[0] - flatten(local)))
     lr = 1.0 if sends == "difference" else 0.1
     expected = params[0] - lr * (messages[0] + messages[1]) / 2
-    torch.testing.assert_close(training.params[0], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_double_softmax_is_one() -> None:
-    examples = make_examples()
-    networks, params = make_models(1)
-    engine = Engine(networks[0], examples, num_workers=1, batch_size=5, double_softmax=True)
-    rows = torch.arange(5).view(1, 1, 5)
-    scores = networks[0](examples.train[:5].permute(0, 3, 1, 2)).softmax(-1)
-    expected = F.cross_entropy(scores, examples.train_targets[:5]).detach()
-    torch.testing.assert_close(engine.grads(params, rows)[1][0, 0], expected)
+    torch.testing.assert_close(trainer.models[0], expected, rtol=1e-4, atol=1e-6)

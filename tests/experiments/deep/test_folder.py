@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.fig3 import record
+from regtopk.experiments.deep.task import DeepProblem
+from regtopk.experiments.fig3 import FIG3
 
 QUICK = DeepConfig(
     **{
@@ -26,37 +27,33 @@ QUICK = DeepConfig(
 
 
 def header_of(config: DeepConfig, folder: Path) -> dict[str, Any]:
-    record(config, folder, command="c")
+    FIG3.record(config, folder, command="c")
     header: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return header
 
 
 def test_a_run_in_progress_is_neither_joined_nor_replaced(tmp_path: Path) -> None:
-    def say(fraction: float, words: str) -> None:
+    def progress(fraction: float, words: str = "") -> None:
         for resume in (True, False):
             with pytest.raises(OutputError, match="must not be written by another process"):
-                record(QUICK, tmp_path, command="", resume=resume, force=not resume)
+                FIG3.record(QUICK, tmp_path, command="", resume=resume, force=not resume)
 
-    summary = record(QUICK, tmp_path, command="", say=say)
+    summary = FIG3.record(QUICK, tmp_path, command="", progress=progress)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
 def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    from regtopk.experiments import fig3
+    FIG3.record(QUICK, tmp_path, command="a")
 
-    record(QUICK, tmp_path, command="a")
-    load = fig3._load
+    def load_slowly(config: DeepConfig) -> DeepProblem:
+        problem = DeepProblem(config)
+        FIG3.record(replace(QUICK, methods="dense", seeds="5,"), tmp_path, command="b", resume=True)
+        return problem
 
-    def load_slowly(config: DeepConfig) -> Any:
-        examples = load(config)
-        monkeypatch.setattr(fig3, "_load", load)
-        record(replace(QUICK, methods="dense", seeds="5,"), tmp_path, command="b", resume=True)
-        return examples
-
-    monkeypatch.setattr(fig3, "_load", load_slowly)
-    record(replace(QUICK, methods="regtopk"), tmp_path, command="c", resume=True)
+    slow = replace(FIG3, load=load_slowly)
+    slow.record(replace(QUICK, methods="regtopk"), tmp_path, command="c", resume=True)
     header = json.loads((tmp_path / "config.json").read_text())
     assert header["command"].split() == ["a", "b", "c"]
     assert (header["config"]["methods"], header["config"]["seeds"]) == ("topk,dense,regtopk", "0,5,")
@@ -66,9 +63,9 @@ def test_bytes_too_few_for_a_method_leave_no_folder(tmp_path: Path) -> None:
     base = "topk:density=0.0001:index_code=raw32:value_code=float32"
     config = replace(QUICK, methods=f"{base},consensus", like="topk:0.0001:raw32:float32")
     with pytest.raises(
-        ArgumentError, match="bytes a step must be at least the smallest message of consensus"
+        ArgumentError, match="bytes per step must be at least the smallest message of consensus"
     ):
-        record(config, tmp_path / "out", command="")
+        FIG3.record(config, tmp_path / "out", command="")
     assert not (tmp_path / "out").exists()
 
 
@@ -98,7 +95,7 @@ def test_title_and_description_say_what_was_changed(tmp_path: Path) -> None:
     assert "Accuracy is the last evaluation on the test set" in plain["about"]
     assert "Batch norm is evaluated with the statistics of (up to) 2,000 training images" in plain["about"]
     coded = header_of(replace(QUICK, value_code="4bit", uniform_weights=True), tmp_path / "b")
-    assert coded["title"] == "Deep networks: smoke, uniform_weights, num_rounds=2, value_code=4bit"
+    assert coded["title"] == "Deep networks: smoke, value_code=4bit, uniform_weights, num_rounds=2"
     assert "mean of the last 2 evaluations" in coded["about"]
 
 
@@ -106,7 +103,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*given: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("regtopk.cli.fig3.record", interrupted)
+    monkeypatch.setattr("regtopk.experiments.comparison.Comparison.record", interrupted)
     words = ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)]
     nothing = CliRunner().invoke(app, words)
     assert (nothing.exit_code, nothing.stderr) == (130, "regtopk: interrupted\n")

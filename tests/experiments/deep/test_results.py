@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.deep.results import summarise
+from regtopk.experiments.fig3 import FIG3
 from regtopk.runs import Record
 
 BASE = "topk:density=0.01:index_code=raw32:value_code=float32"
@@ -55,7 +55,7 @@ def summary_of(finals: dict[str, list[float]], num_bytes: dict[str, float] | Non
         for seed, final in enumerate(own)
         for record in curve(method, seed, final, sizes.get(method, BUDGET))
     ]
-    return summarise(EQUAL_BYTES, records)
+    return FIG3.summarise(EQUAL_BYTES, records)
 
 
 def test_accuracy_is_the_mean_of_the_last_five_evaluations() -> None:
@@ -94,7 +94,7 @@ def test_what_sends_more_or_cannot_be_built_is_not_picked() -> None:
 def test_what_has_not_run_on_both_seeds_is_not_picked() -> None:
     records = [r for seed in (0, 1, 2) for r in curve(BASE, seed, 40.0) + curve("topk", seed, 50.0)]
     records += curve("consensus", 0, 90.0) + curve("consensus", 1, 90.0)[:-1]  # not finished
-    claim = summarise(EQUAL_BYTES, records)["claim"]
+    claim = FIG3.summarise(EQUAL_BYTES, records)["claim"]
     assert claim["method"] == "topk"
 
 
@@ -104,15 +104,15 @@ def test_without_fresh_seeds_nothing_is_claimed() -> None:
     assert finding == f"Within the bytes of {BASE}: {expected}"
 
 
-def test_what_was_picked_is_named_with_the_command_that_measures_it() -> None:
+def test_what_was_picked_is_named_with_how_to_measure_it() -> None:
     finals = {BASE: [40.0, 40.0], "topk": [50.0, 50.0], "consensus": [49.0, 49.0]}
     records = [r for m, own in finals.items() for s, final in enumerate(own) for r in curve(m, s, final)]
     for seed in (2, 3):  # of another than the best
         records += curve(BASE, seed, 40.0) + curve("consensus", seed, 49.0)
-    finding = summarise(EQUAL_BYTES, records)["finding"]
+    finding = FIG3.summarise(EQUAL_BYTES, records)["finding"]
     assert "consensus +9.0 points (95 % +9.0 … +9.0, 4 seeds)" in finding
-    command = f"--seeds 2-6 --methods {BASE},topk --resume."
-    assert finding.endswith(f"Best on seeds 0 and 1: topk; what it gains on fresh seeds tells {command}")
+    advice = f"run it and {BASE} on other seeds to measure its gain."
+    assert finding.endswith(f"Best on seeds 0 and 1: topk; {advice}")
 
 
 @pytest.mark.parametrize(
@@ -127,21 +127,22 @@ def test_what_was_picked_is_named_with_the_command_that_measures_it() -> None:
 def test_what_cannot_be_compared_is_said(methods: list[str], said: str) -> None:
     config = replace(EQUAL_BYTES, like="")
     records = [r for seed, method in enumerate(methods) for r in curve(method, seed, 50.0)]
-    assert summarise(config, records)["finding"] == said
+    assert FIG3.summarise(config, records)["finding"] == said
 
 
 def test_what_diverged_is_said() -> None:
     records = [r for method in ("topk", "regtopk") for seed in (0, 1) for r in curve(method, seed, 50.0)]
     lost = [{**r, "diverged": r["method"] == "regtopk"} for r in records]
-    finding = summarise(replace(EQUAL_BYTES, like=""), lost)["finding"]
+    finding = FIG3.summarise(replace(EQUAL_BYTES, like=""), lost)["finding"]
     assert finding.startswith("RegTop-k against Top-k (50.0 %): regtopk +0.0 points (2 seeds).")
     assert finding.endswith(" Diverged: regtopk (2 seeds).")
 
 
 def test_what_sends_more_is_not_said_to_be_within_the_bytes() -> None:
-    finals = {BASE: [40.0], "topk": [50.0], "dense": [60.0]}
-    finding = summary_of(finals, {"dense": 50.0 * BUDGET})["finding"]
-    assert "topk +10.0" in finding and "dense" not in finding
+    finals = {"topk": [50.0], BASE: [40.0], "dense": [60.0]}  # the base in whatever order
+    summary = summary_of(finals, {"dense": 50.0 * BUDGET})
+    assert summary["base"] == BASE
+    assert "topk +10.0" in summary["finding"] and "dense" not in summary["finding"]
 
 
 def test_two_seeds_have_no_interval() -> None:
@@ -155,7 +156,7 @@ def test_two_seeds_have_no_interval() -> None:
 def test_differences_are_of_the_seeds_that_both_have() -> None:
     records = [r for seed in (0, 1, 2) for r in curve(BASE, seed, 40.0 + seed)]
     records += [r for seed in (1, 2, 5) for r in curve("topk", seed, 45.0 + seed)]
-    found = {r["method"]: r["difference_from_topk"] for r in summarise(EQUAL_BYTES, records)["results"]}
+    found = {r["method"]: r["difference_from_topk"] for r in FIG3.summarise(EQUAL_BYTES, records)["results"]}
     assert found[BASE] is None
     assert found["topk"]["seeds"] == [1, 2] and found["topk"]["mean"] == pytest.approx(5)
 
@@ -179,7 +180,7 @@ def test_the_base_has_the_lr_that_is_best_for_it() -> None:
 def test_a_base_that_is_not_run_is_asked_for() -> None:
     summary = summary_of({"topk": [50.0] * 3})
     assert summary["base"] is None and summary["claim"] is None
-    assert f"not run yet: --methods {BASE}." in summary["finding"]
+    assert summary["finding"] == f"Not run yet: {BASE}, the method that all others are compared with."
 
 
 def test_the_published_advantage_is_judged_at_one_lr_against_plain_topk() -> None:
@@ -197,15 +198,15 @@ def test_the_published_advantage_is_judged_at_one_lr_against_plain_topk() -> Non
             for record in curve(method, seed, final + seed):
                 lr = 0.1 if "lr=" in method else 0.01
                 records.append({**record, "step": record["step"] * 36, "lr": lr})
-    summary = summarise(paper, records)
+    summary = FIG3.summarise(paper, records)
     assert summary["base"] == "topk"
     assert "does not show here: regtopk:mu=5 +0.2 points" in summary["finding"]
     assert "+14" not in summary["finding"]
-    few = summarise(paper, [r for r in records if r["seed"] < 2])
+    few = FIG3.summarise(paper, [r for r in records if r["seed"] < 2])
     start = "Published: 8.0 points over Top-k. Here, on too few seeds for a verdict: regtopk:mu=5 +0.2"
     assert few["finding"].startswith(start)
     other = DeepConfig(**{**PRESETS["paper"], "preset": "paper", "double_softmax": True})
-    assert summarise(other, records)["finding"].endswith(". Published, in its own setting: +8.0.")
+    assert FIG3.summarise(other, records)["finding"].endswith(". Published, in its own setting: +8.0.")
 
 
 def test_nothing_is_said_to_be_below_zero_that_rounds_to_it() -> None:

@@ -10,8 +10,8 @@ import torch
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.experiments.deep.training import Training
-from regtopk.experiments.fig3 import record
+from regtopk.experiments.fig3 import FIG3
+from regtopk.experiments.trainer import Trainer
 from regtopk.runs import read_records
 
 QUICK = DeepConfig(
@@ -29,12 +29,12 @@ QUICK = DeepConfig(
 def interrupt(config: DeepConfig, folder: Path) -> Path:
     """Stop a run in the middle; returns its checkpoint."""
 
-    def say(fraction: float, words: str) -> None:
+    def progress(fraction: float, words: str = "") -> None:
         if fraction == 0.75:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        record(config, folder, command="", say=say)
+        FIG3.record(config, folder, command="", progress=progress)
     (checkpoint,) = folder.glob("checkpoint-*.pt")
     return checkpoint
 
@@ -47,15 +47,15 @@ def test_a_slice_of_another_method_leaves_a_checkpoint_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(QUICK, tmp_path)
-    record(replace(QUICK, methods="dense"), tmp_path, command="", resume=True)
-    rounds, plain = [], Training._round
+    FIG3.record(replace(QUICK, methods="dense"), tmp_path, command="", resume=True)
+    rounds, plain = [], Trainer._step
 
-    def counted(self: Training) -> None:
-        rounds.append(self.num_rounds)
+    def counted(self: Trainer) -> None:
+        rounds.append(self.num_steps)
         plain(self)
 
-    monkeypatch.setattr(Training, "_round", counted)
-    record(QUICK, tmp_path, command="", resume=True)
+    monkeypatch.setattr(Trainer, "_step", counted)
+    FIG3.record(QUICK, tmp_path, command="", resume=True)
     assert rounds == [2, 3]  # after the checkpoint of round 2
     assert not list(tmp_path.glob("*.pt"))
 
@@ -68,8 +68,8 @@ def test_a_checkpoint_of_other_settings_is_not_gone_on_from(tmp_path: Path, has_
         interrupt(other, tmp_path / "new")
     (tmp_path / "new").mkdir(exist_ok=True)
     shutil.copy(checkpoint, tmp_path / "new")
-    record(other, tmp_path / "new", command="", resume=True)
-    record(other, tmp_path / "clean", command="")
+    FIG3.record(other, tmp_path / "new", command="", resume=True)
+    FIG3.record(other, tmp_path / "clean", command="")
     assert dict(losses_of(tmp_path / "new")) == dict(losses_of(tmp_path / "clean"))
     assert not list((tmp_path / "new").glob("checkpoint-*"))
 
@@ -78,9 +78,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     checkpoint = interrupt(QUICK, tmp_path)
     checkpoint.write_bytes(checkpoint.read_bytes()[:500])
     with pytest.raises(OutputError, match=rf"checkpoint must be whole, but {checkpoint} cannot be read: "):
-        record(QUICK, tmp_path, command="", resume=True)
+        FIG3.record(QUICK, tmp_path, command="", resume=True)
     checkpoint.unlink()
-    record(QUICK, tmp_path, command="", resume=True)
+    FIG3.record(QUICK, tmp_path, command="", resume=True)
     assert {step for step, _ in losses_of(tmp_path)} == {1, 2, 3, 4}
 
 
@@ -90,27 +90,21 @@ def test_other_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
         torch.save(NETWORKS["small-cnn"](10).state_dict(), tmp_path / "weights.pt")
         return str(tmp_path / "weights.pt")
 
-    record(replace(QUICK, weights=save_weights(0)), tmp_path / "run", command="")
+    FIG3.record(replace(QUICK, weights=save_weights(0)), tmp_path / "run", command="")
     other = replace(QUICK, methods="dense", weights=save_weights(1))
     with pytest.raises(OutputError, match=r"weights_sha256 must be '.*' as in the run that .* holds, got"):
-        record(other, tmp_path / "run", command="", resume=True)
+        FIG3.record(other, tmp_path / "run", command="", resume=True)
 
 
 def test_a_method_of_the_folder_in_other_words_is_refused(tmp_path: Path) -> None:
-    record(QUICK, tmp_path, command="")
+    FIG3.record(QUICK, tmp_path, command="")
     with pytest.raises(ArgumentError, match="methods must be different and at least one, got 'topk,topk:lr="):
-        record(replace(QUICK, methods="topk:lr=0.2"), tmp_path, command="", resume=True)
+        FIG3.record(replace(QUICK, methods="topk:lr=0.2"), tmp_path, command="", resume=True)
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    record(QUICK, tmp_path, command="")
-    monkeypatch.setattr("regtopk.experiments.fig3._load", lambda config: pytest.fail("read the data"))
+    FIG3.record(QUICK, tmp_path, command="")
     with pytest.raises(OutputError, match="must not hold a run"):
-        record(QUICK, tmp_path, command="")
-
-
-def test_text_has_no_classes_to_split_by() -> None:
-    with pytest.raises(ArgumentError, match="split must be iid, sorted or unequal for text"):
-        DeepConfig(**{**PRESETS["gpt"], "preset": "gpt", "split": "dirichlet:0.1"})
+        replace(FIG3, load=lambda config: pytest.fail("read the data")).record(QUICK, tmp_path, command="")

@@ -15,10 +15,11 @@ from regtopk.experiments.deep.flat import FlatWeights
 from regtopk.experiments.deep.networks import NETWORKS, load_weights
 from regtopk.experiments.deep.networks.efficientnet import published_weights
 from regtopk.experiments.deep.networks.norm import record_statistics
-from regtopk.experiments.deep.plan import first_params, make_engine, make_network
-from regtopk.experiments.deep.training import Training
-from regtopk.experiments.fig3 import record
+from regtopk.experiments.deep.task import DeepProblem, make_network
+from regtopk.experiments.fig3 import FIG3
+from regtopk.experiments.protocol import Run
 from regtopk.experiments.splits import batch_order, divide
+from regtopk.experiments.trainer import Trainer
 from regtopk.runs import read_records
 
 NUM_EXAMPLES = 60
@@ -46,21 +47,19 @@ def first_batch(examples: Examples, num: int) -> tuple[Tensor, Tensor]:
 
 def first_loss(config: DeepConfig) -> Tensor:
     """What the engine of these settings has as the loss of seed 0's first model on the first examples."""
-    examples = make_examples()
-    engine = make_engine(config, examples, 1)
+    problem = DeepProblem(config, make_examples())
     rows = torch.arange(config.batch_size).expand(1, config.num_workers, -1)
-    return engine.grads(first_params(config, examples, 0), rows)[1][0, 0]
+    return problem.engine(1).grads(problem.first_model(0), rows)[1][0, 0]
 
 
-def make_training(config: DeepConfig, examples: Examples) -> Training:
-    seeds, method = config.parsed_seeds, config.parsed_methods[0]
-    return Training(
-        make_engine(config, examples, len(seeds)),
-        config,
-        method,
-        density=config.density if method.takes_density else None,
-        start=torch.stack([first_params(config, examples, seed) for seed in seeds]),
-        seeds=seeds,
+def make_trainer(config: DeepConfig) -> Trainer:
+    method = config.plan.methods[0]
+    return Trainer(
+        DeepProblem(config, make_examples()).task(config.plan.seeds),
+        config.build(Run(method, config.density)),
+        optimizer=config.optimizer,
+        lr=config.lr,
+        index_code=config.index_code_of(method),
     )
 
 
@@ -82,14 +81,14 @@ def grads_of_seed(config: DeepConfig, examples: Examples, seed: int) -> tuple[li
 )
 def test_a_worker_weighs_what_its_shard_does_unless_all_weigh_the_same(split: str, is_uniform: bool) -> None:
     config, examples = make_config(split=split, uniform_weights=is_uniform, seeds="5,0"), make_examples()
-    training = make_training(config, examples)
-    training.run_until(1)
-    for params, seed in zip(training.params, config.parsed_seeds, strict=True):
+    trainer = make_trainer(config)
+    trainer.run_until(1)
+    for params, seed in zip(trainer.models, config.plan.seeds, strict=True):
         grads, sizes = grads_of_seed(config, examples, seed)
         assert len(set(sizes)) == (1 if split == "iid" else 3)
         weights = [1 / 3 if is_uniform else size / NUM_EXAMPLES for size in sizes]
         aggregate = torch.stack([w * g for w, g in zip(weights, grads, strict=True)]).sum(0)
-        expected = first_params(config, examples, seed) - LR * aggregate
+        expected = DeepProblem(config, examples).first_model(seed) - LR * aggregate
         torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -101,7 +100,7 @@ def test_a_method_with_an_lr_of_its_own_is_the_method_under_that_lr(
     for methods, lr in (("topk:lr=0.4", 0.2), ("topk", 0.4)):
         config = make_config(methods=methods, lr=lr, seeds="1", evaluate_every=1, **settings)
         folder = tmp_path / str(lr)
-        record(config, folder, command="")
+        FIG3.record(config, folder, command="")
         measured = ("step", "accuracy", "test_loss", "loss", "payload_bytes", "lr")
         runs.append([[one[name] for name in measured] for one in read_records(folder)])
     assert runs[0] == runs[1]
@@ -152,8 +151,8 @@ def test_norms_are_evaluated_by_the_statistics_asked_for(batch_statistics: bool)
     if not batch_statistics:
         record_statistics(network, examples.train.permute(0, 3, 1, 2))
     expected = F.cross_entropy(network(examples.test.permute(0, 3, 1, 2)), examples.test_targets)
-    engine = make_engine(config, examples, 1)
-    (quality,) = engine.evaluate(first_params(config, examples, 0).unsqueeze(0))
+    problem = DeepProblem(config, examples)
+    (quality,) = problem.engine(1).evaluate(problem.first_model(0).unsqueeze(0))
     assert quality.loss == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -175,7 +174,7 @@ def test_training_starts_from_the_weights_of_a_file_with_a_head_of_the_seed(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         own = NETWORKS[name](10)
-    first = FlatWeights(own, 1, torch.float32, CPU).views(first_params(config, make_examples(), 3))
+    first = FlatWeights(own, 1, torch.float32, CPU).views(DeepProblem(config, make_examples()).first_model(3))
     for key, tensor in in_file.named_parameters():
         expected = own.get_parameter(key) if key.startswith("fc.") else tensor
         assert torch.equal(first[key], expected), key
@@ -201,7 +200,7 @@ def test_no_setting_is_ignored(setting: dict[str, Any]) -> None:
     """What the tests above, and those of what is sent, do not compute by hand."""
     found = []
     for own in ({}, setting):
-        training = make_training(make_config(**{"methods": "topk", "seeds": "1", **own}), make_examples())
-        training.run_until(2)
-        found.append((training.payload_bytes, training.params.tolist()))
+        trainer = make_trainer(make_config(**{"methods": "topk", "seeds": "1", **own}))
+        trainer.run_until(2)
+        found.append((trainer.payload_bytes, trainer.models.tolist()))
     assert found[0] != found[1]

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.text import load_text, windows
-from regtopk.experiments.images import Images, load_images
-from regtopk.experiments.tasks import standardised
+from regtopk.experiments.images import Images, load_images, standardised
 
 DATA_SETS = ("cifar10", "digits", "text")
 NUM_FINGERPRINTED = 500  # images
@@ -43,7 +42,7 @@ class Examples(NamedTuple):
 
 
 class Pixels(NamedTuple):
-    """What images in 0..1 are shifted and scaled by: one number a channel, or one for all."""
+    """What images in 0..1 are shifted and scaled by: one number per channel, or one for all."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -59,8 +58,6 @@ def load_examples(data_set: str, data: str, device: str, pixels: Pixels | None =
         pixels: mean and standard deviation that a network expects; None: the images' own.
     """
     path = Path(data) if data else None
-    if path is not None and data_set == "digits":
-        raise ArgumentError(f"data must be empty for digits, which come with scikit-learn, got {data!r}")
     return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device, pixels)
 
 

@@ -7,13 +7,12 @@ from statistics import fmean
 from typing import Any
 
 from regtopk.core.words import counted
-from regtopk.experiments.compare_config import parse_like
 from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.results import LEAST_SEEDS
+from regtopk.method import Method
 
-LAST_EVALUATIONS = 5  # what a run's accuracy is the mean of
 MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
-LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
-FRESH_SEEDS = "2-6"  # suggested, to measure on what was picked on seeds 0 and 1
+NUM_PUBLISHED = 5  # how many of the figure's last points are averaged
 
 Result = dict[str, Any]
 
@@ -22,16 +21,19 @@ def finding(
     config: DeepConfig, results: Sequence[Result], base: str | None, claim: dict[str, Any] | None
 ) -> str:
     """The sentence, and after it what diverged."""
-    said = _at_equal_bytes(config, results, base, claim) if config.like else _by_rounds(config, results, base)
+    sentence = (
+        _at_equal_bytes(config, results, base, claim) if config.like else _by_rounds(config, results, base)
+    )
     lost = [f"{r['method']} ({counted(len(r['diverged']), 'seed')})" for r in results if r["diverged"]]
-    return f"{said} Diverged: {', '.join(lost)}." if lost else said
+    return f"{sentence} Diverged: {', '.join(lost)}." if lost else sentence
 
 
 def _at_equal_bytes(
     config: DeepConfig, results: Sequence[Result], base: str | None, claim: dict[str, Any] | None
 ) -> str:
     if base is None:
-        return f"What all are compared with is not run yet: --methods {_like_method(config)}."
+        label = Method.parse_like(config.like).label
+        return f"Not run yet: {label}, the method that all others are compared with."
     if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
         both = " and ".join(f"{claim['bytes_per_step'][claim[key]]:,.0f}" for key in ("method", "against"))
         return (
@@ -40,48 +42,42 @@ def _at_equal_bytes(
         )
     sizes = {r["method"]: r["payload_bytes_per_step"] for r in results}
     within = [r for r in _compared(results) if sizes[r["method"]] <= MOST_BYTES * sizes[base]]
-    said = f"Within the bytes of {base}: {_all_points(within) or 'nothing run'}."
+    sentence = f"Within the bytes of {base}: {_all_points(within) or 'nothing run'}."
     if claim is None:
-        return said
+        return sentence
     return (
-        f"{said} Best on seeds 0 and 1: {claim['method']}; what it gains on fresh seeds tells "
-        f"--seeds {FRESH_SEEDS} --methods {claim['against']},{claim['method']} --resume."
+        f"{sentence} Best on seeds 0 and 1: {claim['method']}; run it and {claim['against']} on other seeds "
+        "to measure its gain."
     )
 
 
 def _by_rounds(config: DeepConfig, results: Sequence[Result], base: str | None) -> str:
     """RegTop-k's variants against Top-k with the same lr."""
     topk = next((r for r in results if r["method"] == base), None)
-    ours = [r for r in results if r["method"].startswith("regtopk")]
+    ours = [r for r in results if Method.read(r["method"]).algorithm == "regtopk"]
     if topk is None or not ours:
         missing = [name for name, has in (("Top-k", topk is not None), ("RegTop-k", bool(ours))) if not has]
         return f"Not run yet: {' and '.join(missing)}."
     compared = [r for r in _compared(ours) if r["lr"] == topk["lr"]]
     if not compared:
         return f"RegTop-k and Top-k ({topk['mean']:.1f} %) have no seed and lr in common."
-    said, gap = _all_points(compared), published_gap()
+    points, gap = _all_points(compared), published_gap()
     if not config.is_as_published:
         is_related = config.preset in ("paper", "authors-script")
         published = f" Published, in its own setting: {gap:+.1f}." if is_related else ""
-        return f"RegTop-k against Top-k ({topk['mean']:.1f} %): {said}.{published}"
+        return f"RegTop-k against Top-k ({topk['mean']:.1f} %): {points}.{published}"
     judged = [r for r in compared if len(r["difference_from_topk"]["seeds"]) >= LEAST_SEEDS]
     if not judged:
-        return f"Published: {gap:.1f} points over Top-k. Here, on too few seeds for a verdict: {said}."
+        return f"Published: {gap:.1f} points over Top-k. Here, on too few seeds for a verdict: {points}."
     highest = max(r["difference_from_topk"]["high"] for r in judged)
     verdict = "does not show here" if highest < gap else "is not excluded here"
-    return f"The published advantage of {gap:.1f} points over Top-k {verdict}: {said}."
-
-
-def _like_method(config: DeepConfig) -> str:
-    """The words of the method whose bytes all of them have."""
-    name, density, index_code, value_code = parse_like(config.like)
-    return f"{name}:density={density:g}:index_code={index_code}:value_code={value_code}"
+    return f"The published advantage of {gap:.1f} points over Top-k {verdict}: {points}."
 
 
 def published_gap() -> float:
     """RegTop-k's accuracy less Top-k's in the paper's Figure 3, the mean of its last five points."""
     figure = published_figure()
-    pairs = zip(figure["regtopk"][-LAST_EVALUATIONS:], figure["topk"][-LAST_EVALUATIONS:], strict=True)
+    pairs = zip(figure["regtopk"][-NUM_PUBLISHED:], figure["topk"][-NUM_PUBLISHED:], strict=True)
     return fmean(own - base for own, base in pairs)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regtopk.errors import ArgumentError
 
-WINDOW = 129  # characters an example: 128 that are read, each with the one that follows
+WINDOW = 129  # characters per example: 128 that are read, each with the one that follows
 TEST_PART = 10  # the last tenth is kept for the test
 MOST_BYTES = 2_000_000  # of library sources
 

@@ -1,7 +1,7 @@
-"""Trainings in the middle, so that an interrupted run goes on to the same bits: one file a method."""
+"""Trainings in the middle, so that an interrupted run goes on to the same bits: one file for each method."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from regtopk.errors import OutputError
-from regtopk.experiments.deep.method import Method
-from regtopk.experiments.deep.training import Training
+from regtopk.experiments.trainer import Trainer
 
-_PATTERN = "checkpoint-*"  # one a method, so that a slice of others leaves them
+_PATTERN = "checkpoint-*"  # one for each method, so that a slice of others leaves them
 
 
 class Checkpoints:
-    """Those of a results folder.
+    """The checkpoints in a results folder.
 
     Args:
         folder: of the results.
-        settings: what all of its runs share; a checkpoint of other settings is not gone on from.
+        settings: what all of its runs share; a checkpoint of other settings is not used.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -32,20 +31,20 @@ class Checkpoints:
         for path in self._folder.glob(_PATTERN):
             path.unlink()
 
-    def save(self, training: Training, method: Method, seeds: list[int], time_s: float) -> None:
+    def save(self, trainer: Trainer, method: str, seeds: Sequence[int], time_s: float) -> None:
         """Keep where a training stands, and how long it took to get there."""
-        state = {"run": self._run(method, seeds), "time_s": time_s, **training.state_dict()}
+        state = {"run": self._run(method, seeds), "time_s": time_s, **trainer.state_dict()}
         path = self._path(method)
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
-    def load(self, training: Training, method: Method, seeds: list[int]) -> float:
+    def load(self, trainer: Trainer, method: str, seeds: Sequence[int]) -> float:
         """Go on from a checkpoint, if there is one of this run; returns the time that it had taken."""
         path = self._path(method)
         if not path.exists():
             return 0.0
         try:
-            state = torch.load(path, map_location=training.params.device, weights_only=True)
+            state = torch.load(path, map_location=trainer.models.device, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise OutputError(
@@ -54,15 +53,15 @@ class Checkpoints:
             ) from error
         if state["run"] != self._run(method, seeds):
             return 0.0
-        training.load_state_dict(state)
+        trainer.load_state_dict(state)
         return float(state["time_s"])
 
-    def remove(self, method: Method) -> None:
+    def remove(self, method: str) -> None:
         """A finished training needs none."""
         self._path(method).unlink(missing_ok=True)
 
-    def _path(self, method: Method) -> Path:
-        return self._folder / f"{_PATTERN[:-1]}{sha256(method.label.encode()).hexdigest()[:12]}.pt"
+    def _path(self, method: str) -> Path:
+        return self._folder / f"{_PATTERN[:-1]}{sha256(method.encode()).hexdigest()[:12]}.pt"
 
-    def _run(self, method: Method, seeds: list[int]) -> dict[str, Any]:
-        return {**self._settings, "method": method.label, "seeds": seeds}
+    def _run(self, method: str, seeds: Sequence[int]) -> dict[str, Any]:
+        return {**self._settings, "method": method, "seeds": list(seeds)}

@@ -1,0 +1,244 @@
+"""Methods and seeds on one task, in slices: any methods and seeds, each adding its runs to the same folder.
+
+A (method, seed) that is finished there is never run again, and one that was interrupted goes on from its last
+evaluation.
+"""
+
+import math
+import os
+import platform
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regtopk._version import __version__
+from regtopk.core.words import counted
+from regtopk.experiments.budget import runs_at_densities, runs_at_equal_bytes
+from regtopk.experiments.checkpoints import Checkpoints
+from regtopk.experiments.experiment import Experiment, Mode, Progress, Summary
+from regtopk.experiments.protocol import Protocol, ProtocolT, Run
+from regtopk.experiments.results import is_finished
+from regtopk.experiments.settings import check_device
+from regtopk.experiments.task import Quality, Task
+from regtopk.experiments.threads import threads_for
+from regtopk.experiments.trainer import Trainer
+from regtopk.method import Method
+from regtopk.runs import Record, RunWriter, check_holds_no_run, read_records
+
+Group = tuple[Run, list[int]]  # a method, and the seeds of it that are trained at once
+
+
+class Problem(ABC):
+    """What a configuration's tasks have in common: the data, and the number of entries J."""
+
+    numel: int
+
+    @abstractmethod
+    def task(self, seeds: Sequence[int]) -> Task:
+        """The task of some seeds."""
+
+    def probe(self) -> Task:
+        """The task that payloads are measured on: the same for all slices."""
+        return self.task([0])
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """What tells its data from others of the same name."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Experiment[ProtocolT]):
+    """An experiment that compares methods over seeds.
+
+    Args:
+        load: reads the data; what cannot be run is refused here, before anything is written.
+        extras: further fields of a record, such as what was published.
+    """
+
+    load: Callable[[ProtocolT], Problem]
+    extras: Callable[[ProtocolT, Method, int], Record] = field(default=lambda config, method, step: {})
+
+    def _record(
+        self, config: ProtocolT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+    ) -> Summary:
+        """Run what of a slice is not yet in the folder; summarise all that is there."""
+        force, resume = mode
+        if not (resume or force):
+            check_holds_no_run(folder)  # before the data are read, which takes long
+        recorded = read_records(folder) if resume else []
+        replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
+        methods = [method for method in config.plan.methods if _is_open(config, method, recorded)]
+        check_device(config.device)
+        problem = self.load(config) if methods else None
+        contents = problem.contents if problem else {}
+        header["config"] |= contents
+        shared = {**config.shared, **contents}
+        with _kernels(config.deterministic), threads_for(problem.numel if problem else 0):
+            runs = _plan(config, methods, problem) if problem else []  # bytes may be too few for one of them
+            with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
+                checkpoints = Checkpoints(folder, shared)
+                if not writer.is_continued:
+                    checkpoints.clear()
+                done = read_records(folder)
+                writer.configure(_all_slices(config, done))
+                groups = _groups(config, runs, done)
+                if problem:
+                    for new in self._run(config, problem, checkpoints, groups, done, progress):
+                        writer.add(new)
+                summary = self.summarise(config, read_records(folder))
+                writer.finish(summary)
+        return summary
+
+    def _run(
+        self,
+        config: ProtocolT,
+        problem: Problem,
+        checkpoints: Checkpoints,
+        groups: Sequence[Group],
+        done: Sequence[Record],
+        progress: Progress,
+    ) -> Iterator[Record]:
+        metric = config.plan.metric
+        for place, (run, seeds) in enumerate(groups):
+            label = run.method.label
+            progress(place / len(groups), f"{label}, training")
+            lr = _lr(config, problem, run, done)
+            for new in _train(config, problem.task(seeds), run, lr, checkpoints):
+                fraction = (place + new["step"] / config.plan.stops[-1]) / len(groups)
+                progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
+                yield {**new, **self.extras(config, run.method, new["step"])}
+
+
+def _all_slices(config: Protocol, records: Sequence[Record]) -> dict[str, Any]:
+    """The settings that name the methods and seeds of this slice, and of the slices before."""
+    labels = [*(record["method"] for record in records), *(m.label for m in config.plan.methods)]
+    seeds = sorted({*(record["seed"] for record in records), *config.plan.seeds})
+    return config.with_slices(list(dict.fromkeys(labels)), seeds)
+
+
+def _is_open(config: Protocol, method: Method, records: Sequence[Record]) -> bool:
+    """Whether anything of a method is still to be run."""
+    runs = [Run(method, None)] if config.is_at_equal_bytes else runs_at_densities(config, [method])
+    return bool(_groups(config, runs, records))
+
+
+def _groups(config: Protocol, runs: Sequence[Run], records: Sequence[Record]) -> list[Group]:
+    """What is still to be run: methods, each with the seeds that are trained at once."""
+    groups = []
+    for run in runs:
+        seeds = [seed for seed in config.plan.seeds if not is_finished(config, records, run, seed)]
+        for first in range(0, len(seeds), config.plan.num_at_once):
+            groups.append((run, seeds[first : first + config.plan.num_at_once]))
+    return groups
+
+
+def _plan(config: Protocol, methods: Sequence[Method], problem: Problem) -> list[Run]:
+    if not config.is_at_equal_bytes:
+        return runs_at_densities(config, methods)
+    is_open = any(method.takes_density or method.with_budget(1) is not method for method in methods)
+    if not is_open:  # nothing to find out
+        return [Run(method, None) for method in methods]
+    return runs_at_equal_bytes(config, methods, problem.probe())
+
+
+def _lr(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> float:
+    """The method's own; of several the one of an earlier slice, or the best on a seed that is not counted."""
+    if run.method.lr is not None or len(config.plan.lrs) == 1:
+        return run.method.lr or config.plan.lrs[0]
+    for record in done:
+        if record["method"] == run.method.label and record["density"] == run.density:
+            return float(record["lr"])
+    tuning = problem.task([max(config.plan.seeds) + 1])
+    quality: dict[float, float] = {}
+    for lr in config.plan.lrs:
+        records = list(_train(config, tuning, run, lr))
+        final = math.fsum(r[config.plan.metric] for r in records[-config.plan.num_last :])
+        sign = 1 if config.plan.is_better_higher else -1
+        quality[lr] = -math.inf if records[-1]["diverged"] else sign * final
+    return max(quality, key=lambda lr: quality[lr])
+
+
+def _train(
+    config: Protocol, task: Task, run: Run, lr: float, checkpoints: Checkpoints | None = None
+) -> Iterator[Record]:
+    """Train one method's seeds to the end, from where a checkpoint of them stands."""
+    trainer = Trainer(
+        task,
+        config.build(run),
+        optimizer=config.optimizer,
+        lr=lr,
+        index_code=config.index_code_of(run.method),
+    )
+    is_exact = config.device == "cpu" or config.deterministic
+    kept = checkpoints if is_exact else None
+    spent_s = kept.load(trainer, run.name, task.seeds) if kept else 0.0
+    start = time.perf_counter()
+    for stop in config.plan.stops:
+        if stop < trainer.num_steps or stop == trainer.num_steps > 0:
+            continue
+        trainer.run_until(stop)
+        qualities = trainer.evaluate()
+        time_s = spent_s + time.perf_counter() - start
+        yield from _records(config, trainer, run, qualities, time_s)
+        if kept:
+            kept.save(trainer, run.name, task.seeds, time_s)
+    if kept:
+        kept.remove(run.name)
+
+
+def _records(
+    config: Protocol, trainer: Trainer, run: Run, qualities: list[Quality], time_s: float
+) -> Iterator[Record]:
+    """One for each seed; the time of seeds that are trained at once is shared evenly."""
+    method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
+    losses, payloads, diverged = trainer.take_losses(), trainer.payload_bytes, trainer.is_diverged
+    for place, seed in enumerate(seeds):
+        yield {
+            "method": method.label,
+            "algorithm": method.algorithm,
+            "options": dict(method.options),
+            "seed": seed,
+            "step": trainer.num_steps,
+            **qualities[place],
+            "loss": losses[place],
+            "density": config.recorded_density(run, algorithm, trainer.task.layout.numel),
+            "value_code": getattr(algorithm, "value_code", None),
+            "index_code": config.index_code_of(method),
+            "lr": trainer.lr,
+            "payload_bytes": payloads[place],
+            "diverged": diverged[place],
+            "time_s": time_s / len(seeds),
+            "compress_s": trainer.compress.total_s / len(seeds),
+            "side_by_side": len(seeds),
+            "hardware": hardware(config.device),
+            "software": f"regtopk {__version__}, torch {torch.__version__}",
+        }
+
+
+def hardware(device: str) -> str:
+    """What a run ran on."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
+
+
+@contextmanager
+def _kernels(deterministic: bool) -> Iterator[None]:
+    """Reproducible kernels if asked for, fast ones otherwise."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+    was = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0])
+        torch.backends.cudnn.benchmark = was[1]

@@ -1,0 +1,205 @@
+"""A deep training as a task: the data, the first models, and what workers send after their local steps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from regtopk.core.algorithm import WithDensity
+from regtopk.core.worker import Layout, Worker
+from regtopk.errors import ArgumentError
+from regtopk.experiments.budget import NUM_STEPS
+from regtopk.experiments.comparison import Problem
+from regtopk.experiments.deep.config import PUBLISHED, DeepConfig
+from regtopk.experiments.deep.engine import Engine
+from regtopk.experiments.deep.examples import Examples, load_examples
+from regtopk.experiments.deep.flat import flatten
+from regtopk.experiments.deep.networks import NETWORKS, PIXELS
+from regtopk.experiments.deep.networks.efficientnet import published_weights
+from regtopk.experiments.deep.networks.weights import load_weights
+from regtopk.experiments.protocol import Run
+from regtopk.experiments.splits import batch_order, divide, weights_of
+from regtopk.experiments.task import Task
+
+
+class DeepTask(Task):
+    """Rounds of local steps of N workers, for R seeds.
+
+    Args:
+        config: of the training.
+        engine: gives gradients and judges models; shared with other tasks of as many seeds.
+        start: the first models (R, J).
+        seeds: R of them: of the shards and of the batches.
+    """
+
+    is_loss_averaged: ClassVar[bool] = True
+
+    def __init__(self, config: DeepConfig, engine: Engine, start: Tensor, seeds: Sequence[int]) -> None:
+        self.config = config
+        self.engine = engine
+        self.seeds = list(seeds)
+        self.num_workers = config.num_workers
+        self.layout = engine.layout
+        self._start = start
+        shards = [divide(engine.examples.labels, config.num_workers, config.split, seed) for seed in seeds]
+        num_steps = config.num_rounds * config.local_steps
+        self.order = torch.stack(
+            [batch_order(own, config.batch_size, num_steps, s) for own, s in zip(shards, seeds, strict=True)],
+            1,
+        ).to(start.device)  # (T H, R, N, B)
+        self.weights = [None if config.uniform_weights else weights_of(own, config.split) for own in shards]
+
+    def start(self) -> Tensor:
+        """The same for all methods of a seed."""
+        return self._start.clone()
+
+    def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
+        """What the workers send after round `step`, and their mean loss at its last local step."""
+        messages, losses = self._local_steps(models, step, lr)
+        return messages, losses.double().mean(-1)
+
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
+        """Accuracy in percent and mean loss, on the test examples."""
+        return [{"accuracy": q.accuracy, "test_loss": q.loss} for q in self.engine.evaluate(models)]
+
+    def outer_lr(self, lr: float) -> float:
+        """Differences of parameters are taken as they are."""
+        return 1.0 if self.config.sends == "difference" else lr
+
+    def _local_steps(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
+        """What the workers send, (R, N, J), and their losses at the last local step, (R, N)."""
+        num, first = self.config.local_steps, step * self.config.local_steps
+        if num == 1 and self.config.sends != "difference":
+            return self.engine.grads(models, self.order[first])
+        start = models.unsqueeze(1)
+        local = start.repeat(1, self.num_workers, 1)
+        total = torch.zeros_like(local) if self.config.sends == "mean-gradient" else None
+        for row in range(first, first + num):
+            grads, losses = self.engine.grads(local, self.order[row])
+            local.sub_(grads, alpha=lr)
+            if total is not None:
+                total.add_(grads, alpha=1 / num)
+        if total is not None:
+            return total, losses
+        return (start - local if self.config.sends == "difference" else grads), losses
+
+
+class DeepProblem(Problem):
+    """The examples on their device, and one engine for each number of seeds at once.
+
+    Args:
+        config: of the training.
+        examples: what is learned; None: read them as the configuration says.
+
+    Raises:
+        ArgumentError: something does not fit: the network, the split, or a method's k.
+    """
+
+    def __init__(self, config: DeepConfig, examples: Examples | None = None) -> None:
+        self.config = config
+        pixels = PIXELS.get(config.network)
+        self.examples = examples or load_examples(config.data_set, config.data, config.device, pixels)
+        self.numel = _num_entries(config.network, self.examples.num_classes)
+        self._engines: dict[int, Engine] = {}
+        self._tasks: dict[tuple[int, ...], DeepTask] = {}
+        check_takes(config, self.examples)
+        check_fits(config, self.examples.labels, self.numel)
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Another file under the same name is another start."""
+        found, path = {"examples": self.examples.fingerprint}, weights_file(self.config)
+        if path is not None:
+            found["weights_sha256"] = sha256(path.read_bytes()).hexdigest()[:16]
+        return found
+
+    def task(self, seeds: Sequence[int]) -> DeepTask:
+        """Made once for each choice of seeds."""
+        key = tuple(seeds)
+        if key not in self._tasks:
+            start = torch.stack([self.first_model(seed) for seed in seeds])
+            self._tasks[key] = DeepTask(self.config, self.engine(len(seeds)), start, seeds)
+        return self._tasks[key]
+
+    def probe(self) -> DeepTask:
+        """Of seed 0: plain gradients, without a graph, which would be captured for a few calls."""
+        one_step = {"num_rounds": NUM_STEPS, "local_steps": 1, "sends": "mean-gradient"}
+        config = replace(self.config, **one_step, num_branches=0, compiled=False)  # type: ignore[arg-type]
+        return DeepProblem(config, self.examples).task([0])
+
+    def engine(self, num_models: int) -> Engine:
+        """What all methods share, for so many seeds at once."""
+        config = self.config
+        if num_models not in self._engines:
+            self._engines[num_models] = Engine(
+                make_network(config, self.examples.num_classes, seed=0),
+                self.examples,
+                num_models=num_models,
+                num_workers=config.num_workers,
+                batch_size=config.batch_size,
+                dtype=torch.bfloat16 if config.precision == "bfloat16" else torch.float32,
+                has_own_weights=config.local_steps > 1 or config.sends == "difference",
+                double_softmax=config.double_softmax,
+                image_size=config.image_size,
+                batch_statistics=config.batch_statistics,
+                num_branches=config.num_branches * num_models,
+                is_compiled=config.compiled and config.device == "cuda",
+            )
+        return self._engines[num_models]
+
+    def first_model(self, seed: int) -> Tensor:
+        """The parameters every method of a seed starts from, (J,)."""
+        network = make_network(self.config, self.examples.num_classes, seed)
+        return flatten(network).to(self.examples.train.device)
+
+
+def make_network(config: DeepConfig, num_classes: int, seed: int) -> nn.Module:
+    """The network as it starts: its own initialisation by seed, or given weights with a new head."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = NETWORKS[config.network](num_classes)
+    path = weights_file(config)
+    if path is not None:
+        load_weights(network, path, replace_head=True)
+    return network
+
+
+def weights_file(config: DeepConfig) -> Path | None:
+    """Where the weights to start from are; None: from scratch."""
+    if config.weights == PUBLISHED:
+        return published_weights()
+    return Path(config.weights) if config.weights else None
+
+
+def check_takes(config: DeepConfig, examples: Examples) -> None:
+    """Refuse a network that does not take these examples."""
+    network = make_network(config, examples.num_classes, config.plan.seeds[0])
+    try:
+        with torch.no_grad():
+            network.to(config.device)(examples.read(examples.train[:2], config.image_size, torch.float32))
+    except (RuntimeError, ArgumentError) as error:
+        raise ArgumentError(
+            f"network must take examples of data_set {config.data_set!r}, got {config.network!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def check_fits(config: DeepConfig, labels: Tensor, numel: int) -> None:
+    """Refuse a split that these examples do not have, and a k that is larger than the network."""
+    divide(labels, config.num_workers, config.split, config.plan.seeds[0])
+    anyone = torch.ones(()), torch.zeros((), dtype=torch.int64), config.num_workers, 0
+    worker = Worker(*anyone, Layout.anonymous(numel))
+    for method in config.plan.methods:
+        algorithm = config.build(Run(method, config.density))
+        if isinstance(algorithm, WithDensity):
+            algorithm.num_selected(worker)
+
+
+def _num_entries(network: str, num_classes: int) -> int:
+    """J, without making the weights."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in NETWORKS[network](num_classes).parameters())

@@ -1,0 +1,195 @@
+"""Models of several seeds trained by one method, side by side where the method allows it."""
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.link import Link
+from regtopk.experiments.task import Quality, Task
+from regtopk.simulate import Cluster
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+}
+LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
+
+
+class Trainer:
+    """R models (R, J), their optimizer, and the clusters that aggregate what their workers send.
+
+    A seed whose loss, gradients or model are not finite any more has diverged: it keeps its last finite
+    model, and the others go on. This is computed on the device, so that the host never waits for a GPU.
+
+    Args:
+        task: gives gradients and judges models.
+        algorithm: run by every seed's workers.
+        optimizer: one of `OPTIMIZERS`.
+        lr: learning rate.
+        index_code: how indices are counted.
+    """
+
+    def __init__(
+        self, task: Task, algorithm: Algorithm[Any], *, optimizer: str, lr: float, index_code: str
+    ) -> None:
+        self.task = task
+        self.algorithm = algorithm
+        self.models = task.start()
+        self.num_steps = 0
+        is_alike = all(weights == task.weights[0] for weights in task.weights)
+        is_batch = is_alike and "replicates" in algorithm.promises
+        self.clusters = [
+            Cluster(
+                algorithm,
+                num_workers=task.num_workers,
+                weights=weights,
+                layout=task.layout,
+                index_code=index_code,
+                link=LINK,
+                is_checked=False,  # what is not finite is looked for here
+            )
+            for weights in (task.weights[:1] if is_batch else task.weights)
+        ]
+        self.lr = lr
+        self.compress = Timer(self.models.device)
+        self._optimizer = OPTIMIZERS[optimizer]([self.models], lr=task.outer_lr(lr))
+        self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
+        self._losses: Tensor | None = None  # of the last step
+        self._loss_sum: Tensor | None = None  # since they were last taken
+        self._num_summed = 0
+        self._seen: list[Quality] = [{} for _ in task.seeds]  # the last finite numbers of each seed
+
+    def run_until(self, step: int) -> None:
+        """Train up to a step."""
+        while self.num_steps < step:
+            self._step()
+
+    def evaluate(self) -> list[Quality]:
+        """How good each seed's model is; a number that is not finite is replaced by the last finite one."""
+        now = self.task.evaluate(self.models)
+        is_lost = [not all(map(math.isfinite, quality.values())) for quality in now]
+        self._is_diverged |= torch.tensor(is_lost, device=self.models.device)
+        self._seen = [
+            {name: value if math.isfinite(value) else seen.get(name) for name, value in quality.items()}
+            for seen, quality in zip(self._seen, now, strict=True)
+        ]
+        return self._seen
+
+    def take_losses(self) -> list[float | None]:
+        """Training loss of each seed: the mean since this was last asked, or that of the last step."""
+        if self._losses is None or self._loss_sum is None:  # before the first step
+            losses = self.task.grads(self.models, self.num_steps, self.lr)[1]
+        else:
+            losses = self._loss_sum / self._num_summed if self.task.is_loss_averaged else self._losses
+        self._loss_sum, self._num_summed = None, 0
+        return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
+
+    @property
+    def payload_bytes(self) -> list[float]:
+        """What a worker has contributed so far, on average, for each seed."""
+        found = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters]).flatten()
+        counts: list[float] = found.expand(len(self.models)).tolist()
+        return counts
+
+    @property
+    def is_diverged(self) -> list[bool]:
+        """Which seeds diverged."""
+        flags: list[bool] = self._is_diverged.tolist()
+        return flags
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on later, after losses were taken."""
+        return {
+            "models": self.models,
+            "num_steps": self.num_steps,
+            "is_diverged": self._is_diverged,
+            "losses": self._losses,
+            "seen": self._seen,
+            "compress_s": self.compress.total_s,
+            "optimizer": self._optimizer.state_dict(),
+            "clusters": [cluster.state_dict() for cluster in self.clusters],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` saved."""
+        self.models.copy_(state["models"])
+        self.num_steps = state["num_steps"]
+        self._is_diverged.copy_(state["is_diverged"])
+        self._losses = state["losses"]
+        self._seen = state["seen"]
+        self.compress = Timer(self.models.device, spent_s=state["compress_s"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for cluster, own in zip(self.clusters, state["clusters"], strict=True):
+            cluster.load_state_dict(own)
+
+    def _step(self) -> None:
+        grads, losses = self.task.grads(self.models, self.num_steps, self.lr)
+        self._is_diverged |= ~torch.isfinite(losses) | ~torch.isfinite(grads.sum((1, 2)))
+        grads = grads.masked_fill_(self._is_diverged[:, None, None], 0.0)
+        before = self.models.clone()
+        with self.compress:
+            self.models.grad = self._aggregate(grads)
+        self._report(losses)
+        self._optimizer.step()
+        self._is_diverged |= ~torch.isfinite(self.models.sum(-1))
+        self.models.copy_(self.models.where(~self._is_diverged[:, None], before))
+        self._count(losses)
+        self.num_steps += 1
+
+    def _aggregate(self, grads: Tensor) -> Tensor:
+        if len(self.clusters) == 1:
+            return self.clusters[0].step(grads if len(grads) > 1 else grads[0]).reshape(self.models.shape)
+        return torch.stack([cluster.step(own) for cluster, own in zip(self.clusters, grads, strict=True)])
+
+    def _report(self, losses: Tensor) -> None:
+        if self.algorithm.listens:
+            own = [losses.mean()] if len(self.clusters) == 1 else losses
+            for cluster, loss in zip(self.clusters, own, strict=True):
+                cluster.report(loss=float(loss))
+
+    def _count(self, losses: Tensor) -> None:
+        kept = losses if self._losses is None else self._losses
+        self._losses = losses.where(~self._is_diverged, kept)
+        self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
+        self._num_summed += 1
+
+
+class Timer:
+    """Adds up the time of `with` blocks; on a GPU by events, without waiting for it."""
+
+    def __init__(self, device: torch.device, spent_s: float = 0.0) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._pairs: list[tuple[Any, Any]] = []
+        self._total_s = spent_s
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_cuda:
+            self._pairs.append((self._start, self._now()))
+        else:
+            self._total_s += self._now() - self._start
+
+    @property
+    def total_s(self) -> float:
+        """Seconds so far; waits for the GPU."""
+        if self._pairs:
+            torch.cuda.synchronize()
+            self._total_s += sum(start.elapsed_time(end) for start, end in self._pairs) / 1e3
+            self._pairs.clear()
+        return self._total_s
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

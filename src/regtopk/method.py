@@ -1,0 +1,157 @@
+"""A method: an algorithm with its options, and with what belongs to its run.
+
+A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1" or
+"adaptive:algorithm=consensus:seed=1". The words are read here and nowhere else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.codes import check_index_code, check_value_code
+from regtopk.core.options import check_choice, check_positive
+from regtopk.errors import ArgumentError
+
+SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
+ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
+START = 0.01  # the density that an adaptive method starts from, unless told
+Option = int | float | bool | str | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm with its options, its learning rate and its index code.
+
+    ``score=regtopk`` gives an algorithm RegTop-k's score; mu, reference and q then belong to the score.
+    ``algorithm=NAME`` says which algorithm an adaptive one adapts; other options may belong to that one.
+
+    Args:
+        label: the words.
+        algorithm: name of the algorithm.
+        options: of the algorithm, as the words say them.
+        lr: learning rate; None: that of the experiment.
+        index_code: how indices travel; None: that of the experiment.
+    """
+
+    label: str
+    algorithm: str
+    options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+    lr: float | None = None
+    index_code: str | None = None
+
+    @classmethod
+    def read(cls, label: str) -> "Method":
+        """Split the words without checking them; text that is no method has no options."""
+        name, *words = label.split(":")
+        if not all("=" in word for word in words):
+            return cls(label, label)
+        options = {key: _value(text) for key, text in cls(label, name).words}
+        lr: Any = options.pop("lr", None)
+        index_code: Any = options.pop("index_code", None)
+        return cls(label, name, options, lr, index_code)
+
+    @classmethod
+    def parse(cls, label: str) -> "Method":
+        """Split the words and check them.
+
+        Raises:
+            ArgumentError: an unknown algorithm or option, or a value that breaks its rule.
+        """
+        method = cls.read(label)
+        if ":" in method.algorithm:
+            raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {label!r}")
+        if isinstance(method.lr, str):
+            raise ArgumentError(f"lr must be a number, got {label!r}")
+        if method.lr is not None:
+            check_positive("lr", method.lr)
+        if method.index_code is not None:
+            check_index_code(method.index_code)
+        method._arguments()
+        return method
+
+    @classmethod
+    def parse_like(cls, like: str) -> "Method":
+        """Read NAME:DENSITY:INDEX_CODE:VALUE_CODE: the method whose bytes all others may send."""
+        words = like.split(":")
+        if len(words) != 4:
+            raise ArgumentError(f"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got {like!r}")
+        name, density, index_code, value_code = words
+        try:
+            check_density(float(density))
+        except ValueError:
+            raise ArgumentError(f"like must name a density in (0, 1], got {like!r}") from None
+        check_value_code(value_code)
+        return cls.parse(f"{name}:density={density}:index_code={index_code}:value_code={value_code}")
+
+    @property
+    def takes_density(self) -> bool:
+        """Whether the algorithm takes a density that the words leave open."""
+        return "density" in self._known and not {"density", "k"} & set(self.options)
+
+    def build(self, *, density: float | None, value_code: str | None) -> Algorithm[Any]:
+        """The algorithm; a density and a value code are used where it takes them and the words have none."""
+        arguments = self._arguments()
+        if density is not None and self.takes_density:
+            arguments["density"] = density
+        if value_code is not None and "value_code" in self._known:
+            arguments.setdefault("value_code", value_code)
+        if "algorithm" in self._known:
+            arguments["algorithm"] = arguments["algorithm"].build(density=START, value_code=value_code)
+        return ALGORITHMS[self.algorithm](**arguments)
+
+    def with_budget(self, bytes_per_step: float) -> "Method":
+        """The method told a budget, if it is one that keeps to a budget by itself and has no other aim."""
+        if "bytes_per_step" not in self._known or {"bytes_per_step", "target_error"} & set(self.options):
+            return self
+        return Method.parse(f"{self.label}:bytes_per_step={bytes_per_step:.0f}")
+
+    @property
+    def words(self) -> list[tuple[str, str]]:
+        """All options in the order and the spelling of the label."""
+        pairs = (word.partition("=") for word in self.label.removeprefix(self.algorithm).split(":")[1:])
+        return [(key, text) for key, _, text in pairs]
+
+    def without(self, option: str) -> str:
+        """The words but one: what variants that differ in that option alone have in common."""
+        return ":".join([self.algorithm, *(f"{key}={text}" for key, text in self.words if key != option)])
+
+    def is_same(self, other: "Method") -> bool:
+        """Whether two methods differ in their label at most."""
+        return replace(self, label="") == replace(other, label="")
+
+    @property
+    def _known(self) -> set[str]:
+        return {f.name for f in fields(ALGORITHMS[self.algorithm])}
+
+    def _arguments(self) -> dict[str, Any]:
+        """What the algorithm's class is called with; an adapted algorithm is still a `Method`."""
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        known, given = self._known, dict(self.options)
+        arguments: dict[str, Any] = {}
+        if "score" in given:
+            if given.pop("score") != "regtopk" or "score" not in known:
+                raise ArgumentError(
+                    f"score must be 'regtopk', of an algorithm that takes one, got {self.label!r}"
+                )
+            own = {key: given.pop(key) for key in list(given) if key in SCORE_OPTIONS and key not in known}
+            arguments["score"] = PosteriorScore(**own)  # type: ignore[arg-type]
+        if "algorithm" in known:
+            name = str(given.pop("algorithm", ADAPTED))
+            own = {key: given.pop(key) for key in list(given) if key not in known}
+            arguments["algorithm"] = Method(self.label, name, own)
+            arguments["algorithm"]._arguments()
+        for key in given:
+            check_choice(f"option of {self.algorithm}", key, known)
+        return {**arguments, **given}
+
+
+def _value(text: str) -> Option:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
