@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from regtopk.errors import RegtopkError
+from regtopk.method import Method
 from regtopk.report import columns_of, format_number, heading_of
-from regtopk.report.style import hardware_and_time, label_of, without_option
+from regtopk.report.style import hardware_and_time, label_of
 from regtopk.runs import Run, read_run
 
 
@@ -19,7 +20,7 @@ def as_markdown(folder: Path) -> str:
     head = [heading_of(name) or "method" for name in columns]
     lines = [_finding(run), "", f"| {' | '.join(head)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        method = _label(run, without_option(row["measure"], "lr"))  # the learning rate has a column
+        method = _label(run, Method.read(row["measure"]).without("lr"))  # the learning rate has a column
         cells = [method, *(format_number(row.get(name)) for name in columns[1:])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", hardware_and_time(run.summary)]).lstrip() + "\n"
@@ -35,7 +36,7 @@ def _finding(run: Run) -> str:
 def _label(run: Run, method: str) -> str:
     """A method's name; at equal bytes it tells how values are coded."""
     config = run.header["config"]
-    is_open = config["like"] and "value_code=" not in method
+    is_open = config["like"] and "value_code" not in Method.read(method).options
     return label_of(f"{method}:value_code={config['value_code']}" if is_open else method)
 
 
