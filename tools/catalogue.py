@@ -102,8 +102,8 @@ def catalogue() -> str:
     head = f"""# Algorithms
 
 Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`. The
-[README](../README.md#which-to-use-when) says which to try first. [add-an-algorithm.md](add-an-algorithm.md) says
-how to write one.
+[README](../README.md#which-to-use-when) says which to try first, and
+[add-an-algorithm.md](add-an-algorithm.md) how to write one.
 
 How to read the sections:
 
