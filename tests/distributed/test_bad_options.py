@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed import Options, handshake
+from regtopk.distributed import handshake
+from regtopk.distributed.options import Options
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
@@ -134,6 +135,9 @@ def test_an_option_that_does_not_exist(option: str, question: str) -> None:
     with pytest.raises(TypeError) as refused:
         regtopk.attach(net, TOPK, **options)  # type: ignore[arg-type]
     assert str(refused.value) == f"attach() got an unexpected option {option!r}{question}"
+    with pytest.raises(TypeError) as refused:
+        regtopk.SparseHookState(net, TOPK, **options)
+    assert str(refused.value) == f"SparseHookState() got an unexpected option {option!r}{question}"
     question = "" if option == "scpoe" else question  # which an Exchange has not
     with pytest.raises(TypeError) as refused:
         regtopk.Exchange(net, TOPK, **options)  # type: ignore[arg-type]

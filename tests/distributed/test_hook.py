@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed import Options
 from regtopk.distributed.options import Scope
 from regtopk.errors import ClusterError
 from tests.distributed.ranks import Ranks
@@ -51,8 +50,8 @@ def register_and_attach(scope: Scope) -> list[Any]:
     for by_hand in (True, False):
         model = ddp(**SMALL_BUCKETS)
         if by_hand:
-            options = Options(scope=scope, index_code="rice")
-            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, options)
+            options = {"scope": scope, "index_code": "rice"}
+            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, **options)
             model.register_comm_hook(exchange, regtopk.sparse_hook)
         else:
             exchange = regtopk.attach(model, ALGORITHM, scope=scope, index_code="rice")

@@ -31,6 +31,5 @@ of exchange *has* a `Steps` and feeds it tensors by name.
 from regtopk.distributed.checkpoint import merge_state_dicts
 from regtopk.distributed.ddp import SparseHookState, attach, sparse_hook
 from regtopk.distributed.exchange import Exchange
-from regtopk.distributed.options import Options
 
-__all__ = ["Exchange", "Options", "SparseHookState", "attach", "merge_state_dicts", "sparse_hook"]
+__all__ = ["Exchange", "SparseHookState", "attach", "merge_state_dicts", "sparse_hook"]

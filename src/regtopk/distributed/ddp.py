@@ -9,6 +9,7 @@ every rank.
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, is_world, new_group_like
 from regtopk.distributed.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos
+from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos, refuse_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
@@ -36,17 +37,18 @@ _attached: "WeakSet[DistributedDataParallel]" = WeakSet()
 class SparseHookState(ExchangeBase):
     """The state of `sparse_hook`, for those who register hooks themselves.
 
-    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001), Options(scope="bucket"))
+    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001), scope="bucket")
     >>> ddp_model.register_comm_hook(state, sparse_hook)
 
-    `regtopk.distributed.Options` holds the options of `attach`. The model's backward makes the steps.
+    It takes the options of `attach`. The model's backward makes the steps.
     """
 
-    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options | None = None) -> None:
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], **options: Any) -> None:
+        refuse_typos("SparseHookState", options, [field.name for field in fields(Options)])
         ddp = _wrapped(model)
         parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
         collectives = Collectives(ddp.process_group)
-        steps = Steps(parameters, algorithm, collectives, options or Options(), "regtopk.attach")
+        steps = Steps(parameters, algorithm, collectives, Options(**options), "regtopk.attach")
         super().__init__(steps)
         self._warn_of_one_rank()
         self._may_drop = bool(ddp.find_unused_parameters)
@@ -210,7 +212,7 @@ def attach(
     ddp = _wrapped(model)
     if ddp in _attached:
         raise ClusterError("attach must be called once for a model: this one is attached already")
-    state = SparseHookState(ddp, algorithm, options)
+    state = SparseHookState(ddp, algorithm, **vars(options))
     try:
         ddp.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The options that `attach` and `Exchange` share, and the rules they are checked by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -75,9 +75,14 @@ def names_typos(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for option in kwargs:
-            if option not in known:
-                raise TypeError(f"{name}() got an unexpected option {option!r}{did_you_mean(option, known)}")
+        refuse_typos(name, kwargs, known)
         return function(*args, **kwargs)
 
     return checked
+
+
+def refuse_typos(call: str, given: Iterable[str], known: list[str]) -> None:
+    """Refuse an option that a call does not have, and name the nearest one that it has."""
+    for option in given:
+        if option not in known:
+            raise TypeError(f"{call}() got an unexpected option {option!r}{did_you_mean(option, known)}")
