@@ -1,6 +1,5 @@
 """How work is timed: by elapsed time, or by the processor time it takes where workers share processors."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,13 +46,15 @@ class Bench:
 
     def typical(self, function: Callable[[], Any]) -> float:
         """How long a function takes as a rule."""
-        return typical(lambda: self.seconds(function))
+        return typical(lambda: {"work": self.seconds(function)})["work"]
 
 
-def typical(run: Callable[[], float]) -> float:
-    """The median of what a few runs return, after one to warm up; of fewer if that is long."""
+def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The median of each phase's seconds in a few runs, after one to warm up; in fewer if that is long."""
     run()
-    times: list[float] = []
-    while len(times) < _NUM_REPEATS and (len(times) < 2 or math.fsum(times) < _ENOUGH_S):
+    times: list[dict[str, float]] = []
+    spent_s = 0.0
+    while len(times) < _NUM_REPEATS and (len(times) < 2 or spent_s < _ENOUGH_S):
         times.append(run())
-    return median(times)
+        spent_s += sum(times[-1].values())
+    return {phase: median(seconds[phase] for seconds in times) for phase in times[0]}
