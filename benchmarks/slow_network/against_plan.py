@@ -7,8 +7,8 @@ and what work costs on that machine when N workers share it, in slow-network-cal
     regtopk plan --params 11173962 --workers N --bandwidth 100Mbit --step-time 50ms --local-workers N \
         --threads 1 --all --recalibrate --calibration benchmarks/results/slow-network-calibration-N.json
 
-(but for the line "peer-topk", which no calibration has any more: the seconds of torch.topk and an index_add_ on
-4 million entries, measured later than the rest).
+(but for the line "peer-topk", which no calibration has any more: the seconds of torch.topk and an index_add_
+on 4 million entries, measured later than the rest).
 
     python -m benchmarks.slow_network.against_plan [--into docs/when-it-pays.md]
 """

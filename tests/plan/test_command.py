@@ -69,7 +69,7 @@ def test_a_table_and_the_answer() -> None:
     rows = [line.split() for line in out.splitlines() if line.startswith(" ")]
     names = [row[0] for row in rows if row]
     assert (
-        names[0] == "method" and names[2] == "dense" and names.count("regtopk") == names.count("dense") == 1
+        names[0] == "density" and names[3] == "dense" and names.count("regtopk") == names.count("dense") == 1
     )
     assert "rank 2" in out
     assert "Compression pays with 4 workers at 100 Mbit/s: " in out and "it pays, above it does not." in out
@@ -178,14 +178,14 @@ def test_a_kept_calibration_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_the_cache_lacks_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write_calibration(Machine().path, without="exchange")
+    write_calibration(Machine().path, "exchange", "quantise 4bit", "move all_gather")
     code, out, err = invoke("--params", "1M", *LINK)
     assert code == 0 and "fp16" in out and "measuring what work costs on this machine" in err
     assert Calibration.read(Machine().path).lines.keys() == calibration().lines.keys()
 
 
 def test_what_a_given_calibration_lacks_is_left_out_with_a_note() -> None:
-    write_calibration(Path("costs.json"), without="select dgc")
+    write_calibration(Path("costs.json"), "select dgc")
     found = plan(*SMALL)
     assert "dgc" not in {row["name"] for row in found["methods"]}
     assert "Left out, since this calibration has not measured all of their work: dgc." in found["notes"]

@@ -6,7 +6,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.link import Link
 from regtopk.errors import ArgumentError, StateError
 from regtopk.plan.costs import Calibration, Line
-from regtopk.plan.methods import DENSE, FP16, PEER, POWERSGD, Method, planned_methods
+from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, planned_methods
 from regtopk.plan.predict import WIRE_BYTES_PER_BYTE, Situation, find_break_even, make_plan, predict
 from regtopk.plan.workload import Workload
 from tests.plan.made_up import calibration
@@ -79,7 +79,7 @@ def test_payload_is_the_size_of_the_message() -> None:
 def test_every_method_can_be_predicted_for_few_and_many_workers() -> None:
     methods = planned_methods(every=True)
     assert len(methods) == len(set(methods)) > 200
-    assert {m.name for m in methods} >= {"dense", "fp16", "powersgd", PEER, "regtopk", "consensus", "sketch"}
+    assert {m.name for m in methods} >= {"dense", "fp16", "powersgd", "regtopk", "consensus", "sketch"}
     for num_workers in (2, 3, 4096):
         for method in methods:
             assert step_s(method, situation(num_workers=num_workers), costs()) > 0
@@ -153,8 +153,8 @@ def test_what_was_not_measured_is_left_out() -> None:
 def test_by_default_what_one_would_try_first_is_planned() -> None:
     names = {method.name for method in planned_methods()}
     assert names == {"dense", "fp16", "powersgd", "topk", "regtopk", "consensus", "dgc"}
-    assert {m.name for m in planned_methods(every=True)} == {*ALGORITHMS, "fp16", "powersgd", PEER} - {
-        "global-topk"  # which peeks
+    assert {m.name for m in planned_methods(every=True)} == {*ALGORITHMS, "fp16", "powersgd"} - {
+        "global-topk"
     }
 
 
