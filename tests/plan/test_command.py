@@ -50,7 +50,6 @@ def test_json() -> None:
     assert 1e8 < found["break_even_bits_per_s"] < 1e11
     names = {row["name"] for row in found["methods"]}
     assert names == {"dense", "fp16", "powersgd", "topk", "regtopk", "consensus", "dgc"}
-    assert {row["name"] for row in plan(*SMALL, "--all")["methods"]} > names
     assert {row["collective"] for row in found["methods"]} == {"all_reduce", "all_gather", "split"}
     dense = next(row for row in found["methods"] if row["name"] == "dense")
     assert dense["speedup"] == 1
@@ -113,16 +112,8 @@ def test_a_model_measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "plan_zoo.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    model = (
-        "--model",
-        "plan_zoo:network",
-        "--workers",
-        "2",
-        "--bandwidth",
-        "1.5G",
-        "--calibration",
-        "costs.json",
-    )
+    words = "--model plan_zoo:network --workers 2 --bandwidth 1.5G --calibration costs.json"
+    model = words.split()
     found = plan(*model, "--measure", "--input-shape", "8,30")
     assert found["inputs"]["params"] == 620 and found["inputs"]["step_time_s"] > 0
     assert plan(*model, "--step-time", "1ms")["inputs"]["params"] == 620
@@ -140,14 +131,12 @@ def test_a_model_measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--step-time", "0ms"], "step time must be a time above 0 such as"),
         (["--params", "many"], "params must be a whole number of at least 1"),
         (["--workers", "1"], "workers must be an integer of at least 2, got 1"),
-        (["--density", "0.1,2"], "density must be numbers in (0, 1] with commas, got '0.1,2'"),
+        (["--workers", "1000001"], "workers must be at most 1,000,000, got 1,000,001"),
+        (["--density", "0.1,2"], "density must be numbers in (0, 1], separated by commas, got '0.1,2'"),
         (["--scope", "layer"], "scope must be one of model, bucket, got 'layer'"),
         (["--memory", "big"], "memory must be a size above 0"),
         (["--local-workers", "0"], "local_workers must be an integer of at least 1, got 0"),
-        (
-            ["--model", "os:getcwd"],
-            "give --params or --model, got both",
-        ),
+        (["--model", "os:getcwd"], "give --params or --model, got both"),
         (["--measure"], "give --step-time, or --model with --measure, got both"),
         (["--calibration", "/nowhere.json"], "calibration must be readable"),
     ],

@@ -75,15 +75,6 @@ def test_it_is_planned() -> None:
     assert rows["4bit"]["payload_bytes"] == 2 * part and rows["4bit"]["collective"] == "split"
 
 
-def test_an_older_calibration_leaves_it_out_with_a_note() -> None:
-    write_calibration(Path("costs.json"), f"select {NAME}")
-    answer = CliRunner().invoke(app, [*WORDS, *LINK])
-    assert answer.exit_code == 0, answer.output
-    found = json.loads(answer.stdout)
-    assert NAME not in {row["name"] for row in found["methods"]}
-    assert any(note.endswith(f"has not measured all of their work: {NAME}.") for note in found["notes"])
-
-
 def test_more_workers_may_ask_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "chatty", Chatty)
     asked = probe("chatty", 0.5, "4bit").requests

@@ -4,7 +4,7 @@ import pytest
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.link import Link
-from regtopk.errors import ArgumentError, StateError
+from regtopk.errors import StateError
 from regtopk.plan.costs import Calibration, Line
 from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, planned_methods
 from regtopk.plan.predict import WIRE_BYTES_PER_BYTE, Situation, find_break_even, make_plan, predict
@@ -130,14 +130,6 @@ def test_a_random_support_is_predicted_but_not_advised() -> None:
     assert found.best.method == REGTOPK
 
 
-def test_what_does_not_fit_the_memory_is_left_out() -> None:
-    found = make_plan(situation(num_workers=4096), costs(), planned_methods(), 1e9)
-    assert found.too_large and all(p.memory_bytes > 1e9 for p in found.too_large)
-    assert all(p.memory_bytes <= 1e9 for p in found.predictions)
-    names = {p.method.name for p in found.too_large}
-    assert "regtopk" in names and DENSE not in {p.method for p in found.too_large}
-
-
 def test_what_was_not_measured_is_left_out() -> None:
     older = costs()
     del older.lines["select dgc"], older.lines["split decode 4bit"]
@@ -166,10 +158,3 @@ def test_one_row_per_method_dense_first_and_then_by_time() -> None:
     assert times == sorted(times)
     labels = [p.method.label for p in rows]
     assert len(labels) == len(set(labels)) and "dense, coded" in labels
-
-
-def test_bad_situations() -> None:
-    with pytest.raises(ArgumentError, match="workers must be an integer of at least 2, got 1"):
-        situation(num_workers=1)
-    with pytest.raises(ArgumentError, match="scope must be one of model, bucket, got 'layer'"):
-        situation(scope="layer")

@@ -26,29 +26,27 @@ from regtopk.report import write_report
 @say_errors
 def plan(
     context: typer.Context,
-    bandwidth: Annotated[str, typer.Option(help="Of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
-    workers: Annotated[int, typer.Option(help="How many.")],
-    params: Annotated[str | None, typer.Option(help="Parameters of the model: 124M, 11173962.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
+    workers: Annotated[int, typer.Option(help="Number of workers.")],
+    params: Annotated[str | None, typer.Option(help="Number of parameters: 124M, 11173962.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="PKG.MODULE:CALLABLE", help="Or what returns the model, or it and its inputs."),
+        typer.Option(metavar="PKG.MODULE:CALLABLE", help="Returns the model, or it and its inputs."),
     ] = None,
     latency: Annotated[str, typer.Option(help="One way, half a ping: 50us, 10ms.")] = "0",
     step_time: Annotated[
-        str | None, typer.Option(help="Of one worker's step without communication: 85ms.")
+        str | None, typer.Option(help="One worker's step without communication: 85ms.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure that here, with --model.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the step time here.")] = False,
     input_shape: Annotated[
-        str | None, typer.Option(help="Of the model's input, for --measure: 20,3,32,32.")
+        str | None, typer.Option(help="Shape of the model's input, for --measure: 20,3,32,32.")
     ] = None,
-    density: Annotated[str, typer.Option(help="Shares of the entries sent; several with commas.")] = ",".join(
-        map(str, DENSITIES)
-    ),
+    density: Annotated[str, typer.Option(help="Shares of entries to send.")] = ",".join(map(str, DENSITIES)),
     scope: Annotated[str, typer.Option(help="model, or bucket, which overlaps with backward.")] = "model",
     local_workers: Annotated[int, typer.Option(help="How many workers share a machine like this.")] = 1,
-    threads: Annotated[int, typer.Option(help="Of each; 0 for torch's own number.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads per worker; 0 for torch's own number.")] = 0,
     memory: Annotated[
-        str | None, typer.Option(help="What a worker may use for messages; this machine's if not given.")
+        str | None, typer.Option(help="Memory for a worker's messages; this machine's if not given.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda: where gradients are selected and coded.")] = "cpu",
     recalibrate: Annotated[
@@ -117,7 +115,7 @@ def _densities(text: str) -> list[float]:
     try:
         return [check_density(float(part)) for part in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"density must be numbers in (0, 1] with commas, got {text!r}") from None
+        raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
 
 
 def _of_model(

@@ -54,7 +54,7 @@ class Probe(NamedTuple):
     """What a step of an algorithm on a small vector showed."""
 
     requests: tuple[Asked, ...]  # of the step, in order
-    density: float | None  # that an algorithm always has if it cannot be told one; None for the others
+    density: float | None  # of an algorithm that always sends the same share; None for the others
     code: str  # of the values it sends
     listens: bool  # rank 0 shares a report before every step
     peeks: bool  # it asks what only a simulator can answer
@@ -67,7 +67,7 @@ class Probe(NamedTuple):
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether an algorithm of the table has an option."""
+    """Whether an algorithm of the table takes an option."""
     return any(field.name == option for field in fields(ALGORITHMS[name]))
 
 
@@ -88,7 +88,7 @@ def probe(name: str, density: float, code: str) -> Probe:
     numel = rows * rows
     algorithm = make_algorithm(name, min(1.0, PROBE_ENTRIES / numel), code)
     few, more = (_requests(algorithm, rows, num_workers) for num_workers in (FEW, MORE))
-    if len(few) != len(more):  # a number of requests that grows with N is taken as it is for more workers
+    if len(few) != len(more):  # the number of requests grows with N: those of more workers are planned
         few = more
     sums = [request for request in few if isinstance(request, (SparseSum, DenseSum))]
     is_fixed = not is_told and all(_sent(request)[1] is None for request in few)

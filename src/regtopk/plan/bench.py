@@ -17,9 +17,9 @@ _NUM_REPEATS, _ENOUGH_S = 7, 0.3
 class Bench:
     """Times work on a device.
 
-    Workers that share a machine wait for one another, some often and some seldom, so the elapsed time of a
-    few repetitions says little about the many steps of a training. The processor time does not depend on who
-    waits when; and where all workers always have work, a step lasts as long as all of it together.
+    Workers that share a machine wait for one another, so the elapsed time of a few repetitions says little
+    about the many steps of a training. Processor time does not depend on who waits when. Where all workers
+    always have work, a step lasts as long as the work of all of them together.
 
     Args:
         device: where the work is done.
@@ -31,7 +31,7 @@ class Bench:
 
     @classmethod
     def of(cls, device: str, num_workers: int, num_threads: int, num_cores: int) -> "Bench":
-        """For one of some workers with some threads each: elapsed time if the worker is alone."""
+        """For one of several workers on a machine, by processor time; by elapsed time if it is alone."""
         if num_workers == 1:
             return cls(torch.device(device))
         elapsed_per_cpu_second = max(1 / num_threads, num_workers / num_cores)

@@ -145,7 +145,7 @@ def calibrate(
 
 def _rank(rank: int, machine: Machine, num_processes: int, store: str, lines: list[str], found: Any) -> None:
     """One process: measure everything together with the others; rank 0 hands over what they found."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, with whom this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, and this process ends with it
     torch.set_num_threads(machine.threads)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

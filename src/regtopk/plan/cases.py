@@ -25,8 +25,8 @@ from regtopk.plan.exchange import Work, answer
 from regtopk.plan.methods import MIDDLE_NUMEL, numel_units
 
 SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
-SLOW_S = 0.3  # what would take longer on a larger vector is not timed on it
-_MATRIX = 512  # all sizes are powers of two: copies answer only where the ranks' regions are equal
+SLOW_S = 0.3  # an algorithm that would take longer on the next vector is not timed on it
+_MATRIX = 512  # all sizes are powers of two: copies can answer only if all ranks' regions are equal
 
 Point = tuple[Work, float]  # some work, and the seconds it took
 
@@ -119,7 +119,7 @@ def message_points(bench: Bench, kind: str, code: str) -> Iterator[Point]:
         def run(rank: Rank = rank, request: Request = request) -> dict[str, float]:
             rank.begin(bench.device)
             total = driver.answer(rank, request)
-            rank.spare = total if kind == "gather" and code != "none" else None  # as an exchange does
+            rank.spare = total if kind == "gather" and code != "none" else None  # reused, as in an exchange
             return rank.timer.seconds()
 
         seconds = typical(run)

@@ -18,7 +18,7 @@ from regtopk.core.worker import Layout, Worker
 Units = dict[str, float]
 INDEX_CODE = "elias-fano"
 SIZES_BYTES = 16  # what ranks tell one another before messages of unequal size: two int64
-_BYTES_PER_DECODED_ENTRY = 64  # by how much the peak of a sum of N messages of k entries grows with N k
+_BYTES_PER_DECODED_ENTRY = 64  # that decoding and summing take at the peak
 
 
 class Work(NamedTuple):
@@ -33,8 +33,8 @@ class Move(NamedTuple):
 
     kind: str
     num_messages: int  # that a worker sends one after another
-    num_hops: int  # that must follow one another on the way of the last byte
-    sent_bytes: float  # through the interface (as many are received at the same time)
+    num_hops: int  # one after another, until the last byte arrives: each costs the latency
+    sent_bytes: float  # through the interface, which receives as many at the same time
 
     @property
     def work(self) -> Work:
@@ -135,7 +135,7 @@ def all_gather(message_bytes: float, num_workers: int) -> Move:
 
 
 def all_reduce(vector_bytes: float, num_workers: int, kind: str = "all_reduce") -> Move:
-    """A ring: the vector's parts are summed on one way round and handed out on a second."""
+    """A ring: the vector's parts go round once to be summed, and once more to reach everybody."""
     hops = 2 * (num_workers - 1)
     return Move(kind, hops, hops, hops * vector_bytes / num_workers)
 

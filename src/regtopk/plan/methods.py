@@ -18,7 +18,7 @@ Way = Literal["all_reduce", "all_gather", "split"]
 CODES = ("float32", "4bit", "2bit")  # of the algorithms that can be told one
 DENSITIES = (0.001, 0.01, 0.1)
 CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first; the others are planned if asked
-MIDDLE_NUMEL = 2**22  # entries beyond have a cost of their own
+MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
 AGREEMENT_BYTES = 24  # the small all_reduce before every exchange, and a report
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
 POWERSGD_RANK = 2
@@ -57,12 +57,12 @@ POWERSGD = Method("powersgd", 1.0, "float32", "all_reduce")
 def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = False) -> list[Method]:
     """DDP, torch's hooks, and algorithms at every density, with every code and by every collective they run.
 
-    An algorithm that finds itself how many entries to send is planned at the densities, as if it sent that
-    many; one that always sends the same share is planned at that.
+    An algorithm that decides by itself how many entries to send is planned as if it sent that many. One that
+    always sends the same share is planned at that share.
 
     Args:
-        densities: of the algorithms that are told one.
-        every: all algorithms that a cluster can run; else those one would try first.
+        densities: for the algorithms that take one.
+        every: plan all algorithms that a cluster can run, not only those one would try first.
     """
     found = [DENSE, FP16, POWERSGD]
     for name in ALGORITHMS if every else CHOSEN:
@@ -77,9 +77,9 @@ def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = Fal
 
 
 def numel_units(numel: float) -> Units:
-    """A vector's entries, and those beyond what the processor keeps and the system hands out again at once.
+    """A vector's entries, and how many of them lie beyond the first four million.
 
-    Large vectors take longer per entry: they do not fit caches, and memory for them is new every time.
+    Large vectors take longer per entry: they do not fit the caches, and their memory is new every time.
     """
     return {"numel": numel, "numel beyond": max(0, numel - MIDDLE_NUMEL)}
 

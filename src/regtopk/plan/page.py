@@ -105,7 +105,7 @@ def verdict(plan: Plan) -> str:
         said = f"Compression does not pay with {where}: {best.method.label} takes the fastest step, {step}."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
-    return f"{said} So it does at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
+    return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
 
 
 def _in_words(method: Method) -> str:
