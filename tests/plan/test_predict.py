@@ -69,10 +69,10 @@ def test_work_is_added_up() -> None:
 
 
 def test_payload_is_the_size_of_the_message() -> None:
-    assert predict(REGTOPK, situation(), costs()).payload_bytes == 61_428  # 184,284 for three others
-    assert predict(DENSE, situation(), costs()).payload_bytes == 4 * 11_173_962
+    assert predict(REGTOPK, situation(), costs()).exchange.payload_bytes == 61_428  # 184,284 for three others
+    assert predict(DENSE, situation(), costs()).exchange.payload_bytes == 4 * 11_173_962
     matrices = Workload(((512, 512), (512, 512), (512,)))
-    payload = predict(POWERSGD, situation(workload=matrices), costs()).payload_bytes
+    payload = predict(POWERSGD, situation(workload=matrices), costs()).exchange.payload_bytes
     assert payload == 4 * (2 * 2 * 1024 + 512)
 
 

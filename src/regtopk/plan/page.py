@@ -81,16 +81,15 @@ def table(plan: Plan) -> list[dict[str, str]]:
     """One row per method in its fastest way: dense, and then the fastest first."""
     return [
         {
-            "measure": method.label,
-            "density": method.amount,
-            "values": method.value_code,
-            "collective": method.collective,
-            "payload": format_size(payload_bytes),
-            "step": format_time(step_time_s),
-            "speed-up": format_factor(plan.speedup(prediction)),
+            "measure": p.method.label,
+            "density": p.method.amount,
+            "values": p.method.value_code,
+            "collective": p.method.collective,
+            "payload": format_size(p.exchange.payload_bytes),
+            "step": format_time(p.step_time_s),
+            "speed-up": format_factor(plan.speedup(p)),
         }
-        for prediction in plan.fastest_by_label()
-        for method, payload_bytes, _, step_time_s in [prediction]
+        for p in plan.fastest_by_label()
     ]
 
 
@@ -117,10 +116,9 @@ def _in_words(method: Method) -> str:
 def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
 
-    def row(prediction: Prediction) -> dict[str, Any]:
-        method, payload_bytes, _, step_time_s = prediction
-        times = {"step_time_s": step_time_s, "speedup": plan.speedup(prediction)}
-        return {**method._asdict(), "payload_bytes": payload_bytes, **times}
+    def row(p: Prediction) -> dict[str, Any]:
+        took = {"step_time_s": p.step_time_s, "speedup": plan.speedup(p)}
+        return {**p.method._asdict(), "payload_bytes": p.exchange.payload_bytes, **took}
 
     return {
         "inputs": inputs,
@@ -142,10 +140,10 @@ def notes(plan: Plan, memory_bytes: float) -> list[str]:
         names = ", ".join(dict.fromkeys(method.label for method in plan.not_measured))
         said.append(f"Left out, since this calibration has not measured all of their work: {names}.")
     if plan.too_large:
-        worst = max(plan.too_large, key=lambda p: p.memory_bytes)
+        worst = max(plan.too_large, key=lambda p: p.exchange.memory_bytes)
         said.append(
             f"Left out: {len(plan.too_large)} ways for which the messages of {plan.situation.num_workers} "
             f"workers do not fit {format_size(memory_bytes)} of memory; the most, "
-            f"{format_size(worst.memory_bytes)}, takes {_in_words(worst.method)}."
+            f"{format_size(worst.exchange.memory_bytes)}, takes {_in_words(worst.method)}."
         )
     return said

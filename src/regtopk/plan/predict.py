@@ -64,8 +64,7 @@ class Prediction(NamedTuple):
     """What a method takes."""
 
     method: Method
-    payload_bytes: int
-    memory_bytes: float
+    exchange: Exchange
     step_time_s: float
 
 
@@ -76,8 +75,7 @@ def predict(method: Method, situation: Situation, costs: Calibration) -> Predict
         StateError: the calibration does not hold all its costs.
     """
     exchange = situation.exchange(method)
-    seconds = step_time_s(exchange, situation.link, costs)
-    return Prediction(method, exchange.payload_bytes, exchange.memory_bytes, seconds)
+    return Prediction(method, exchange, step_time_s(exchange, situation.link, costs))
 
 
 def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
@@ -138,7 +136,7 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
     advised = [p for p in predictions if p.method.name != NOT_ADVISED]
     fastest = min(p.step_time_s for p in advised)
     near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
-    return max(near, key=lambda p: p.payload_bytes)
+    return max(near, key=lambda p: p.exchange.payload_bytes)
 
 
 def make_plan(
@@ -153,8 +151,8 @@ def make_plan(
         m for m in methods if m != DENSE and not situation.exchange(m).lines <= costs.lines.keys()
     ]
     predictions = [predict(m, situation, costs) for m in methods if m not in not_measured]
-    fitting = [p for p in predictions if p.memory_bytes <= memory_bytes]
-    too_large = [p for p in predictions if p.memory_bytes > memory_bytes]
+    fitting = [p for p in predictions if p.exchange.memory_bytes <= memory_bytes]
+    too_large = [p for p in predictions if p.exchange.memory_bytes > memory_bytes]
     break_even = find_break_even([p.method for p in fitting], situation, costs)
     return Plan(situation, fitting, too_large, not_measured, break_even)
 
