@@ -215,7 +215,7 @@ def _records(
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
-            "compress_s": trainer.compress.total_s / len(seeds),
+            "compress_s": trainer.compress_s / len(seeds),
             "side_by_side": len(seeds),
             "hardware": hardware(config.device),
             "software": f"regtopk {__version__}, torch {torch.__version__}",
