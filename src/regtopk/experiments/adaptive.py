@@ -11,10 +11,10 @@ from regtopk.algorithms import AdaptiveDensity, RegTopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.options import check_integer, check_number, check_positive
+from regtopk.experiments.compare import CompareConfig, SmallProblem
 from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
 from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import check_split
-from regtopk.experiments.tasks import TASKS, TaskConfig
 from regtopk.experiments.threads import threads_for
 from regtopk.experiments.trainer import Trainer
 from regtopk.runs import Panel, Record
@@ -80,22 +80,19 @@ def methods(config: AdaptiveConfig, numel: int) -> dict[str, Algorithm[Any]]:
 
 def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
     """Yield every method's density, error, bytes, loss and accuracy along the way, one number per seed."""
-    defaults = TASKS["digits"].defaults
-    task_config = TaskConfig(
-        num_workers=int(defaults["num_workers"]),
+    digits = CompareConfig(
+        task="digits",
+        algorithms="regtopk",
         num_steps=config.num_steps,
-        batch_size=int(defaults["batch_size"]),
+        num_evaluations=config.num_records,
         split=config.split,
-        data=None,
         device=config.device,
     )
-    tasks = [TASKS["digits"](task_config, [seed]) for seed in range(config.num_seeds)]
-    numel = tasks[0].layout.numel
-    stops = sorted(
-        {round(config.num_steps * i / config.num_records) for i in range(1, config.num_records + 1)}
-    )
-    algorithms = methods(config, numel)
-    with threads_for(numel):
+    problem = SmallProblem(digits)
+    tasks = [problem.task([seed]) for seed in range(config.num_seeds)]
+    stops = digits.plan.stops[1:]
+    algorithms = methods(config, problem.numel)
+    with threads_for(problem.numel):
         for place, (method, algorithm) in enumerate(algorithms.items()):
             trainers = [
                 Trainer(task, algorithm, optimizer="sgd", lr=config.lr, index_code=INDEX_CODE)

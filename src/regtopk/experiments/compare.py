@@ -10,13 +10,14 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_choice, check_integer, check_number, check_positive
 from regtopk.errors import ArgumentError
-from regtopk.experiments.comparison import Comparison, Problem
+from regtopk.experiments.comparison import Comparison
 from regtopk.experiments.experiment import Summary
+from regtopk.experiments.images import load_images, standardised
 from regtopk.experiments.protocol import Plan, Protocol, Run, parse_methods
 from regtopk.experiments.results import summarise
 from regtopk.experiments.settings import format_seeds, parse_seeds
-from regtopk.experiments.task import Task
-from regtopk.experiments.tasks import TASKS, TaskConfig
+from regtopk.experiments.task import Problem, Task
+from regtopk.experiments.tasks import TASKS
 from regtopk.runs import Panel, Record
 
 SIZES = ("num_workers", "num_steps", "batch_size")
@@ -74,9 +75,9 @@ class CompareConfig(Protocol):
     def _fill_in_defaults(self) -> None:
         """What is recorded is what is used."""
         defaults = TASKS[self.task].defaults
-        used: dict[str, Any] = {name: getattr(self, name) or int(defaults[name]) for name in SIZES}
+        used: dict[str, Any] = {name: getattr(self, name) or getattr(defaults, name) for name in SIZES}
         used["algorithms"] = ",".join(m.label for m in parse_methods(self.algorithms or ",".join(ALGORITHMS)))
-        used["lr"] = self.lr or (defaults["lr"],)
+        used["lr"] = self.lr or (defaults.lr,)
         if self.seeds:
             used["num_seeds"] = len(parse_seeds(self.seeds))
         for name, value in used.items():
@@ -110,33 +111,31 @@ class CompareConfig(Protocol):
         """That of the comparison; None for a method that has its own, and is shown beside every density."""
         return run.density
 
-    def task_config(self) -> TaskConfig:
-        """What the task is made from."""
-        return TaskConfig(
-            num_workers=self.num_workers,
-            num_steps=self.num_steps,
-            batch_size=self.batch_size,
-            split=self.split,
-            data=Path(self.data) if self.data else None,
-            device=self.device,
-        )
-
 
 class SmallProblem(Problem):
-    """A small task, for any seeds."""
+    """A small task, for any seeds.
+
+    Raises:
+        ArgumentError: there is no such data, or the task takes none.
+    """
 
     def __init__(self, config: CompareConfig) -> None:
-        self._make = TASKS[config.task]
-        self._config = config.task_config()
-        self._tasks: dict[tuple[int, ...], Task] = {}
+        super().__init__()
+        self._config = config
+        self._make = make = TASKS[config.task]
+        if config.data and not make.data_set:
+            raise ArgumentError(
+                f"data must be empty for {config.task}, which reads none, got {config.data!r}"
+            )
+        self._images = None
+        if make.data_set:
+            path = Path(config.data) if config.data else None
+            self._images = standardised(load_images(make.data_set, path, config.device))
         self.numel = self.task(config.plan.seeds).layout.numel
 
-    def task(self, seeds: Sequence[int]) -> Task:
-        """Made once for each choice of seeds."""
-        key = tuple(seeds)
-        if key not in self._tasks:
-            self._tasks[key] = self._make(self._config, seeds)
-        return self._tasks[key]
+    def make_task(self, seeds: Sequence[int]) -> Task:
+        """All of them on the same images."""
+        return self._make(self._config, seeds, self._images)
 
 
 def summarise_comparison(config: CompareConfig, records: Sequence[Record]) -> Summary:

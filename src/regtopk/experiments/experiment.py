@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, Protocol
 
 from regtopk.errors import OutputError
 from regtopk.experiments.settings import ConfigT, settings_of
 from regtopk.runs import SUMMARY, Panel, Record, RunWriter, make_header, read_header, read_run
 
 Summary = dict[str, Any]
+Header = dict[str, Any]  # what config.json will say
 
 
 class Progress(Protocol):
@@ -22,13 +23,6 @@ class Progress(Protocol):
 
 def silent(fraction: float, words: str = "") -> None:
     """Progress that nobody watches."""
-
-
-class Mode(NamedTuple):
-    """What happens to a run that the folder holds: it is replaced, gone on with, or refused."""
-
-    force: bool
-    resume: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +76,11 @@ class Experiment(ABC, Generic[ConfigT]):
             config=settings_of(config),
             panels=self.panels(config),
         )
-        return self._record(config, folder, header, Mode(force, resume), progress)
+        return self._record(config, folder, header, progress, force=force, resume=resume)
 
     @abstractmethod
     def _record(
-        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
     ) -> Summary:
         """Run under a header."""
 
@@ -102,13 +96,13 @@ class WholeExperiment(Experiment[ConfigT]):
     run: Callable[[ConfigT, Progress], Iterator[Record]]
 
     def _record(
-        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
     ) -> Summary:
-        if mode.resume and (folder / SUMMARY).exists():
+        if resume and (folder / SUMMARY).exists():
             _check_same(folder, header["config"])
             return read_run(folder).summary
         records = []
-        with RunWriter(folder, header, force=mode.force or mode.resume) as writer:
+        with RunWriter(folder, header, force=force or resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from regtopk.core.words import counted
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.protocol import Protocol, Run
 from regtopk.method import Method
 from regtopk.runs import Record
+from regtopk.words import counted
 
 LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others

@@ -6,10 +6,10 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from regtopk.core.words import counted
 from regtopk.experiments.deep.config import DeepConfig
 from regtopk.experiments.results import LEAST_SEEDS
 from regtopk.method import Method
+from regtopk.words import counted
 
 MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
 NUM_PUBLISHED = 5  # how many of the figure's last points are averaged

@@ -7,10 +7,10 @@ layer are in the order (out, height, width, in).
 import torch
 from torch import Tensor, nn
 
+from regtopk.core.layers import layer_kinds
 from regtopk.core.worker import Layout
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
-KINDS: dict[type, str] = {nn.Conv2d: "conv", nn.Linear: "linear", nn.Embedding: "embedding"}
 
 
 class FlatWeights:
@@ -75,14 +75,9 @@ def flatten(network: nn.Module) -> Tensor:
 
 
 def _layout_of(network: nn.Module) -> Layout:
-    kinds = {
-        parameter: next((kind for cls, kind in KINDS.items() if isinstance(module, cls)), "norm")
-        for module in network.modules()
-        for parameter in module.parameters(recurse=False)
-    }
+    kinds = layer_kinds(network)
     return Layout.of_shapes(
-        (name, tuple(_channels_last(p).shape), "bias" if p.dim() == 1 and kinds[p] != "norm" else kinds[p])
-        for name, p in network.named_parameters()
+        (name, tuple(_channels_last(p).shape), kinds[name]) for name, p in network.named_parameters()
     )
 
 

@@ -13,7 +13,6 @@ from regtopk.core.algorithm import WithDensity
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import NUM_STEPS
-from regtopk.experiments.comparison import Problem
 from regtopk.experiments.deep.config import PUBLISHED, DeepConfig
 from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples, load_examples
@@ -23,7 +22,7 @@ from regtopk.experiments.deep.networks.efficientnet import published_weights
 from regtopk.experiments.deep.networks.weights import load_weights
 from regtopk.experiments.protocol import Run
 from regtopk.experiments.splits import batch_order, divide, weights_of
-from regtopk.experiments.task import Task
+from regtopk.experiments.task import Problem, Task
 
 
 class DeepTask(Task):
@@ -64,7 +63,7 @@ class DeepTask(Task):
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """Accuracy in percent and mean loss, on the test examples."""
-        return [{"accuracy": q.accuracy, "test_loss": q.loss} for q in self.engine.evaluate(models)]
+        return self.engine.evaluate(models)
 
     def outer_lr(self, lr: float) -> float:
         """Differences of parameters are taken as they are."""
@@ -100,12 +99,12 @@ class DeepProblem(Problem):
     """
 
     def __init__(self, config: DeepConfig, examples: Examples | None = None) -> None:
+        super().__init__()
         self.config = config
         pixels = PIXELS.get(config.network)
         self.examples = examples or load_examples(config.data_set, config.data, config.device, pixels)
         self.numel = _num_entries(config.network, self.examples.num_classes)
         self._engines: dict[int, Engine] = {}
-        self._tasks: dict[tuple[int, ...], DeepTask] = {}
         check_takes(config, self.examples)
         check_fits(config, self.examples.labels, self.numel)
 
@@ -117,15 +116,12 @@ class DeepProblem(Problem):
             found["weights_sha256"] = sha256(path.read_bytes()).hexdigest()[:16]
         return found
 
-    def task(self, seeds: Sequence[int]) -> DeepTask:
-        """Made once for each choice of seeds."""
-        key = tuple(seeds)
-        if key not in self._tasks:
-            start = torch.stack([self.first_model(seed) for seed in seeds])
-            self._tasks[key] = DeepTask(self.config, self.engine(len(seeds)), start, seeds)
-        return self._tasks[key]
+    def make_task(self, seeds: Sequence[int]) -> Task:
+        """On an engine that is shared with other seeds, if there are as many."""
+        start = torch.stack([self.first_model(seed) for seed in seeds])
+        return DeepTask(self.config, self.engine(len(seeds)), start, seeds)
 
-    def probe(self) -> DeepTask:
+    def probe(self) -> Task:
         """Of seed 0: plain gradients, without a graph, which would be captured for a few calls."""
         one_step = {"num_rounds": NUM_STEPS, "local_steps": 1, "sends": "mean-gradient"}
         config = replace(self.config, **one_step, num_branches=0, compiled=False)  # type: ignore[arg-type]
