@@ -7,13 +7,14 @@ import torch
 
 from regtopk.experiments import toy
 from regtopk.experiments.experiment import silent
-from regtopk.experiments.fig1 import FIG1, Fig1Config, published
+from regtopk.experiments.fig1 import FIG1, Fig1Config
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.scaling import SCALING, ScalingConfig, grads, risk
 from regtopk.runs import Record
 
 
 def test_published_points_name_their_source() -> None:
-    points = published()
+    points = published_figure(1)
     assert "Bereyhi" in points["source"] and "Figure 1" in points["source"]
     assert points["iteration"] == list(range(101))
 

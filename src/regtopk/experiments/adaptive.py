@@ -12,7 +12,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.options import check_integer, check_number, check_positive
 from regtopk.experiments.compare import CompareConfig, SmallProblem
-from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
 from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import check_split
 from regtopk.experiments.threads import threads_for
@@ -133,14 +133,11 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 def summarise(config: AdaptiveConfig, records: Sequence[Record]) -> Summary:
     """Means over the second half of the training and over seeds, and where the training ended."""
     numbers: dict[str, dict[str, float]] = {}
-    for method in dict.fromkeys(record["method"] for record in records):
-        own = [record for record in records if record["method"] == method]
+    for method, own in by_method(records).items():
         late = own[len(own) // 2 :]
         numbers[method] = {
-            **{
-                f"{name}, second half": _mean(record[name] for record in late)
-                for name in ("density", "error")
-            },
+            "density, second half": _mean(record["density"] for record in late),
+            "error, second half": _mean(record["error"] for record in late),
             "bytes a step": own[-1]["payload_bytes"] / own[-1]["step"],
             "final loss": _mean(record["loss"] for record in own[-3:]),
             "final accuracy": _mean(record["accuracy"] for record in own[-3:]),
@@ -163,15 +160,10 @@ def panels(config: AdaptiveConfig) -> Sequence[Panel]:
         Panel("The density", "step", "density", "iteration", "density", log_y=True),
         Panel("What stays behind", "step", "error", "iteration", "||a - sent||² / ||a||²"),
         Panel(
-            "The training",
-            "payload_bytes",
-            "loss",
-            "bytes a worker has contributed",
-            "training loss",
-            log_x=True,
-            log_y=True,
+            "The training", "payload_bytes", "loss", "bytes a worker has contributed", "training loss",
+            log_x=True, log_y=True,
         ),
-    )
+    )  # fmt: skip
 
 
 ADAPTIVE = WholeExperiment(

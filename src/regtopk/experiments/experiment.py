@@ -111,6 +111,14 @@ class WholeExperiment(Experiment[ConfigT]):
         return summary
 
 
+def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each method, in the order of the methods."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["method"], []).append(record)
+    return found
+
+
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:
     """Refuse a folder that holds a run of other settings."""
     recorded = read_header(folder)["config"]

@@ -1,14 +1,12 @@
 """Figure 1: on the toy problem Top-1 stands still, and RegTop-1 follows training without sparsification."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from typing import Any
 
 from regtopk.core.options import check_integer, check_positive
 from regtopk.experiments import toy
-from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.settings import check_device
 from regtopk.runs import Panel, Record
 
@@ -45,16 +43,9 @@ class Fig1Config:
         check_device(self.device)
 
 
-def published() -> dict[str, Any]:
-    """The paper's own points, with their source."""
-    path = files("regtopk.experiments") / "published" / "figure1.json"
-    points: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return points
-
-
 def run(config: Fig1Config, progress: Progress) -> Iterator[Record]:
     """Yield the empirical risk of every method at every iteration, beside the published one."""
-    points = published()
+    points = published_figure(1)
     algorithms = toy.methods(config.mu)
     for done, (method, algorithm) in enumerate(algorithms.items()):
         curve = points[PUBLISHED_AS[method]]
@@ -73,24 +64,19 @@ def run(config: Fig1Config, progress: Progress) -> Iterator[Record]:
         progress((done + 1) / len(algorithms))
 
 
-PUBLISHED = ("dense", "topk", "regtopk")  # the curves of the figure; Algorithm 1 as printed is none of them
-
-
 def summarise(config: Fig1Config, records: Sequence[Record]) -> Summary:
     """The largest distance of each curve from the published points, and where it ends."""
-    difference: dict[str, float] = {}
-    final: dict[str, float] = {}
-    for record in records:
-        method = record["method"]
-        final[method] = record["risk"]
-        if "published" in record:
-            distance = abs(record["risk"] - record["published"])
-            difference[method] = max(difference.get(method, 0.0), distance)
+    difference = {
+        method: max(abs(r["risk"] - r["published"]) for r in own if "published" in r)
+        for method, own in by_method(records).items()
+    }
+    final = {method: own[-1]["risk"] for method, own in by_method(records).items()}
+    as_printed = "regtopk-current"  # Algorithm 1 as printed is none of the published curves
     return {
-        "max_abs_difference": {method: difference[method] for method in PUBLISHED if method in difference},
-        "difference_as_printed": difference.get("regtopk-current"),
+        "max_abs_difference": {method: x for method, x in difference.items() if method != as_printed},
+        "difference_as_printed": difference[as_printed],
         "final_risk": final,
-        "source": published()["source"],
+        "source": published_figure(1)["source"],
         "table": [
             {"measure": "off published points", **difference},
             {"measure": "final risk", **final},
@@ -100,14 +86,9 @@ def summarise(config: Fig1Config, records: Sequence[Record]) -> Summary:
 
 def panels(config: Fig1Config) -> Sequence[Panel]:
     """Risk against iterations with the published points as circles, whole and at its beginning."""
+    title = "Training loss, published points as circles"
     whole = Panel(
-        title="Training loss, published points as circles",
-        x="iteration",
-        y="risk",
-        x_label="iteration",
-        y_label="empirical risk F(w)",
-        log_y=True,
-        dots="published",
+        title, "iteration", "risk", "iteration", "empirical risk F(w)", log_y=True, dots="published"
     )
     return whole, replace(whole, title="The first 20 iterations", x_max=20)
 

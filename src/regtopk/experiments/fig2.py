@@ -204,17 +204,10 @@ def _num_tracking(distances: list[float], dense: list[float]) -> int:
 
 def panels(config: Fig2Config) -> Sequence[Panel]:
     """One for each density: distance against iterations."""
+    y_label = "distance to the optimum"
     return [
-        Panel(
-            title=f"S = {density}",
-            x="iteration",
-            y="distance",
-            x_label="iteration",
-            y_label="distance to the optimum",
-            where={"density": density},
-            log_y=True,
-        )
-        for density in config.densities
+        Panel(f"S = {d}", "iteration", "distance", "iteration", y_label, where={"density": d}, log_y=True)
+        for d in config.densities
     ]
 
 

@@ -8,11 +8,12 @@ import torch
 
 from regtopk.experiments.comparison import Comparison
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.deep.finding import MOST_BYTES, finding, published_figure
+from regtopk.experiments.deep.finding import MOST_BYTES, finding
 from regtopk.experiments.deep.networks import NETWORKS
 from regtopk.experiments.deep.networks.norm import BatchNorm
 from regtopk.experiments.deep.task import DeepProblem
 from regtopk.experiments.experiment import Summary
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.results import (
     PICKING_SEEDS,
     Finals,
@@ -82,7 +83,7 @@ def published_accuracy(config: DeepConfig, method: Method, step: int) -> Record:
     """The paper's accuracy at a round, for the protocol and the methods it was published for."""
     if not config.is_as_published or method.label not in PUBLISHED:
         return {}
-    figure = published_figure()
+    figure = published_figure(3)
     curve = dict(zip(figure["iteration"], figure[PUBLISHED[method.label]], strict=True))
     return {"published": curve[step]} if step in curve else {}
 

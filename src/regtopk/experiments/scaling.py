@@ -18,7 +18,7 @@ from torch import Tensor
 from regtopk.core.options import check_integer, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
-from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
 from regtopk.experiments.settings import check_device
 from regtopk.runs import Panel, Record
 
@@ -103,22 +103,15 @@ def run(config: ScalingConfig, progress: Progress) -> Iterator[Record]:
 
 def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:
     """How long each method waits, and how long its steps then are."""
-    waited: dict[str, int | None] = {}
-    first_length: dict[str, float] = {}
-    first_scale: dict[str, float] = {}
-    longest_scale: dict[str, float] = {}
-    final_risk: dict[str, float] = {}
-    for record in records:
-        method, scale = record["method"], record["step_scale"]
-        if scale > 0 and waited.get(method) is None:
-            waited[method] = record["iteration"]
-            first_length[method], first_scale[method] = record["step_length"], scale
-        waited.setdefault(method, None)  # it never moved
-        longest_scale[method] = max(longest_scale.get(method, 0.0), scale)
-        final_risk[method] = record["risk"]
+    curves = by_method(records)
+    moves = {method: [r for r in own if r["step_scale"] > 0] for method, own in curves.items()}
+    waited = {method: own[0]["iteration"] if own else None for method, own in moves.items()}
+    first_scale = {method: own[0]["step_scale"] for method, own in moves.items() if own}
+    longest_scale = {method: max(r["step_scale"] for r in own) for method, own in curves.items()}
+    final_risk = {method: own[-1]["risk"] for method, own in curves.items()}
     return {
         "num_iterations_waited": waited,
-        "first_step_length": first_length,
+        "first_step_length": {method: own[0]["step_length"] for method, own in moves.items() if own},
         "first_step_scale": first_scale,
         "longest_step_scale": longest_scale,
         "final_risk": final_risk,
@@ -137,23 +130,11 @@ def panels(config: ScalingConfig) -> Sequence[Panel]:
     """Two: the lengths of the steps, and the model they lead to."""
     return (
         Panel(
-            title="Length of every step, in units of dense's first",
-            x="iteration",
-            y="step_scale",
-            x_label="iteration",
-            y_label="learning step scaled by",
-            log_y=True,
-            marks="stems",
-            y_min=0.1,
+            "Length of every step, in units of dense's first", "iteration", "step_scale", "iteration",
+            "learning step scaled by", log_y=True, marks="stems", y_min=0.1,
         ),
-        Panel(
-            title="The entry that matters",
-            x="iteration",
-            y="w_2",
-            x_label="iteration",
-            y_label="second entry of w",
-        ),
-    )
+        Panel("The entry that matters", "iteration", "w_2", "iteration", "second entry of w"),
+    )  # fmt: skip
 
 
 SCALING = WholeExperiment(

@@ -221,13 +221,7 @@ def _table(measures: Mapping[str, Mapping[str, float | None]]) -> list[dict[str,
 
 def panels(config: TrainConfig) -> Sequence[Panel]:
     """Accuracy and loss, against steps and against bytes sent."""
-    accuracy = Panel(
-        title="Accuracy, by steps",
-        x="step",
-        y="accuracy",
-        x_label="step",
-        y_label="test digits read right, %",
-    )
+    accuracy = Panel("Accuracy, by steps", "step", "accuracy", "step", "test digits read right, %")
     loss = replace(accuracy, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)
     bytes_sent: dict[str, Any] = {"x": "sent_bytes", "x_label": "bytes sent by a worker", "log_x": True}
     return (

@@ -1,12 +1,11 @@
 """What came out of deep trainings, in a sentence; what was published and did not come out is said first."""
 
-import json
 from collections.abc import Sequence
-from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
 from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.results import LEAST_SEEDS
 from regtopk.method import Method
 from regtopk.words import counted
@@ -76,16 +75,9 @@ def _by_rounds(config: DeepConfig, results: Sequence[Result], base: str | None) 
 
 def published_gap() -> float:
     """RegTop-k's accuracy less Top-k's in the paper's Figure 3, the mean of its last five points."""
-    figure = published_figure()
+    figure = published_figure(3)
     pairs = zip(figure["regtopk"][-NUM_PUBLISHED:], figure["topk"][-NUM_PUBLISHED:], strict=True)
     return fmean(own - base for own, base in pairs)
-
-
-def published_figure() -> dict[str, Any]:
-    """The data points of the paper's Figure 3."""
-    path = files("regtopk.experiments") / "published" / "figure3.json"
-    figure: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return figure
 
 
 def _compared(results: Sequence[Result]) -> list[Result]:
