@@ -7,9 +7,10 @@ import torch
 
 from regtopk.experiments import toy
 from regtopk.experiments.experiment import silent
-from regtopk.experiments.fig1 import FIG1, Fig1Config
+from regtopk.experiments.fig1 import FIG1
 from regtopk.experiments.published import published_figure
 from regtopk.experiments.scaling import SCALING, ScalingConfig, grads, risk
+from regtopk.experiments.toy import ToyConfig
 from regtopk.runs import Record
 
 
@@ -20,7 +21,7 @@ def test_published_points_name_their_source() -> None:
 
 
 def test_figure_1_is_the_published_one() -> None:
-    config = Fig1Config()
+    config = ToyConfig()
     records = list(FIG1.run(config, silent))
     assert sum("published" in record for record in records) == 4 * 101
     summary = FIG1.summarise(config, records)
@@ -31,13 +32,13 @@ def test_figure_1_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("mu", [0.1, 4.0])
 def test_figure_1_is_the_same_for_every_mu(mu: float) -> None:
-    config = Fig1Config(mu=mu)
+    config = ToyConfig(mu=mu)
     difference = FIG1.summarise(config, list(FIG1.run(config, silent)))["max_abs_difference"]
     assert difference["regtopk"] <= 1e-12
 
 
 def test_iterations_beyond_the_published_ones() -> None:
-    config = Fig1Config(num_iterations=102)
+    config = ToyConfig(num_iterations=102)
     records = list(FIG1.run(config, silent))
     dense = [record for record in records if record["method"] == "dense"]
     assert [record["iteration"] for record in dense if "published" not in record] == [101, 102]

@@ -25,14 +25,14 @@ SIZES = ("num_workers", "num_steps", "batch_size")
 
 @dataclass(frozen=True)
 class CompareConfig(Protocol):
-    """Settings of a comparison; 0 and empty words mean the task's own default, and become it.
+    """Settings of a comparison; 0 and empty words become the task's own defaults.
 
     Args:
         task: one of `TASKS`.
-        algorithms: methods with commas, as NAME[:OPTION=VALUE]...; empty: every algorithm.
-        densities: share of the entries sent, k / J; several with commas, each a comparison of its own.
-        bytes_per_step: mean payload per worker and step, instead of densities; 0: off.
-        lr: learning rate; of several with commas, each method takes its best on a seed that is not counted.
+        algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
+        densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
+        bytes_per_step: mean payload per worker and step, instead of a density; 0: off.
+        lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
         num_seeds: seeds 0 to num_seeds - 1.
         seeds: which seeds instead, such as 3,4,5 or 2-6.
         num_steps: how many steps, T.
@@ -73,7 +73,7 @@ class CompareConfig(Protocol):
             )
 
     def _fill_in_defaults(self) -> None:
-        """What is recorded is what is used."""
+        """Put the defaults in, so that the settings that are recorded are those that are used."""
         defaults = TASKS[self.task].defaults
         used: dict[str, Any] = {name: getattr(self, name) or getattr(defaults, name) for name in SIZES}
         used["algorithms"] = ",".join(m.label for m in parse_methods(self.algorithms or ",".join(ALGORITHMS)))
@@ -85,7 +85,7 @@ class CompareConfig(Protocol):
 
     @cached_property
     def plan(self) -> Plan:
-        """What is run, and how it is judged; accuracies are noisy, distances are not."""
+        """What is run, and how it is judged. Accuracies are noisy, so the last three are averaged."""
         seeds = parse_seeds(self.seeds or str(self.num_seeds))
         num, task = self.num_evaluations, TASKS[self.task]
         return Plan(
@@ -102,13 +102,13 @@ class CompareConfig(Protocol):
         )
 
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that say so many methods and seeds."""
+        """The settings that name these methods and seeds."""
         words = format_seeds(seeds)
         which = "" if words.isdigit() else words
         return {"algorithms": ",".join(labels), "num_seeds": len(seeds), "seeds": which}
 
     def recorded_density(self, run: Run, algorithm: Algorithm[Any], numel: int) -> float | None:
-        """That of the comparison; None for a method that has its own, and is shown beside every density."""
+        """That of the comparison. A method that has its own says None, and is shown at every density."""
         return run.density
 
 

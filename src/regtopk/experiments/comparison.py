@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from regtopk._version import __version__
-from regtopk.errors import ArgumentError
+from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.budget import runs_at_densities, runs_at_equal_bytes
 from regtopk.experiments.checkpoints import Checkpoints
 from regtopk.experiments.experiment import Experiment, Header, Progress, Summary
@@ -60,6 +60,11 @@ class Comparison(Experiment[ProtocolT]):
         if not (resume or force):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
+        if any("seed" not in record for record in recorded):
+            raise OutputError(
+                f"output folder must hold one record per seed to be resumed, but {folder} was written by an "
+                "older version: choose another"
+            )
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
         _check_not_tuned_on(config, recorded)
         methods = [method for method in config.plan.methods if _is_open(config, method, recorded)]

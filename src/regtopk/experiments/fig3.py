@@ -36,10 +36,9 @@ def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
     """The comparison, the best method on fresh seeds at equal bytes, and a sentence on what came out."""
     summary = summarise(config, records)
     finals, results = finals_of(config, records), summary["results"]
-    methods = {label: Method.parse(label) for label, _ in finals}
-    base = base_of(config, finals, methods, ("", None))
+    base = base_of(config, finals, ("", None))
     num_bytes = {r["method"]: r["payload_bytes_per_step"] for r in results}
-    claim = _claim(config, finals, methods, base, num_bytes) if config.like and base else None
+    claim = _claim(config, finals, base, num_bytes) if config.like and base else None
     label = base and base[0]
     return {
         "preset": config.preset,
@@ -51,7 +50,7 @@ def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
 
 
 def _claim(
-    config: DeepConfig, finals: Finals, methods: dict[str, Method], base: Key, num_bytes: dict[str, float]
+    config: DeepConfig, finals: Finals, base: Key, num_bytes: dict[str, float]
 ) -> dict[str, Any] | None:
     """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds.
 
@@ -60,10 +59,10 @@ def _claim(
     candidates = [
         key
         for key, own in finals.items()
-        if not config.is_like(methods[key[0]])
+        if not config.is_like(Method.read(key[0]))
         and num_bytes[key[0]] <= MOST_BYTES * num_bytes[base[0]]
         and all(seed in own for seed in PICKING_SEEDS)
-        and methods[key[0]].algorithm not in NOT_PRACTICAL
+        and Method.read(key[0]).algorithm not in NOT_PRACTICAL
     ]
     best = best_of(finals, candidates)
     if best is None:

@@ -36,9 +36,7 @@ def is_finished(config: Protocol, records: Sequence[Record], run: Run, seed: int
 def summarise(config: Protocol, records: Sequence[Record]) -> Summary:
     """Every finished method: its final numbers by seed, mean, spread, bytes, time, and the difference."""
     finals = finals_of(config, records)
-    methods = {label: Method.parse(label) for label, _ in finals}
-    bases = {key: base_of(config, finals, methods, key) for key in finals}
-    results = [_result(config, records, key, finals, bases[key]) for key in finals]
+    results = [_result(config, records, key, finals, base_of(config, finals, key)) for key in finals]
     return {
         "metric": config.plan.metric,
         "results": results,
@@ -63,12 +61,13 @@ def finals_of(config: Protocol, records: Sequence[Record]) -> Finals:
     return finals
 
 
-def base_of(config: Protocol, finals: Finals, methods: dict[str, Method], key: Key) -> Key | None:
-    """What a method's difference is taken from: Top-k, or the method whose bytes all have.
+def base_of(config: Protocol, finals: Finals, key: Key) -> Key | None:
+    """What a method's difference is taken from: Top-k, or the method that `like` names.
 
-    Of several Top-k at the same density it is the plain one, or else the first. Of the method that `like`
-    names, with several learning rates, it is the best.
+    Of several Top-k at the same density it is the plain one, or else the first. If the method that `like`
+    names ran with several learning rates, it is the best of them.
     """
+    methods = {label: Method.read(label) for label, _ in finals}
     if config.plan.is_against_like:
         return best_of(finals, [k for k in finals if config.is_like(methods[k[0]])])
     bases = [k for k in finals if methods[k[0]].algorithm == "topk" and key[1] in (None, k[1])]

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core.options import check_integer, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
 from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
-from regtopk.experiments.settings import check_device
+from regtopk.experiments.toy import ToyConfig
 from regtopk.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -27,35 +26,24 @@ PAPER = {"num_iterations_waited": 50, "first_aggregate": 100, "first_step_scale"
 
 
 @dataclass(frozen=True)
-class ScalingConfig:
+class ScalingConfig(ToyConfig):
     """Settings of the second toy example.
 
     Args:
-        num_iterations: T.
-        lr: learning rate, > 0.
-        mu: RegTop-k's, > 0.
         slope: G'(1), finite; the paper's is 1.
         curvature: G'', >= 0 and finite.
-        device: cpu or cuda.
     """
 
-    num_iterations: int = 100
-    lr: float = 0.9
-    mu: float = 1.0
     slope: float = 1.0
     curvature: float = 0.75
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_integer("num_iterations", self.num_iterations, at_least=1)
-        check_positive("lr", self.lr)
-        check_positive("mu", self.mu)
+        super().__post_init__()
         if not -torch.inf < self.slope < torch.inf:
             raise ArgumentError(f"slope must be finite, got {self.slope}")
         if not 0 <= self.curvature < torch.inf:
             raise ArgumentError(f"curvature must be >= 0 and finite, got {self.curvature}")
-        check_device(self.device)
 
 
 def risk(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
@@ -78,27 +66,17 @@ def run(config: ScalingConfig, progress: Progress) -> Iterator[Record]:
 
     `step_scale` is the length of the step over that of the first step without sparsification.
     """
-    algorithms = toy.methods(config.mu)
     start = torch.tensor(toy.START, dtype=torch.float64, device=config.device)
     unit = config.lr * grads(config)(start).mean(0).norm()
-    for done, (method, algorithm) in enumerate(algorithms.items()):
-        path = toy.descend(
-            algorithm,
-            grads(config),
-            lr=config.lr,
-            num_iterations=config.num_iterations,
-            device=config.device,
-        )
-        for iteration, (w, step) in enumerate(path):
-            yield {
-                "method": method,
-                "iteration": iteration,
-                "risk": float(risk(config)(w)),
-                "w_2": float(w[1]),
-                "step_length": float(step.norm()),
-                "step_scale": float(step.norm() / unit),
-            }
-        progress((done + 1) / len(algorithms))
+    for method, iteration, w, step in toy.descend(config, grads(config), config.num_iterations, progress):
+        yield {
+            "method": method,
+            "iteration": iteration,
+            "risk": float(risk(config)(w)),
+            "w_2": float(w[1]),
+            "step_length": float(step.norm()),
+            "step_scale": float(step.norm() / unit),
+        }
 
 
 def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:

@@ -65,7 +65,9 @@ class Engine:
         networks = [copy.deepcopy(network).to(device) for _ in range(num_owners)]
         for row, one in enumerate(networks):
             self._weights.bind(one, row)
-        self._apply = [_compile(one) if is_compiled else one for one in networks]
+        self._apply: list[Callable[[Tensor], Tensor]] = [
+            torch.compile(one, dynamic=False) if is_compiled else one for one in networks
+        ]
         self._networks = networks
         self._shape = num_models, num_workers
         self._rows = torch.zeros(num_in_all, batch_size, dtype=torch.int64, device=device)
@@ -165,8 +167,3 @@ class Engine:
 
     def _read(self, inputs: Tensor) -> Tensor:
         return self.examples.read(inputs, self.image_size, self._weights.low.dtype)
-
-
-def _compile(network: nn.Module) -> Callable[[Tensor], Tensor]:
-    compiled: Callable[[Tensor], Tensor] = torch.compile(network, dynamic=False)
-    return compiled
