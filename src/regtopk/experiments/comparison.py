@@ -190,8 +190,8 @@ def _train(
     spent_s = kept.load(trainer, run.name, task.seeds) if kept else 0.0
     start = time.perf_counter()
     for stop in config.plan.stops:
-        if stop < trainer.num_steps or stop == trainer.num_steps > 0:
-            continue
+        if 0 < trainer.num_steps >= stop:
+            continue  # the checkpoint stands there or further
         trainer.run_until(stop)
         qualities = trainer.evaluate()
         time_s = spent_s + time.perf_counter() - start

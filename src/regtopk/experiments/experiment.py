@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
-from regtopk.errors import OutputError
 from regtopk.experiments.settings import ConfigT, settings_of
-from regtopk.runs import SUMMARY, Panel, Record, RunWriter, make_header, read_header, read_run
+from regtopk.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
 
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
@@ -99,7 +98,7 @@ class WholeExperiment(Experiment[ConfigT]):
         self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
     ) -> Summary:
         if resume and (folder / SUMMARY).exists():
-            _check_same(folder, header["config"])
+            check_same_settings(folder, header["config"])
             return read_run(folder).summary
         records = []
         with RunWriter(folder, header, force=force or resume) as writer:
@@ -117,13 +116,3 @@ def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
     for record in records:
         found.setdefault(record["method"], []).append(record)
     return found
-
-
-def _check_same(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse a folder that holds a run of other settings."""
-    recorded = read_header(folder)["config"]
-    for key, value in settings.items():
-        if recorded.get(key, value) != value:
-            raise OutputError(
-                f"{key} must be {recorded[key]!r} as in the run that {folder} holds, got {value!r}"
-            )
