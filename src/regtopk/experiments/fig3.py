@@ -21,6 +21,7 @@ from regtopk.experiments.results import (
     base_of,
     best_of,
     difference,
+    diverged_of,
     finals_of,
     mean_there,
     summarise,
@@ -36,9 +37,10 @@ def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
     """The comparison, the best method on fresh seeds at equal bytes, and a sentence on what came out."""
     summary = summarise(config, records)
     finals, results = finals_of(config, records), summary["results"]
-    base = base_of(config, finals, ("", None))
+    lost = diverged_of(config, records)
+    base = base_of(config, finals, lost, ("", None))
     num_bytes = {r["method"]: r["payload_bytes_per_step"] for r in results}
-    claim = _claim(config, finals, base, num_bytes) if config.like and base else None
+    claim = _claim(config, finals, lost, base, num_bytes) if config.like and base else None
     label = base and base[0]
     return {
         "preset": config.preset,
@@ -50,7 +52,7 @@ def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
 
 
 def _claim(
-    config: DeepConfig, finals: Finals, base: Key, num_bytes: dict[str, float]
+    config: DeepConfig, finals: Finals, lost: set[Key], base: Key, num_bytes: dict[str, float]
 ) -> dict[str, Any] | None:
     """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds.
 
@@ -59,7 +61,8 @@ def _claim(
     candidates = [
         key
         for key, own in finals.items()
-        if not config.is_like(Method.read(key[0]))
+        if key not in lost
+        and not config.is_like(Method.read(key[0]))
         and num_bytes[key[0]] <= MOST_BYTES * num_bytes[base[0]]
         and all(seed in own for seed in PICKING_SEEDS)
         and Method.read(key[0]).algorithm not in NOT_PRACTICAL

@@ -35,8 +35,8 @@ def is_finished(config: Protocol, records: Sequence[Record], run: Run, seed: int
 
 def summarise(config: Protocol, records: Sequence[Record]) -> Summary:
     """Every finished method: its final numbers by seed, mean, spread, bytes, time, and the difference."""
-    finals = finals_of(config, records)
-    results = [_result(config, records, key, finals, base_of(config, finals, key)) for key in finals]
+    finals, lost = finals_of(config, records), diverged_of(config, records)
+    results = [_result(config, records, key, finals, base_of(config, finals, lost, key)) for key in finals]
     return {
         "metric": config.plan.metric,
         "results": results,
@@ -61,15 +61,21 @@ def finals_of(config: Protocol, records: Sequence[Record]) -> Finals:
     return finals
 
 
-def base_of(config: Protocol, finals: Finals, key: Key) -> Key | None:
+def diverged_of(config: Protocol, records: Sequence[Record]) -> set[Key]:
+    """The methods of which a seed diverged: its final number is from before that, and wins nothing."""
+    return {_key(config, r) for r in records if r["diverged"]}
+
+
+def base_of(config: Protocol, finals: Finals, lost: set[Key], key: Key) -> Key | None:
     """What a method's difference is taken from: Top-k, or the method that `like` names.
 
     Of several Top-k at the same density it is the plain one, or else the first. If the method that `like`
-    names ran with several learning rates, it is the best of them.
+    names ran with several learning rates, it is the best of those that did not diverge.
     """
     methods = {label: Method.read(label) for label, _ in finals}
     if config.plan.is_against_like:
-        return best_of(finals, [k for k in finals if config.is_like(methods[k[0]])])
+        bases = [k for k in finals if config.is_like(methods[k[0]])]
+        return best_of(finals, [k for k in bases if k not in lost] or bases)
     bases = [k for k in finals if methods[k[0]].algorithm == "topk" and key[1] in (None, k[1])]
     plain = [k for k in bases if methods[k[0]].is_same(Method("topk", "topk"))]
     return next(iter([*plain, *bases]), None)
