@@ -187,7 +187,7 @@ def _train(
     )
     is_exact = config.device == "cpu" or config.deterministic
     kept = checkpoints if is_exact else None
-    spent_s = kept.load(trainer, run.name, task.seeds) if kept else 0.0
+    spent_s = kept.load(trainer, run.name) if kept else 0.0
     start = time.perf_counter()
     for stop in config.plan.stops:
         if 0 < trainer.num_steps >= stop:
@@ -197,7 +197,7 @@ def _train(
         time_s = spent_s + time.perf_counter() - start
         yield from _records(config, trainer, run, qualities, time_s)
         if kept:
-            kept.save(trainer, run.name, task.seeds, time_s)
+            kept.save(trainer, run.name, time_s)
     if kept:
         kept.remove(run.name)
 

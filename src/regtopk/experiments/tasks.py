@@ -13,7 +13,7 @@ from regtopk.core.layers import layer_kinds
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
-from regtopk.experiments.fig2 import Fig2Config, make_problems
+from regtopk.experiments.fig2 import Fig2Config, Problems, make_problems
 from regtopk.experiments.images import Images
 from regtopk.experiments.protocol import Protocol
 from regtopk.experiments.splits import batch_order, divide, weights_of
@@ -70,7 +70,7 @@ class LinearRegression(SmallTask):
             raise ArgumentError(
                 f"split must be iid for linreg, whose workers differ anyway, got {config.split!r}"
             )
-        self.problems = make_problems(
+        drawn = make_problems(
             Fig2Config(
                 num_seeds=max(seeds) + 1,
                 num_workers=config.num_workers,
@@ -78,18 +78,18 @@ class LinearRegression(SmallTask):
                 device=config.device,
             )
         )
+        own = self.seeds
+        self.problems = Problems(drawn.gram[own], drawn.moment[own], drawn.optimum[own])
         self.layout = Layout.anonymous(self.problems.optimum.shape[-1])
         self.weights = [[1 / config.num_workers] * config.num_workers] * len(self.seeds)
 
     def start(self) -> Tensor:
         """From zero, in float64."""
-        return torch.zeros_like(self.problems.optimum[self.seeds])
+        return torch.zeros_like(self.problems.optimum)
 
     def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Full batches: A_n w - b_n."""
-        moment = self.problems.moment[self.seeds]
-        grads = (models.unsqueeze(1) @ self.problems.gram[self.seeds]).view(moment.shape) - moment
-        return grads, self._distance(models)
+        return self.problems.grads(models.unsqueeze(1)).squeeze(1), self._distance(models)
 
     def measure(self, models: Tensor) -> list[float]:
         """||w - w*||."""
@@ -97,7 +97,7 @@ class LinearRegression(SmallTask):
         return distances
 
     def _distance(self, models: Tensor) -> Tensor:
-        distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum[self.seeds], dim=-1)
+        distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum, dim=-1)
         return distance
 
 
