@@ -66,7 +66,7 @@ class DeepTask(Task):
         return self.engine.evaluate(models)
 
     def outer_lr(self, lr: float) -> float:
-        """Differences of parameters are taken as they are."""
+        """The learning rate that the aggregate is applied with; differences of parameters need none."""
         return 1.0 if self.config.sends == "difference" else lr
 
     def _local_steps(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
@@ -103,9 +103,10 @@ class DeepProblem(Problem):
         self.config = config
         pixels = PIXELS.get(config.network)
         self.examples = examples or load_examples(config.data_set, config.data, config.device, pixels)
-        self.numel = _num_entries(config.network, self.examples.num_classes)
         self._engines: dict[int, Engine] = {}
-        check_takes(config, self.examples)
+        network = make_network(config, self.examples.num_classes, config.plan.seeds[0])
+        self.numel = sum(p.numel() for p in network.parameters())
+        check_takes(config, self.examples, network)
         check_fits(config, self.examples.labels, self.numel)
 
     @property
@@ -171,9 +172,8 @@ def weights_file(config: DeepConfig) -> Path | None:
     return Path(config.weights) if config.weights else None
 
 
-def check_takes(config: DeepConfig, examples: Examples) -> None:
+def check_takes(config: DeepConfig, examples: Examples, network: nn.Module) -> None:
     """Refuse a network that does not take these examples."""
-    network = make_network(config, examples.num_classes, config.plan.seeds[0])
     try:
         with torch.no_grad():
             network.to(config.device)(examples.read(examples.train[:2], config.image_size, torch.float32))
@@ -193,9 +193,3 @@ def check_fits(config: DeepConfig, labels: Tensor, numel: int) -> None:
         algorithm = config.build(Run(method, config.density))
         if isinstance(algorithm, WithDensity):
             algorithm.num_selected(worker)
-
-
-def _num_entries(network: str, num_classes: int) -> int:
-    """J, without making the weights."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in NETWORKS[network](num_classes).parameters())
