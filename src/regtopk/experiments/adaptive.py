@@ -1,4 +1,4 @@
-"""RegTop-k with a density that moves: towards an error from two sides, and to a byte budget."""
+"""RegTop-k with a density that moves: towards an error, from above and from below, and to a byte budget."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,7 +107,7 @@ def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
 
 
 def measure_step(trainer: Trainer, stop: int) -> dict[str, Any]:
-    """Train one seed up to a step, and look closely at the last: what of ||a_n||^2 stays behind."""
+    """Train one seed up to a step, and measure which share of ||a_n||^2 that last step leaves behind."""
     trainer.run_until(stop - 1)
     accumulated = trainer.task.grads(trainer.models, stop - 1, trainer.lr)[0][0]
     if stop > 1:

@@ -1,4 +1,4 @@
-"""Which density makes a method send a given number of bytes: found by asking the method itself."""
+"""Which density makes a method send a given number of bytes: the method is run to find out."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Probe:
         self.layout = task.layout
 
     def payload(self, algorithm: Algorithm[Any], index_code: str) -> float:
-        """Mean payload of a worker and step."""
+        """Mean payload per worker and step."""
         cluster = Cluster(
             algorithm,
             num_workers=len(self.grads[0]),
@@ -48,7 +48,7 @@ class Probe:
         """The largest density whose payload is within the budget, by bisection of its logarithm.
 
         Raises:
-            ArgumentError: a single entry already takes more.
+            ArgumentError: a message of one entry already takes more.
         """
         low, high = math.log(1 / self.layout.numel), 0.0
         smallest = self.payload(make(math.exp(low)), index_code)

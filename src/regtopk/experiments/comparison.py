@@ -1,6 +1,6 @@
-"""Methods and seeds on one task, in slices: any methods and seeds, each adding its runs to the same folder.
+"""Methods compared over seeds, in slices: each slice runs some methods and seeds, and adds to one folder.
 
-A (method, seed) that is finished there is never run again, and one that was interrupted goes on from its last
+A (method, seed) that is finished there is never run again. One that was interrupted goes on from its last
 evaluation.
 """
 
@@ -56,7 +56,7 @@ class Comparison(Experiment[ProtocolT]):
         force: bool,
         resume: bool,
     ) -> Summary:
-        """Run what of a slice is not yet in the folder; summarise all that is there."""
+        """Run the part of a slice that the folder does not hold, and summarise all that it holds."""
         if not (resume or force):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
@@ -205,7 +205,7 @@ def _train(
 def _records(
     config: Protocol, trainer: Trainer, run: Run, qualities: list[Quality], time_s: float
 ) -> Iterator[Record]:
-    """One for each seed; the time of seeds that are trained at once is shared evenly."""
+    """One record per seed. Seeds that are trained at once share the time evenly."""
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
     losses, payloads, diverged = trainer.take_losses(), trainer.payload_bytes, trainer.is_diverged
     for place, seed in enumerate(seeds):

@@ -11,7 +11,7 @@ from regtopk.method import Method
 from regtopk.runs import Record
 from regtopk.words import counted
 
-LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
+LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
 
 # Student's t, two-sided 95 %, for 1, 2, 3, ... degrees of freedom
@@ -90,12 +90,12 @@ def best_of(finals: Finals, keys: Sequence[Key]) -> Key | None:
 
 
 def mean_there(own: dict[int, float]) -> float:
-    """Of the picking seeds."""
+    """The mean over the picking seeds."""
     return fmean(own[seed] for seed in PICKING_SEEDS)
 
 
 def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] | None:
-    """Of the seeds both have; None if there is none."""
+    """The paired difference over the seeds that both have; None if they share none."""
     shared = [seed for seed in own if seed in base]
     if not shared:
         return None
@@ -104,7 +104,7 @@ def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] 
 
 
 def spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation over seeds; no deviation of a single one."""
+    """Mean and standard deviation over seeds; a single seed has no deviation."""
     return fmean(values), stdev(values) if len(values) > 1 else None
 
 

@@ -78,7 +78,7 @@ class Trainer:
         self._at_stop.copy_(self.models)
 
     def evaluate(self) -> list[Quality]:
-        """How good each seed's model is; a number that is not finite is replaced by the last finite one."""
+        """How good each seed's model is; instead of a number that is not finite, the last finite one."""
         now = self.task.evaluate(self.models)
         is_lost = [not all(map(math.isfinite, quality.values())) for quality in now]
         self._is_diverged |= torch.tensor(is_lost, device=self.models.device)
@@ -89,7 +89,7 @@ class Trainer:
         return self._seen
 
     def take_losses(self) -> list[float | None]:
-        """Training loss of each seed: the mean since this was last asked, or that of the last step."""
+        """Training loss of each seed: the mean since the last call, or the last step's, as the task wants."""
         if self._losses is None or self._loss_sum is None:  # before the first step
             losses = self.task.grads(self.models, self.num_steps, self.lr)[1]
         else:

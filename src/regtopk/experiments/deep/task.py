@@ -111,7 +111,7 @@ class DeepProblem(Problem):
 
     @property
     def contents(self) -> dict[str, str]:
-        """Another file under the same name is another start."""
+        """What tells its examples and first weights from others of the same name."""
         found, path = {"examples": self.examples.fingerprint}, weights_file(self.config)
         if path is not None:
             found["weights_sha256"] = sha256(path.read_bytes()).hexdigest()[:16]
@@ -129,7 +129,7 @@ class DeepProblem(Problem):
         return DeepProblem(config, self.examples).task([0])
 
     def engine(self, num_models: int) -> Engine:
-        """What all methods share, for so many seeds at once."""
+        """The engine that all methods share, by the number of seeds at once."""
         config = self.config
         if num_models not in self._engines:
             self._engines[num_models] = Engine(
