@@ -12,7 +12,8 @@ runner = CliRunner()
 
 
 def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
-    command = ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path), "--json"]
+    command = ["reproduce", "fig3", "--preset", "smoke", "--set", "num_rounds=60"]
+    command += ["--out", str(tmp_path), "--json"]
     summary = json.loads(runner.invoke(app, command, catch_exceptions=False).stdout)
     assert {r["method"]: r["seeds"] for r in summary["results"]} == {
         "dense": [0, 1],
