@@ -30,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
+from regtopk.distributed.options import Scope
 from regtopk.distributed.record import PHASES
 
 WIDTH, DEPTH, BATCH = 965, 12, 4  # 11,186,280 parameters
@@ -45,8 +46,9 @@ def variants(density: float) -> dict[str, Callable[[nn.Module], Any]]:
         "torch fp16": with_fp16,
         "torch PowerSGD": with_powersgd,
     }
+    scopes: tuple[Scope, ...] = ("model", "bucket")
     for code in ("float32", "4bit"):
-        for scope in ("model", "bucket"):
+        for scope in scopes:
             for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
                 algorithm = kind(density=density, value_code=code)
                 table[f"{name}, {scope}, {code}"] = with_ours(algorithm, scope)
@@ -68,7 +70,7 @@ def with_powersgd(net: nn.Module) -> Any:
     return model, None
 
 
-def with_ours(algorithm: Any, scope: str) -> Callable[[nn.Module], Any]:
+def with_ours(algorithm: Any, scope: Scope) -> Callable[[nn.Module], Any]:
     def wrap(net: nn.Module) -> Any:
         model = DistributedDataParallel(net)
         return model, regtopk.attach(model, algorithm, scope=scope)
@@ -140,7 +142,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     answer = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        ranks = mp.start_processes(rank_main, (options, store, answer), nprocs=options.workers, join=False)
+        ranks = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            rank_main, (options, store, answer), nprocs=options.workers, join=False
+        )
         while not ranks.join(timeout=1):
             pass
     rounds, sent, numel = answer.get()

@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         print(exchange.summary())
 
 
-def save(folder: Path, epoch: int, network: nn.Module, optimizer, exchange: regtopk.Exchange) -> None:
+def save(folder: Path, epoch: int, network: nn.Module, optimizer, exchange: regtopk.SparseHookState) -> None:
     """Model and optimizer once, and what was not sent yet from every rank."""
     state = exchange.gather_state_dict()  # on rank 0, None elsewhere
     if dist.get_rank() == 0:
@@ -84,7 +84,7 @@ def save(folder: Path, epoch: int, network: nn.Module, optimizer, exchange: regt
         os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # whole, or the one before
 
 
-def load(folder: Path, network: nn.Module, optimizer, exchange: regtopk.Exchange) -> int:
+def load(folder: Path, network: nn.Module, optimizer, exchange: regtopk.SparseHookState) -> int:
     """Every rank reads the same file, on as many ranks as before or on others."""
     saved = torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
     network.load_state_dict(saved["model"])

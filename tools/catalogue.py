@@ -101,13 +101,19 @@ def catalogue() -> str:
     numel = NUM_LAYERS * LAYER * LAYER
     head = f"""# Algorithms
 
-`python tools/catalogue.py` writes this page from the table of algorithms; a test holds that it is up to date.
-Bytes are those of one step on random gradients, frames included: N = {NUM_WORKERS} workers, J = {numel:,}
-entries in {NUM_LAYERS} matrices, density {DENSITY:g} where there is one, default options. When the number of
-ranks changes, a field of the state that is a *weighted sum* is conserved, a *reset* one starts anew, and a
-*shared* one, which is the same on all ranks, is copied. Promises are those of the default options; other
-options may break one. How to write an algorithm: [add-an-algorithm.md](add-an-algorithm.md).
+Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`. The
+[README](../README.md#which-to-use-when) says which to try first, and
+[add-an-algorithm.md](add-an-algorithm.md) how to write one.
 
+How to read the sections:
+
+- *Sends* counts the bytes of one step on random gradients, frames included: N = {NUM_WORKERS} workers,
+  J = {numel:,} entries in {NUM_LAYERS} matrices, density {DENSITY:g} where there is one, default options.
+- *Keeps* names the state. When the number of ranks changes, a *weighted sum* is conserved, a *reset* field
+  starts anew, and a *shared* one, which is the same on all ranks, is copied.
+- *Promises* are those of the default options; other options may break one.
+
+`python tools/catalogue.py` writes this page from the classes, and a test holds that it is up to date.
 PowerSGD and fp16 are not here: torch ships them as hooks, and the benchmarks measure those.
 
 """

@@ -15,7 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
-from regtopk.plan.baselines import POWERSGD_RANK, powersgd_bytes
+from regtopk.plan.methods import POWERSGD_RANK, powersgd_bytes
 from regtopk.plan.workload import Workload
 
 POWERSGD_DENSE_STEPS = 2  # the fewest torch allows

@@ -110,7 +110,8 @@ def test_on_a_shared_support_the_score_knows_the_others_sum() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"sum_code": "int4"},
-        "sum_code must be one of float32, bfloat16, float16, int8, 4bit, 2bit, got 'int4'",
+        "sum_code must be one of float32, bfloat16, float16, int8, 4bit, 2bit, got 'int4' "
+        "(did you mean 'int8'?)",
     ),
     ({"score": "regtopk"}, "score must be None (magnitude) or a PosteriorScore, got 'regtopk'"),
     ({"seed": 0.5}, "seed must be an integer, got 0.5"),

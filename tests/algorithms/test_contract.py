@@ -294,13 +294,14 @@ def test_hundreds_of_steps_lose_nothing(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("case", "code"), PAIRS, ids=str)
-def test_a_thousand_lossy_steps_drift_at_most_linearly(case: Case, code: str) -> None:
+def test_many_lossy_steps_drift_at_most_linearly(case: Case, code: str) -> None:
     """Each step rounds at most 2 + N times: a and e once, and the sum once a worker."""
     cluster = case.cluster(value_code=code)
     weights = torch.tensor(WEIGHTS).double()  # as float32 has them
     kept, largest = torch.zeros(N, J), torch.zeros(N, J)
     given, applied = torch.zeros(N, J).double(), torch.zeros(J).double()
-    for grads in random_grads(1000):
+    num_steps = 1000 if case.name in ("topk", "regtopk") else 200  # the bound is in proportion
+    for grads in random_grads(num_steps):
         accumulated = kept + grads
         given += grads
         applied += cluster.step(grads)
@@ -308,7 +309,7 @@ def test_a_thousand_lossy_steps_drift_at_most_linearly(case: Case, code: str) ->
         sent = accumulated - kept
         largest = largest.maximum(sent.abs()).maximum(accumulated.abs()).maximum(kept.abs())
     drift = (applied + weights @ kept.double() - weights @ given).abs()
-    assert bool((drift <= 1000 * (2 + N) * _ulp(largest.amax(0))).all())
+    assert bool((drift <= num_steps * (2 + N) * _ulp(largest.amax(0))).all())
 
 
 def _residual(state: State | None, *shape: int) -> Tensor:

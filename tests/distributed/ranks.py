@@ -1,8 +1,10 @@
 """Real ranks for tests: N processes joined by gloo, started once, running one function after another."""
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -10,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store = ""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """function(*args) on every rank; the results in rank order, or the first rank's failure."""
@@ -55,8 +59,10 @@ class Ranks:
             waiting = {self._pipes[rank]: rank for rank in ranks if rank not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                where = "\n".join(self._where(rank) for rank in waiting.values())
                 self.stop()
-                raise TimeoutError(f"of ranks {ranks} only {sorted(answers)} answered within {timeout_s} s")
+                answered = f"of ranks {ranks} only {sorted(answers)} answered within {timeout_s} s"
+                raise TimeoutError(f"{answered}; the others are at\n{where}")
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 is_fine, answers[rank] = _receive(self._pipes[rank])
@@ -64,6 +70,12 @@ class Ranks:
                     self.stop()
                     raise AssertionError(f"rank {rank}:\n{answers[rank]}")
         return [answers[rank] for rank in ranks]
+
+    def _where(self, rank: int) -> str:
+        """The stacks of a rank that hangs."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return f"rank {rank}:\n{Path(f'{self._store}.{rank}').read_text()}"
 
     def kill(self, rank: int) -> None:
         """End one process at once, as a lost machine would."""
@@ -77,10 +89,10 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start_processes(self) -> None:
-        store = tempfile.mktemp(prefix="regtopk-store-")
+        self._store = tempfile.mktemp(prefix="regtopk-store-")
         for rank in range(self.num_ranks):
             mine, theirs = _forks.Pipe()
-            args = rank, self.num_ranks, store, self._timeout_s, theirs
+            args = rank, self.num_ranks, self._store, self._timeout_s, theirs
             process = _forks.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._processes.append(process)
@@ -88,6 +100,8 @@ class Ranks:
 
 
 def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connection) -> None:
+    stacks = Path(f"{store}.{rank}").open("w")  # noqa: SIM115 -- for as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

@@ -1,5 +1,8 @@
 """Bad options: every rank gets an error that says what is wrong, and the model is as it was."""
 
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.distributed import handshake
+from regtopk.distributed.options import Options
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
@@ -68,7 +72,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "handshake_timeout_s": (
         {"handshake_timeout_s": 0},
         "ArgumentError",
-        "handshake_timeout_s must be above 0, got 0",
+        "handshake_timeout_s must be positive and finite, got 0",
     ),
     "index_code": (
         {"index_code": "huffman"},
@@ -119,6 +123,37 @@ def assert_still_attaches(model: DistributedDataParallel) -> None:
     with closing(regtopk.attach(model, TOPK)) as exchange:
         loss_of(model, 0).backward()
         assert exchange.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "question"),
+    [("scpoe", " (did you mean 'scope'?)"), ("wieght", " (did you mean 'weight'?)"), ("quorum", "")],
+)
+def test_an_option_that_does_not_exist(option: str, question: str) -> None:
+    """The error names the nearest option, and none if none is near."""
+    net, options = make_net(), {option: 1.0}
+    with pytest.raises(TypeError) as refused:
+        regtopk.attach(net, TOPK, **options)  # type: ignore[arg-type]
+    assert str(refused.value) == f"attach() got an unexpected option {option!r}{question}"
+    with pytest.raises(TypeError) as refused:
+        regtopk.SparseHookState(net, TOPK, **options)
+    assert str(refused.value) == f"SparseHookState() got an unexpected option {option!r}{question}"
+    question = "" if option == "scpoe" else question  # which an Exchange has not
+    with pytest.raises(TypeError) as refused:
+        regtopk.Exchange(net, TOPK, **options)  # type: ignore[arg-type]
+    assert str(refused.value) == f"Exchange() got an unexpected option {option!r}{question}"
+
+
+def test_options_have_the_same_defaults_everywhere() -> None:
+    options = {field.name: field.default for field in fields(Options)}
+    assert keywords(regtopk.attach) == options
+    del options["scope"]  # of DDP's buckets
+    assert keywords(regtopk.Exchange) == options | {"process_group": None}
+
+
+def keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 # Ranks that differ: what rank 1 does otherwise, and how all name it.

@@ -86,7 +86,7 @@ def follow_readme(diff: str, checkpoint: str, folder: Path) -> tuple[str, str, t
     for source in (before, after):
         names = what_is_yours()
         names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
-        names |= {"regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
+        names |= {"os": os, "regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
         names["model"] = names["network"]
         names["optimizer"] = torch.optim.SGD(names["network"].parameters(), lr=0.1)
         with inside(folder):

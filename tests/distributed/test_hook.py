@@ -50,7 +50,8 @@ def register_and_attach(scope: Scope) -> list[Any]:
     for by_hand in (True, False):
         model = ddp(**SMALL_BUCKETS)
         if by_hand:
-            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, scope=scope, index_code="rice")
+            options = {"scope": scope, "index_code": "rice"}
+            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, **options)
             model.register_comm_hook(exchange, regtopk.sparse_hook)
         else:
             exchange = regtopk.attach(model, ALGORITHM, scope=scope, index_code="rice")

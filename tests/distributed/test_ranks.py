@@ -1,5 +1,6 @@
 """What tests on ranks rely on."""
 
+import time
 import warnings
 
 import pytest
@@ -23,3 +24,8 @@ def test_a_mark_of_the_test_reaches_the_ranks(two_ranks: Ranks) -> None:
 def test_and_no_other_test(two_ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match="forgiven there"):
         two_ranks.run(warnings.warn, "forgiven there")
+
+
+def test_a_rank_that_hangs_says_where(two_ranks: Ranks) -> None:
+    with pytest.raises(TimeoutError, match=r"(?s)only \[\] answered within 1 s; .*rank 1:.*in _serve"):
+        two_ranks.run(time.sleep, 60, timeout_s=1)

@@ -1,6 +1,8 @@
 """The kernels under test. Without a GPU, Triton's run in its interpreter, on CPU tensors."""
 
+import inspect
 import os
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -11,8 +13,28 @@ from torch import Tensor
 from regtopk.kernels import Kernel, cpu, cpu_rows
 from regtopk.kernels.dispatch import kernel_named
 
+
+def make_interpreter_faster() -> None:
+    """Triton's interpreter searches its whole language for builtins at every call; here it does so once."""
+    interpreter = import_module("triton.runtime.interpreter")
+    is_builtin = import_module("triton.language").core.is_builtin
+
+    @cache
+    def names_of_builtins(pkg: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(pkg) if is_builtin(member)]
+
+    def patch_builtin(pkg: Any, *arguments: Any) -> None:
+        for name in names_of_builtins(pkg):
+            member = getattr(pkg, name)
+            if is_builtin(member):  # not yet patched
+                interpreter._patch_attr(pkg, name, member, *arguments)
+
+    vars(interpreter)["_patch_builtin"] = patch_builtin
+
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
+    make_interpreter_faster()
 
 
 @pytest.fixture(params=["cpu", "cuda"])

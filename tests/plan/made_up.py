@@ -1,9 +1,10 @@
-"""A made-up calibration: a machine with round numbers for every cost that can be measured."""
+"""A made-up calibration: a machine with round numbers for every cost that any method has."""
 
 from pathlib import Path
 
-from regtopk.plan.calibrate import measurable_lines
 from regtopk.plan.costs import Calibration, Line
+from regtopk.plan.methods import exchange_of, planned_methods
+from regtopk.plan.workload import Workload
 
 ROUND_NUMBERS: Line = {
     "calls": 1e-4,
@@ -15,16 +16,23 @@ ROUND_NUMBERS: Line = {
 }
 
 
+def all_lines() -> set[str]:
+    """The names of all costs."""
+    methods = planned_methods((0.01,), every=True)
+    return set[str]().union(*(exchange_of(m, Workload.of_size(10**6), 4, "model").lines for m in methods))
+
+
 def calibration(
     lines: dict[str, Line] | None = None, *, every: Line = ROUND_NUMBERS, device: str = "cpu"
 ) -> Calibration:
     """All costs alike, but for the given lines."""
-    return Calibration({"device": device}, dict.fromkeys(measurable_lines(), every) | (lines or {}))
+    return Calibration({"device": device}, dict.fromkeys(all_lines(), every) | (lines or {}))
 
 
-def write_calibration(path: Path, *, without: str | None = None) -> Path:
-    """A file of it; an older one has not measured some line."""
+def write_calibration(path: Path, *without: str) -> Path:
+    """A file of it; an older one has not measured some lines."""
     made = calibration()
-    made.lines.pop(without or "", None)
+    for line in without:
+        del made.lines[line]
     made.write(path)
     return path

@@ -71,19 +71,8 @@ def test_it_is_planned() -> None:
     assert answer.exit_code == 0, answer.output
     rows = {row["value_code"]: row for row in json.loads(answer.stdout)["methods"] if row["name"] == NAME}
     assert set(rows) == {"float32", "4bit", "2bit"}
-    parts = 2 * segment_bytes(
-        256, dtype=torch.float32, value_code="4bit"
-    )  # a half of the 512 for each of two
-    assert rows["4bit"]["payload_bytes"] == parts and rows["4bit"]["collective"] == "split"
-
-
-def test_an_older_calibration_leaves_it_out_with_a_note() -> None:
-    write_calibration(Path("costs.json"), without=f"select {NAME}")
-    answer = CliRunner().invoke(app, [*WORDS, *LINK])
-    assert answer.exit_code == 0, answer.output
-    found = json.loads(answer.stdout)
-    assert NAME not in {row["name"] for row in found["methods"]}
-    assert any(note.endswith(f"has not measured all of their work: {NAME}.") for note in found["notes"])
+    part = segment_bytes(256, dtype=torch.float32, value_code="4bit")  # a half of the 512, for one of two
+    assert rows["4bit"]["payload_bytes"] == 2 * part and rows["4bit"]["collective"] == "split"
 
 
 def test_more_workers_may_ask_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +82,5 @@ def test_more_workers_may_ask_more_often(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_its_work_can_be_measured() -> None:
-    points = algorithm_points(NAME, Bench(torch.device("cpu")))
-    line, units, seconds = next(points)
-    assert line == f"select {NAME}" and units["entries"] == 1024 and seconds > 0
+    work, seconds = next(algorithm_points(Bench(torch.device("cpu")), NAME))
+    assert work.line == f"select {NAME}" and work.units["entries"] == 1024 and seconds > 0

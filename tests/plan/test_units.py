@@ -39,24 +39,10 @@ def test_bandwidths(text: str, bits_per_s: float) -> None:
     assert parse_bandwidth(text) == pytest.approx(bits_per_s)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "fast",
-        "",
-        "-100 Mbps",
-        "0",
-        "nan",
-        "inf Gbps",
-        "100 MB",
-        "100 mb",
-        "10 ms",
-        "1 Gbit/h",
-        "100 Mbps 2",
-        "1,5G",
-        "10,00 Mbps",
-    ],
-)
+NONSENSE = "fast||-100 Mbps|0|nan|inf Gbps|100 MB|100 mb|10 ms|1 Gbit/h|100 Mbps 2|1,5G|10,00 Mbps|1 Mib/s"
+
+
+@pytest.mark.parametrize("text", NONSENSE.split("|"))
 def test_nonsense_bandwidths(text: str) -> None:
     with pytest.raises(
         ArgumentError, match="bandwidth must be a number above 0 with a unit such as"

@@ -69,8 +69,10 @@ def progress_bar(label: str) -> Iterator[Progress]:
         yield show_fraction
 
 
-def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
-    """Print the JSON, or one table (a column per method, a row per measure) and where the page is."""
+def show(
+    content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_json: bool, notes: Sequence[str] = ()
+) -> None:
+    """Print the JSON; or one table (a column per method, a row per measure), notes, and where the page is."""
     if as_json:
         typer.echo(json.dumps(content, indent=2))
         return
@@ -89,7 +91,8 @@ def show(content: Any, summaries: Mapping[str, Any], page: Path, *, as_json: boo
         console.width = max(console.width, _FILE_WIDTH)
     _fit(table, console)
     console.print(table)
-    typer.echo(f"{page}")
+    for line in (*notes, *([] if page is None else [page])):
+        typer.echo(f"{line}")
 
 
 def _add_column(table: Table, name: str, cells: Sequence[str]) -> None:

@@ -1,6 +1,5 @@
 """regtopk plan: is compression worth it on my link?"""
 
-import json
 import logging
 import os
 import shlex
@@ -9,19 +8,16 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-from regtopk.cli.parts import Force, Json, progress_bar, say_errors
+from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.plan import page
-from regtopk.plan.calibrate import Machine, calibrate, measurable_lines
+from regtopk.plan.calibrate import Machine, calibrate
 from regtopk.plan.costs import Calibration
 from regtopk.plan.methods import DENSITIES, planned_methods
-from regtopk.plan.predict import Plan, Situation, make_plan
+from regtopk.plan.predict import Situation, make_plan
 from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
 from regtopk.report import write_report
@@ -30,29 +26,27 @@ from regtopk.report import write_report
 @say_errors
 def plan(
     context: typer.Context,
-    bandwidth: Annotated[str, typer.Option(help="Of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
-    workers: Annotated[int, typer.Option(help="How many.")],
-    params: Annotated[str | None, typer.Option(help="Parameters of the model: 124M, 11173962.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
+    workers: Annotated[int, typer.Option(help="Number of workers.")],
+    params: Annotated[str | None, typer.Option(help="Number of parameters: 124M, 11173962.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="PKG.MODULE:CALLABLE", help="Or what returns the model, or it and its inputs."),
+        typer.Option(metavar="PKG.MODULE:CALLABLE", help="Returns the model, or it and its inputs."),
     ] = None,
     latency: Annotated[str, typer.Option(help="One way, half a ping: 50us, 10ms.")] = "0",
     step_time: Annotated[
-        str | None, typer.Option(help="Of one worker's step without communication: 85ms.")
+        str | None, typer.Option(help="One worker's step without communication: 85ms.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure that here, with --model.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the step time here.")] = False,
     input_shape: Annotated[
-        str | None, typer.Option(help="Of the model's input, for --measure: 20,3,32,32.")
+        str | None, typer.Option(help="Shape of the model's input, for --measure: 20,3,32,32.")
     ] = None,
-    density: Annotated[str, typer.Option(help="Shares of the entries sent; several with commas.")] = ",".join(
-        map(str, DENSITIES)
-    ),
+    density: Annotated[str, typer.Option(help="Shares of entries to send.")] = ",".join(map(str, DENSITIES)),
     scope: Annotated[str, typer.Option(help="model, or bucket, which overlaps with backward.")] = "model",
     local_workers: Annotated[int, typer.Option(help="How many workers share a machine like this.")] = 1,
-    threads: Annotated[int, typer.Option(help="Of each; 0 for torch's own number.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads per worker; 0 for torch's own number.")] = 0,
     memory: Annotated[
-        str | None, typer.Option(help="What a worker may use for messages; this machine's if not given.")
+        str | None, typer.Option(help="Memory for a worker's messages; this machine's if not given.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda: where gradients are selected and coded.")] = "cpu",
     recalibrate: Annotated[
@@ -70,7 +64,7 @@ def plan(
 ) -> None:
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     machine = Machine(local_workers, threads, device)
-    densities = _densities(density)
+    methods = planned_methods(_densities(density), every=every)
     bits_per_s = parse_bandwidth(bandwidth)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     memory_bytes = parse_size("memory", memory) if memory else memory_of_a_worker(local_workers)
@@ -79,17 +73,14 @@ def plan(
     if (step_time is None) != measure:
         got = "both" if measure else "neither"
         raise ArgumentError(f"give --step-time, or --model with --measure, got {got}")
-    if params is not None:
-        if step_time is None:
-            raise ArgumentError("--measure needs --model, got --params")
-        workload, step_time_s = (
-            Workload.of_size(parse_count("params", params)),
-            parse_time("step time", step_time),
-        )
+    step_time_s = None if step_time is None else parse_time("step time", step_time)
+    if model is not None:
+        workload, step_time_s = _of_model(model, step_time_s, input_shape, machine)
+    elif params is not None and step_time_s is not None:
+        workload = Workload.of_size(parse_count("params", params))
     else:
-        workload, step_time_s = _of_model(model or "", step_time, input_shape, device, local_workers)
+        raise ArgumentError("--measure needs --model, got --params")
     situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), scope)
-    methods = planned_methods(densities, every=every)
     try:
         lines = set[str]().union(*(situation.exchange(method).lines for method in methods))
         costs = _costs(machine, calibration, lines, again=recalibrate)
@@ -107,14 +98,12 @@ def plan(
         "calibration": costs.machine,
     }
     summary = page.summary(found, inputs)
+    written = None
     if out is not None:
         page.write_run(out, found, costs, summary, command=_as_typed(context), force=force)
-        write_report(out)
-    if as_json:
-        typer.echo(json.dumps(summary, indent=2))
-    else:
-        _show(found, summary["notes"])
-        typer.echo("" if out is None else f"{out / 'index.html'}", nl=out is not None)
+        written = write_report(out)
+    answer = [page.verdict(found), *summary["notes"]]
+    show(summary, {"plan": {"table": page.table(found)}}, written, as_json=as_json, notes=answer)
 
 
 def memory_of_a_worker(local_workers: int) -> float:
@@ -126,68 +115,48 @@ def _densities(text: str) -> list[float]:
     try:
         return [check_density(float(part)) for part in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"density must be numbers in (0, 1] with commas, got {text!r}") from None
+        raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
 
 
 def _of_model(
-    model: str, step_time: str | None, input_shape: str | None, device: str, local_workers: int
+    spec: str, step_time_s: float | None, input_shape: str | None, machine: Machine
 ) -> tuple[Workload, float]:
-    """A model's gradients, and the seconds of its step without an exchange: told, or measured here."""
-    if step_time is not None:
-        step_time_s = parse_time("step time", step_time)
-        return Workload.of_model(load_model(model)[0]), step_time_s
-    if local_workers > 1:
+    """A model's gradients, and the seconds of its step without an exchange, measured here if not told."""
+    if step_time_s is None and machine.local_workers > 1:
         raise ArgumentError(
             "--measure times a worker that has this machine to itself: give --step-time where several share "
-            f"it, got --local-workers {local_workers}"
+            f"it, got --local-workers {machine.local_workers}"
         )
-    network, inputs = load_model(model)
+    model, inputs = load_model(spec)
+    workload = Workload.of_model(model)
+    if step_time_s is not None:
+        return workload, step_time_s
     if input_shape is not None:
         inputs = (torch.randn(parse_shape(input_shape)),)
     if inputs is None:
         raise ArgumentError(
-            f"--measure needs the model's inputs: --input-shape 20,3,32,32, or a {model!r} that returns "
+            f"--measure needs the model's inputs: --input-shape 20,3,32,32, or a {spec!r} that returns "
             "(model, inputs), got neither"
         )
-    return Workload.of_model(network), measure_step(network, inputs, device)
+    return workload, measure_step(model, inputs, machine.device)
 
 
 def _costs(machine: Machine, given: Path | None, lines: set[str], *, again: bool) -> Calibration:
     """The costs in a file. What the cache lacks is measured and kept; a file that is given stays as it is."""
     path = given or machine.path
-    known = None
+    known = Calibration(machine.describe(), {})
     if not again and (given is not None or path.exists()):
         known = Calibration.read(path)
-    missing = lines & measurable_lines() - (known.lines.keys() if known else set())
-    if known is not None and (given is not None or not missing):
-        return known
+        if given is not None or lines <= known.lines.keys():
+            return known
     typer.echo(f"regtopk: measuring what work costs on this machine, for up to a minute ({path})", err=True)
     with progress_bar("calibration") as progress:
-        measured = calibrate(machine, missing, progress)
-    costs = measured if known is None else known.with_lines(measured.lines)
+        known.lines.update(calibrate(machine, lines - known.lines.keys(), progress))
     try:
-        costs.write(path)
+        known.write(path)
     except OutputError as error:
         logging.getLogger("regtopk").warning("%s: the next plan measures again", error)
-    return costs
-
-
-def _show(found: Plan, notes: list[str]) -> None:
-    """A row per method, and the answer."""
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    rows = page.table(found)
-    for column in rows[0]:
-        is_number = column in ("payload", "step", "speed-up")
-        shown.add_column(
-            "method" if column == "measure" else column, justify="right" if is_number else "left"
-        )
-    for row in rows:
-        shown.add_row(*row.values())
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
-    console.print(shown)
-    typer.echo("\n".join([page.verdict(found), *notes]))
+    return known
 
 
 def _as_typed(context: typer.Context) -> str:

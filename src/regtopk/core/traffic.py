@@ -8,7 +8,6 @@ Three byte counts, never mixed:
 - `dense_bytes`: what an uncompressed float32 all_reduce would send from each worker.
 """
 
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,48 +19,77 @@ from regtopk.core.regions import region_bytes
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.worker import Worker
 
+NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
 
-@dataclass(eq=False)
+
 class Traffic:
-    """Byte and entry counts of N workers, int64 tensors of shape (..., N).
+    """Byte and entry counts of N workers.
 
-    The tensors are never written to: counts that are the same in every step are shared between steps. (Not
-    frozen: that would take as long as two of the five sums of `__add__`.)
+    Args:
+        counts: (..., N, 5) int64, in the order of `NAMES`: one tensor, so that one sum adds all. It is never
+            written to, since counts that are the same in every step are shared between steps.
     """
 
-    payload_bytes: Tensor
-    sent_bytes: Tensor
-    received_bytes: Tensor
-    num_entries: Tensor
-    dense_bytes: Tensor
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    @classmethod
+    def of(
+        cls,
+        payload_bytes: Tensor,
+        sent_bytes: Tensor,
+        received_bytes: Tensor,
+        num_entries: Tensor,
+        dense_bytes: Tensor | None = None,
+    ) -> "Traffic":
+        """From the counts themselves, (..., N) each."""
+        if dense_bytes is None:
+            dense_bytes = torch.zeros_like(payload_bytes)
+        counts = payload_bytes, sent_bytes, received_bytes, num_entries, dense_bytes
+        return cls(torch.stack(torch.broadcast_tensors(*counts), dim=-1))
 
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Traffic":
         """Nothing sent yet."""
-        zero = torch.zeros(shape, dtype=torch.int64, device=device)
-        return cls(zero, zero, zero, zero, zero)
+        return cls(torch.zeros((*shape, len(NAMES)), dtype=torch.int64, device=device))
 
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Tensor]) -> "Traffic":
         """The counts that `state_dict` names, copied."""
-        return cls(**{name: state_dict[name].clone() for name in NAMES})
+        return cls.of(**{name: state_dict[name] for name in NAMES})
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts by name."""
-        return {name: getattr(self, name) for name in NAMES}
+        return dict(zip(NAMES, self.counts.unbind(-1), strict=True))
+
+    @property
+    def payload_bytes(self) -> Tensor:
+        """Of the messages that each worker contributed."""
+        return self.counts[..., 0]
+
+    @property
+    def sent_bytes(self) -> Tensor:
+        """What each worker's interface sent."""
+        return self.counts[..., 1]
+
+    @property
+    def received_bytes(self) -> Tensor:
+        """What each worker's interface received."""
+        return self.counts[..., 2]
+
+    @property
+    def num_entries(self) -> Tensor:
+        """How many entries each worker sent."""
+        return self.counts[..., 3]
+
+    @property
+    def dense_bytes(self) -> Tensor:
+        """What each worker would have sent without compression."""
+        return self.counts[..., 4]
 
     def __add__(self, other: "Traffic") -> "Traffic":
         """Both together."""
-        return Traffic(
-            self.payload_bytes + other.payload_bytes,
-            self.sent_bytes + other.sent_bytes,
-            self.received_bytes + other.received_bytes,
-            self.num_entries + other.num_entries,
-            self.dense_bytes + other.dense_bytes,
-        )
-
-
-NAMES = tuple(field.name for field in fields(Traffic))
+        return Traffic(self.counts + other.counts)
 
 
 class Contribution(NamedTuple):
@@ -117,7 +145,7 @@ def moved(request: Request, worker: Worker) -> Traffic:
         return _gathered_alike(size, num_entries, *cluster)
     active = is_active(*cluster)
     payload = active * size
-    return Traffic(payload, *all_gather_bytes(payload), active * num_entries, torch.zeros_like(active))
+    return Traffic.of(payload, *all_gather_bytes(payload), active * num_entries)
 
 
 def _sparse_bytes(
@@ -145,9 +173,7 @@ def _passed_on(source: int, size: int | Tensor, num_entries: int | Tensor, worke
     rank = torch.arange(worker.num_workers, device=worker.weight.device)
     is_source = rank == source
     passes_on = rank != (source - 1) % worker.num_workers
-    return Traffic(
-        is_source * size, passes_on * size, ~is_source * size, is_source * num_entries, torch.zeros_like(rank)
-    )
+    return Traffic.of(is_source * size, passes_on * size, ~is_source * size, is_source * num_entries)
 
 
 # Messages of a known size move the same bytes in every step: these counts, (N,), are made once.
@@ -156,9 +182,9 @@ def _passed_on(source: int, size: int | Tensor, num_entries: int | Tensor, worke
 @lru_cache(maxsize=256)
 def before_a_step(batch_shape: tuple[int, ...], numel: int, device: torch.device) -> Traffic:
     """Nothing sent yet by (..., N) workers, whose dense exchange would be one of J entries."""
-    zero = torch.zeros(batch_shape, dtype=torch.int64, device=device)
-    dense_bytes = all_reduce_bytes(4 * numel, batch_shape[-1])
-    return Traffic(zero, zero, zero, zero, torch.full_like(zero, dense_bytes))
+    nothing = Traffic.zeros(*batch_shape, device=device)
+    nothing.dense_bytes.fill_(all_reduce_bytes(4 * numel, batch_shape[-1]))
+    return nothing
 
 
 @lru_cache(maxsize=256)
@@ -167,7 +193,7 @@ def _gathered_alike(
 ) -> Traffic:
     active = is_active(num_workers, idle, device)
     payload = size * active
-    return Traffic(payload, *all_gather_bytes(payload), num_entries * active, torch.zeros_like(active))
+    return Traffic.of(payload, *all_gather_bytes(payload), num_entries * active)
 
 
 @lru_cache(maxsize=256)
@@ -187,12 +213,11 @@ def _summed_by_region(
         for c in (code, sum_code)
     )
     sums_sent, sums_received = all_gather_bytes(sums)
-    return Traffic(
+    return Traffic.of(
         payload_bytes=active * parts.sum(),
         sent_bytes=active * (parts.sum() - parts) + sums_sent,
         received_bytes=parts * (active.sum() - 1) + sums_received,
         num_entries=active * numel,
-        dense_bytes=torch.zeros_like(active),
     )
 
 

@@ -1,19 +1,31 @@
 """The same algorithms on a real cluster, over torch.distributed.
 
-The way of a gradient, from backward to the wire and back::
+The way of a gradient, from backward to the wire and back. Each file calls the next, and none calls one that
+it came from (tests/distributed/test_way.py traces a step on two ranks)::
 
-    ddp.py            DDP hands over a bucket (Exchange.step in exchange.py: the whole model)
-    bucket_queue.py   only scope="bucket": a thread takes the buckets in order
-    step.py           Steps: one flat vector per bucket (layout.py), and a word with the other ranks, whether
-                      all exchange the same and are finite (handshake.py); then the algorithm runs
-    driver.py         answers each of its requests, by one function of a file each:
-                      sparse_sum.py (split.py), dense_sum.py, gather.py, broadcast.py
-    rank.py           what these know and count; wire codes and checks the messages
-    collectives.py    torch.distributed; the answer goes back up the same way, into `.grad`
+    ddp.py             DDP hands over its buckets (without DDP: exchange.py; scope="bucket": bucket_queue.py)
+    step.py            makes flat vectors of them, and runs the algorithm on each
+    core/algorithm.py  the algorithm selects entries and makes requests
+    driver.py          passes each request to its function:
+    sparse_sum.py      here a sparse sum; dense_sum.py and broadcast.py are others
+    gather.py          codes a message (regtopk.wire), gathers every rank's, and decodes them
+    collectives.py     torch.distributed; the answer goes back up the same way, into `.grad`
 
-Beside the way: buckets.py keeps the algorithm's state by parameter, checkpoint.py saves and loads it,
-record.py counts, options.py and parameters.py check what users hand over, and base.py is what every kind of
-exchange offers them. A new kind of exchange *has* a `Steps` and feeds it tensors by name.
+A step of RegTop-k enters 14 files of this package: those six, and these, which are called on the way and
+return at once (and 20 of core, algorithms, kernels and wire)::
+
+    parameters.py      are all parameters still trainable?
+    bucket_queue.py    what DDP waits for: the future of a bucket
+    buckets.py         the state of the algorithm, by parameter
+    layout.py          parameters as one flat vector
+    handshake.py       do all ranks exchange the same, and are all gradients finite? (by collectives.py)
+    rank.py            what this rank knows and counts
+    split.py           would a sum split by region move fewer bytes?
+    record.py          the counts of all steps
+
+Beside the way: checkpoint.py saves and loads, options.py checks what users hand over, base.py is what every
+kind of exchange offers them, and one_process.py stands in where there is nobody to exchange with. A new kind
+of exchange *has* a `Steps` and feeds it tensors by name.
 """
 
 from regtopk.distributed.checkpoint import merge_state_dicts

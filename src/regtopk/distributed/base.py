@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from regtopk.core.options import check_positive
 from regtopk.core.worker import Report
 from regtopk.distributed.checkpoint import merge_state_dicts
-from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.handshake import roll_call
 from regtopk.distributed.record import StepRecord, summarise
 from regtopk.distributed.step import Steps
@@ -18,10 +18,9 @@ _log = logging.getLogger("regtopk")
 class ExchangeBase:
     """Counts, text and checkpoints of the steps of one exchange."""
 
-    def __init__(self, steps: Steps, collectives: Collectives, handshake_timeout_s: float) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._collectives = collectives  # for what users call; the steps may have a group of their own
-        self._handshake_timeout_s = handshake_timeout_s
+        self._collectives = steps.rank.collectives  # for what users call; a queue's steps get their own
 
     def _warn_of_one_rank(self) -> None:
         if self.num_workers == 1:
@@ -50,17 +49,17 @@ class ExchangeBase:
     @property
     def last_step(self) -> StepRecord:
         """Bytes, entries and times of the last step on this rank."""
-        return self._steps.last_step
+        return self._steps.with_residual_norm(self._steps.ledger.last_step)
 
     @property
     def total(self) -> StepRecord:
         """The sum of all steps on this rank."""
-        return self._steps.total
+        return self._steps.with_residual_norm(self._steps.ledger.total)
 
     def summary(self) -> str:
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
         steps = self._steps
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, steps.residual_norm())
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, self.total.residual_norm)
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""
@@ -74,14 +73,21 @@ class ExchangeBase:
         """
         return self._steps.state_dict()
 
-    def gather_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
-        """All ranks' state in one, on rank `dst` of the group (None elsewhere); loads on any number.
+    def gather_state_dict(self, dst: int = 0, *, timeout_s: float = 300.0) -> dict[str, Any] | None:
+        """All ranks' state in one, on rank `dst` of the group; None on the others. Call it on every rank.
 
-        Call it on every rank. Ranks that wait longer than ``handshake_timeout_s`` log who is missing.
+        The result loads on any number of ranks.
+
+        Args:
+            dst: the rank that gets it.
+            timeout_s: how long to wait for the last rank, which may be evaluating.
+
+        Raises:
+            ClusterError: a rank has not called it by then. Nothing was changed: all ranks may call it again.
         """
+        check_positive("timeout_s", timeout_s)
         mine = self._steps.state_dict()
-        call = "gather_state_dict"
-        roll_call(self._collectives, call, self._handshake_timeout_s, is_required=False)
+        roll_call(self._collectives, "gather_state_dict", timeout_s)
         parts = self._collectives.gather_objects(mine, dst)
         return None if parts is None else merge_state_dicts(parts)
 

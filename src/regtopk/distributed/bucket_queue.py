@@ -7,6 +7,7 @@ however many rounds an algorithm has.
 import atexit
 import queue
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,6 @@ from regtopk.distributed.step import Steps
 class Arrival:
     """A bucket as DDP handed it over: the gradients are views of the buffer."""
 
-    names: tuple[str, ...]
     grads: dict[str, Tensor]
     buffer: Tensor
     index: int
@@ -79,28 +79,22 @@ class BucketQueue:
     @torch.no_grad()
     def _run(self) -> None:
         device = self._steps.device
-        if device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                self._drain()
-        else:
-            self._drain()
-
-    def _drain(self) -> None:
-        while (arrival := self._arrivals.get()) is not None:
-            with self._steps.lock:
-                try:
-                    if self._failure is None:
-                        self._exchange(arrival)
-                except BaseException as error:
-                    self._steps.take_back()
-                    self._failure = error  # a future cannot carry it through DDP: raised after backward
-            arrival.future.set_result(arrival.buffer)
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            while (arrival := self._arrivals.get()) is not None:
+                with self._steps.lock:
+                    try:
+                        if self._failure is None:
+                            self._exchange(arrival)
+                    except BaseException as error:
+                        self._steps.take_back()
+                        self._failure = error  # a future cannot carry it through DDP: raised after backward
+                arrival.future.set_result(arrival.buffer)
 
     def _exchange(self, arrival: Arrival) -> None:
         if arrival.ready is not None:
             arrival.ready.wait()
         if arrival.index == 0:
             self._steps.begin()
-        self._steps.run_bucket(arrival.names, arrival.grads)
+        self._steps.run_bucket(arrival.grads)
         if arrival.is_last:
             self._steps.end()

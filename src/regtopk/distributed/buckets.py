@@ -5,16 +5,19 @@ are cut anew: per-entry state goes along with its parameters, and what only made
 last selection) starts anew.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.state import State
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.layout import flat_dtype, layout_of
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.rank import Rank
 
 Names = tuple[str, ...]
 Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
@@ -28,7 +31,7 @@ class Bucket:
     needs for the next one: the vector itself, the aggregate (`spare`), and the copy of the state.
 
     A step of many buckets can fail when some are exchanged already. `keep_state` before an exchange makes it
-    possible to take that back; until `settle`, `settled_state` is the state before the step.
+    possible to take that back; until the bucket `is_settled`, `settled_state` is the state before the step.
     """
 
     names: Names
@@ -40,11 +43,6 @@ class Bucket:
     spare: Tensor | None = None
     state_before: State | None = None
     is_settled: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the vector is kept in."""
-        return self.worker.weight.dtype
 
     @property
     def settled_state(self) -> State:
@@ -64,10 +62,6 @@ class Bucket:
         if not self.is_settled:
             assert self.state_before is not None
             self.state, self.state_before, self.is_settled = self.state_before, None, True
-
-    def settle(self) -> None:
-        """The step is finished: its state counts."""
-        self.is_settled = True
 
     def recycle(self, aggregate: Tensor, flat: Tensor) -> None:
         """Let the next aggregate be written over this one, unless the state or the vector is there."""
@@ -108,20 +102,46 @@ def _memory(tensor: Tensor) -> int:
 
 
 class Buckets:
-    """All buckets of an exchange, in the order they are exchanged.
+    """All buckets of an exchange, in the order they are exchanged: at first one with the whole model.
 
     Args:
-        names: all parameters.
-        cut: divides parameters that arrive together into buckets.
-        make: makes a bucket in the state of the first step.
+        parameters: what is exchanged.
+        skipped: the names of those that go dense.
+        algorithm: what is run on the others.
+        rank: this rank.
     """
 
     def __init__(
-        self, names: Names, cut: Callable[[Names], list[Names]], make: Callable[[Names], Bucket]
+        self, parameters: Parameters, skipped: frozenset[str], algorithm: Algorithm[Any], rank: Rank
     ) -> None:
-        self.cut = cut
-        self.make = make
-        self.all = [make(part) for part in cut(names)]
+        self.parameters = parameters
+        self.skipped = skipped
+        self.algorithm = algorithm
+        self.rank = rank
+        self.all = [self.make(part) for part in self.cut(tuple(parameters.named))]
+
+    def cut(self, names: Names) -> list[Names]:
+        """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
+        names = tuple(name for name in names if self.parameters.named[name].numel() > 0)
+        sparse = tuple(name for name in names if name not in self.skipped)
+        dense = tuple(name for name in names if name in self.skipped)
+        return [part for part in (sparse, dense) if part]
+
+    def make(self, names: Names) -> Bucket:
+        """A bucket of these parameters, in the state of the first step."""
+        rank, device = self.rank, self.parameters.device
+        dtype = flat_dtype(self.parameters.named[name] for name in names)
+        worker = Worker(
+            weight=rank.weights[rank.index].to(device=device, dtype=dtype),
+            index=torch.tensor(rank.index, device=device),
+            num_workers=rank.num_workers,
+            step=0,
+            layout=layout_of(names, self.parameters),
+            idle=rank.idle,
+            index_code=rank.index_code,
+        )
+        algorithm = Dense() if names[0] in self.skipped else self.algorithm
+        return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
 
     def covering(self, names: Names) -> list[Bucket]:
         """The buckets of parameters that arrived together; a bucket that holds others too is cut anew."""

@@ -18,8 +18,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
 
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,8 @@ from torch import Tensor
 
 from regtopk.core.state import OnResize
 from regtopk.core.worker import Report, check_weights
-from regtopk.distributed.buckets import Bucket, Entries, Names
+from regtopk.distributed.buckets import Bucket, Buckets, Entries
+from regtopk.distributed.rank import Rank
 from regtopk.distributed.record import Ledger, StepRecord
 from regtopk.errors import StateError
 
@@ -38,18 +38,7 @@ _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What never changes in an exchange. A saved state must have the first three in common with it."""
-
-    algorithm: str
-    shapes: dict[str, tuple[int, ...]]
-    skipped: frozenset[str]
-    weights: list[float]
-    rank: int
-
-
-class Snapshot(NamedTuple):
+class Progress(NamedTuple):
     """What training has changed since the exchange was made."""
 
     buckets: list[Bucket]
@@ -58,32 +47,32 @@ class Snapshot(NamedTuple):
     report: Report | None
 
 
-def state_dict(facts: Facts, now: Snapshot) -> dict[str, Any]:
+def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report | None) -> dict[str, Any]:
     """One rank's state after the last finished step, tensors copied."""
+    shapes, rank = buckets.parameters.shapes, buckets.rank
     entries: Entries = {}
-    for bucket in now.buckets:
+    for bucket in buckets.all:
         for name, parts in bucket.entries().items():
-            shape = facts.shapes[name]
-            entries[name] = {f: part.to("cpu", copy=True).view(shape) for f, part in parts.items()}
+            entries[name] = {f: part.to("cpu", copy=True).view(shapes[name]) for f, part in parts.items()}
     worker = {
         "entries": entries,
         "groups": tuple(
             {f: tensor.to("cpu", copy=True) for f, tensor in bucket.other_fields().items()}
-            for bucket in now.buckets
+            for bucket in buckets.all
         ),
-        "total": now.ledger.total.as_dict(),
-        "first_step": now.ledger.first_step,
-        "report": [] if now.report is None else list(astuple(now.report)),
+        "total": ledger.total.as_dict(),
+        "first_step": ledger.first_step,
+        "report": [] if report is None else list(astuple(report)),
     }
     return {
         "format": FORMAT,
-        "algorithm": facts.algorithm,
-        "num_steps": now.num_steps,
-        "weights": facts.weights,
-        "parameters": [[name, list(shape)] for name, shape in facts.shapes.items()],
-        "skip": sorted(facts.skipped),
-        "groups": [list(bucket.names) for bucket in now.buckets],
-        "workers": {str(facts.rank): worker},
+        "algorithm": buckets.algorithm.name,
+        "num_steps": num_steps,
+        "weights": rank.weights.tolist(),
+        "parameters": [[name, list(shape)] for name, shape in shapes.items()],
+        "skip": sorted(buckets.skipped),
+        "groups": [list(bucket.names) for bucket in buckets.all],
+        "workers": {str(rank.index): worker},
     }
 
 
@@ -102,21 +91,12 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[0], "workers": workers}
 
 
-def loaded(
-    facts: Facts,
-    saved: object,
-    *,
-    cut: Callable[[Names], list[Names]],
-    make: Callable[[Names], Bucket],
-    keeps_buckets: bool,
-) -> Snapshot:
+def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
     """What an exchange goes on with from a saved state.
 
     Args:
-        facts: of the exchange that loads.
+        buckets: of the exchange that loads.
         saved: a state dict.
-        cut: divides parameters into those exchanged sparsely and those sent dense.
-        make: makes a bucket in the state of the first step.
         keeps_buckets: whether to go on with the buckets that were saved, or with the whole model.
 
     Raises:
@@ -124,47 +104,42 @@ def loaded(
     """
     _check_keys(saved)
     try:
-        return _loaded(facts, saved, cut, make, keeps_buckets)
+        return _loaded(buckets, saved, keeps_buckets)
     except StateError:
         raise
     except Exception as error:  # there is no end to the ways in which a file can be wrong
         raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
 
 
-def _loaded(
-    facts: Facts,
-    saved: Any,
-    cut: Callable[[Names], list[Names]],
-    make: Callable[[Names], Bucket],
-    keeps_buckets: bool,
-) -> Snapshot:
-    _check_facts(facts, saved, cut)
+def _loaded(buckets: Buckets, saved: Any, keeps_buckets: bool) -> Progress:
+    _check_facts(buckets, saved)
+    rank, weights = buckets.rank.index, buckets.rank.weights.tolist()
     saved_parts = [tuple(names) for names in saved["groups"]]
-    parts = saved_parts if keeps_buckets else cut(tuple(facts.shapes))
-    buckets = [make(part) for part in parts]
+    parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
+    new = [buckets.make(part) for part in parts]
     is_same_cut = parts == saved_parts
-    is_same_cluster = saved["weights"] == facts.weights
-    needed = [facts.rank] if is_same_cluster else list(range(len(saved["weights"])))
-    _check_workers(facts, saved, needed, buckets, is_same_cut=is_same_cut)
+    is_same_cluster = saved["weights"] == weights
+    needed = [rank] if is_same_cluster else list(range(len(saved["weights"])))
+    _check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
     if is_same_cluster:
-        worker = saved["workers"][str(facts.rank)]
+        worker = saved["workers"][str(rank)]
     else:
-        rules = {field: rule for bucket in buckets for field, rule in bucket.state.rules().items()}
-        worker = _resized(saved, facts, rules)
-    for i, bucket in enumerate(buckets):
+        rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
+        worker = _resized(saved, weights, rank, rules)
+    for i, bucket in enumerate(new):
         bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
     report = Report(*map(float, worker["report"])) if worker["report"] else None
-    return Snapshot(buckets, saved["num_steps"], _ledger(facts, saved), report)
+    return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
 
 
-def _ledger(facts: Facts, saved: dict[str, Any]) -> Ledger:
+def _ledger(rank: Rank, saved: dict[str, Any]) -> Ledger:
     """What was sent so far. What other ranks sent is not this rank's: on another number it counts anew."""
     num_steps: int = saved["num_steps"]
-    if len(saved["weights"]) != len(facts.weights) or str(facts.rank) not in saved["workers"]:
+    if len(saved["weights"]) != rank.num_workers or str(rank.index) not in saved["workers"]:
         return Ledger(first_step=num_steps)
-    worker = saved["workers"][str(facts.rank)]
-    counters = {f.name: f.type for f in fields(StepRecord) if f.name in worker["total"]}
-    total = StepRecord(**{name: _number(worker["total"][name]) for name in counters})
+    worker = saved["workers"][str(rank.index)]
+    known = [f.name for f in fields(StepRecord) if f.name in worker["total"]]
+    total = StepRecord(**{name: _number(worker["total"][name]) for name in known})
     first_step = _number(worker.get("first_step", 0))
     return Ledger(total, num_steps - first_step + total.num_skipped, first_step)
 
@@ -175,7 +150,9 @@ def _number(saved: object) -> Any:
     return saved
 
 
-def _resized(saved: dict[str, Any], facts: Facts, rules: dict[str, OnResize]) -> Worker:
+def _resized(
+    saved: dict[str, Any], new_weights: list[float], rank: int, rules: dict[str, OnResize]
+) -> Worker:
     """What a rank starts from on other ranks or with other weights, so that sum_n w_n e_n stays what it was.
 
     weighted_sum   e'_m = sum of w_n e_n over the old ranks n given to m, over w'_m
@@ -184,15 +161,15 @@ def _resized(saved: dict[str, Any], facts: Facts, rules: dict[str, OnResize]) ->
 
     Old ranks are given, in order and evenly, to the new ranks that have weight.
     """
-    old_weights, new_weights = saved["weights"], facts.weights
+    old_weights = saved["weights"]
     old = [saved["workers"][str(n)] for n in range(len(old_weights))]
     active = [m for m, weight in enumerate(new_weights) if weight > 0]
-    given = [n for n in range(len(old)) if active[n * len(active) // len(old)] == facts.rank]
+    given = [n for n in range(len(old)) if active[n * len(active) // len(old)] == rank]
 
     def weighted_sum(name: str, field: str, like: Tensor) -> Tensor:
         total = torch.zeros_like(like, dtype=torch.float64)
         for n in given:
-            total += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[facts.rank]
+            total += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[rank]
         return total
 
     entries = {
@@ -217,9 +194,10 @@ def _check_keys(saved: object) -> None:
         raise StateError(f"format of the saved state must be {FORMAT}, got {saved['format']!r}")
 
 
-def _check_facts(facts: Facts, saved: dict[str, Any], cut: Callable[[Names], list[Names]]) -> None:
-    _check_parameters([[name, list(shape)] for name, shape in facts.shapes.items()], saved["parameters"])
-    for key, expected in (("algorithm", facts.algorithm), ("skip", sorted(facts.skipped))):
+def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
+    shapes = buckets.parameters.shapes
+    _check_parameters([[name, list(shape)] for name, shape in shapes.items()], saved["parameters"])
+    for key, expected in (("algorithm", buckets.algorithm.name), ("skip", sorted(buckets.skipped))):
         if saved[key] != expected:
             raise StateError(f"{key} of the saved state must be {expected!r}, got {saved[key]!r}")
     num_steps = saved["num_steps"]
@@ -230,8 +208,8 @@ def _check_facts(facts: Facts, saved: dict[str, Any], cut: Callable[[Names], lis
         )
     check_weights(saved["weights"], len(saved["weights"]))
     names = sorted(name for part in saved["groups"] for name in part)
-    is_whole = names == sorted(name for part in cut(tuple(facts.shapes)) for name in part)
-    if not is_whole or any(len(cut(tuple(part))) != 1 for part in saved["groups"]):
+    is_whole = names == sorted(name for part in buckets.cut(tuple(shapes)) for name in part)
+    if not is_whole or any(len(buckets.cut(tuple(part))) != 1 for part in saved["groups"]):
         raise StateError("groups of the saved state must hold every parameter once, got others")
 
 
@@ -251,22 +229,22 @@ def _check_parameters(expected: list[Any], saved: list[Any]) -> None:
 
 
 def _check_workers(
-    facts: Facts, saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
+    rank: Rank, saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
 ) -> None:
     """The ranks this one needs are there, and hold what the buckets ask for."""
-    missing = [rank for rank in needed if str(rank) not in saved["workers"]]
+    missing = [n for n in needed if str(n) not in saved["workers"]]
     if missing:
         raise StateError(
             f"the saved state of {len(saved['weights'])} ranks must hold rank(s) {missing} to be loaded on "
-            f"rank {facts.rank} of {len(facts.weights)} with these weights: gather it, or merge the rank "
+            f"rank {rank.index} of {rank.num_workers} with these weights: gather it, or merge the rank "
             "files (regtopk.merge_state_dicts)"
         )
-    for rank in needed:
-        worker = saved["workers"][str(rank)]
+    for n in needed:
+        worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):
-            _check_entries(bucket, worker["entries"], rank)
+            _check_entries(bucket, worker["entries"], n)
             if is_same_cut:
-                _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {rank}")
+                _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {n}")
 
 
 def _check_entries(bucket: Bucket, entries: Entries, rank: int) -> None:

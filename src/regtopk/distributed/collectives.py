@@ -47,7 +47,7 @@ class Collectives:
     def all_gather_sizes(
         self, sizes: Sequence[int], limits: Sequence[int], device: torch.device
     ) -> list[list[int]]:
-        """Every rank's sizes, of what memory will be taken for: refused, on all ranks, beyond the limits."""
+        """Every rank's sizes; refused on all ranks if beyond the limits, before memory is taken for them."""
         everyone = self.all_gather_numbers(*sizes, device=device)
         for rank, theirs in enumerate(everyone):
             for size, limit in zip(theirs, limits, strict=True):
@@ -61,23 +61,18 @@ class Collectives:
         return self.all_gather(padded)
 
     def all_gather_ragged(self, tensor: Tensor, longest: int) -> list[Tensor]:
-        """(m_n,), up to the longest -> every rank's, in rank order: from each to each, nothing is padded."""
+        """(m_n,) of any length up to the longest -> every rank's, in rank order, without padding."""
         sizes = self.all_gather_sizes([tensor.numel()], [longest], tensor.device)
         return self.all_to_all([tensor] * self.num_workers, [size for (size,) in sizes])
 
     def all_to_all_ragged(self, parts: Sequence[Tensor], longest: int) -> list[Tensor]:
-        """The same where the ranks first tell one another how long the parts are, up to the longest."""
+        """`all_to_all` of parts up to the longest, whose sizes the ranks tell one another first."""
         sizes = [part.numel() for part in parts]
         everyone = self.all_gather_sizes(sizes, [longest] * self.num_workers, parts[0].device)
         return self.all_to_all(parts, [theirs[self.rank] for theirs in everyone])
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
-        """parts[r] goes to rank r, of any length; what the others had for this rank, in rank order.
-
-        Args:
-            parts: one tensor per rank.
-            sizes: how long the received ones are.
-        """
+        """parts[r] goes to rank r; returns what all ranks had for this one, of these sizes, in rank order."""
         received = parts[0].new_empty(sum(sizes))
         with clear_errors("all_to_all"):
             lengths = [part.numel() for part in parts]
@@ -128,7 +123,7 @@ def check_size(rank: int, size: int, limit: int) -> None:
 
 @contextmanager
 def clear_errors(collective: str) -> Iterator[None]:
-    """Turn a backend's failure into one that says what happened and what to do."""
+    """Turn a backend's failure into an error that says what happened and what to do."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -152,6 +147,8 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     """A new process group of the same ranks, backend and timeout, for another thread's collectives."""
     backend = group._get_backend(device)
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # MPI has none
+    if not is_world(group):
+        _even_out_groups(group)
     new = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout,
@@ -160,6 +157,19 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     )
     assert isinstance(new, dist.ProcessGroup)
     return new
+
+
+def _even_out_groups(group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group equally many process groups.
+
+    A group that only its own ranks make is named by torch after them and the number of groups that a process
+    has. Where ranks differ in that number, they would wait for one another under different names. A group of
+    one rank, which nobody else takes part in, adds to the number.
+    """
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    most = max(Collectives(group).all_gather_objects(num_groups))
+    for _ in range(most - num_groups):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_world(group: dist.ProcessGroup) -> bool:

@@ -8,9 +8,10 @@ every rank.
 
 import logging
 import math
-import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,68 +25,42 @@ from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, is_world, new_group_like
 from regtopk.distributed.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, check_scope
+from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos, refuse_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")
-_attached: "weakref.WeakKeyDictionary[nn.Module, SparseHookState]" = weakref.WeakKeyDictionary()
+_attached: "WeakSet[DistributedDataParallel]" = WeakSet()
 
 
 class SparseHookState(ExchangeBase):
     """The state of `sparse_hook`, for those who register hooks themselves.
 
-    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001))
+    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001), scope="bucket")
     >>> ddp_model.register_comm_hook(state, sparse_hook)
 
-    Takes the arguments of `attach`. The model's backward makes the steps.
+    It takes the options of `attach`. The model's backward makes the steps.
     """
 
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        algorithm: Algorithm[Any],
-        *,
-        scope: Scope = "model",
-        index_code: str = "elias-fano",
-        weight: float | None = None,
-        dense_steps: int = 0,
-        skip: Skip | None = None,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        collective: Collective = "auto",
-        deterministic: bool = True,
-        writer: Writer | None = None,
-        handshake_timeout_s: float = 60.0,
-    ) -> None:
-        options = Options(
-            index_code=index_code,
-            weight=weight,
-            dense_steps=dense_steps,
-            skip=skip,
-            grad_scaler=grad_scaler,
-            collective=collective,
-            deterministic=deterministic,
-            writer=writer,
-            handshake_timeout_s=handshake_timeout_s,
-        )
-        model = _wrapped(model)
-        check_scope(scope, algorithm)
-        parameters = Parameters(model.module, ignored=model.parameters_to_ignore)
-        collectives = Collectives(model.process_group)
-        steps = Steps(parameters, algorithm, collectives, options, scope=scope, call="regtopk.attach")
-        super().__init__(steps, collectives, handshake_timeout_s)
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], **options: Any) -> None:
+        refuse_typos("SparseHookState", options, [field.name for field in fields(Options)])
+        ddp = _wrapped(model)
+        parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
+        collectives = Collectives(ddp.process_group)
+        steps = Steps(parameters, algorithm, collectives, Options(**options), "regtopk.attach")
+        super().__init__(steps)
         self._warn_of_one_rank()
-        self._may_drop = bool(model.find_unused_parameters)
+        self._may_drop = bool(ddp.find_unused_parameters)
         self._names = {id(p): name for name, p in parameters.named.items()}
         self._arrivals: list[Arrival] = []
         self._is_detached = False
         self._queue: BucketQueue | None = None
-        if scope == "bucket":  # whose thread must not mix its collectives with DDP's own
+        if steps.scope == "bucket":  # whose thread must not mix its collectives with DDP's own
             steps.rank.collectives = Collectives(new_group_like(collectives.group, self.device))
             self._queue = BucketQueue(steps)
         # DDP's backward fails with an internal assertion on parameters that changed: look before
-        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+        self._forward_hook = ddp.register_forward_pre_hook(self._before_forward)
 
     def close(self) -> None:
         """End the exchange, and the thread and process group of scope="bucket". Call it on every rank.
@@ -102,16 +77,16 @@ class SparseHookState(ExchangeBase):
     def detach(self) -> None:
         """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
 
-        Every gradient is the plain mean over the ranks then, whatever their weights were. What was not sent
-        yet is dropped; save `state_dict()` before if you want to attach a new model to it later. Call it on
-        every rank, between two steps.
+        Every gradient is then the plain mean over the ranks, whatever their weights were. What was not sent
+        yet is dropped: save `state_dict()` before, to go on from it later. Call it on every rank, between two
+        steps.
         """
         self.close()
         self._steps.close("detach")
         self._steps.buckets.all = []  # sets the memory of the residuals free
         self._is_detached = True
 
-    def on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+    def _on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""
         if self._is_detached:
             return _mean_over_ranks(bucket.buffer(), self._collectives)
@@ -124,7 +99,9 @@ class SparseHookState(ExchangeBase):
         if self._queue is not None:
             self._queue.put(arrival)
         elif arrival.is_last:
-            self._exchange_model()
+            self._steps.run({name: grad for each in self._arrivals for name, grad in each.grads.items()})
+            for each in self._arrivals:
+                each.future.set_result(each.buffer)
         if arrival.is_last:
             _after_backward(self._finish_backward)
         return arrival.future
@@ -143,12 +120,7 @@ class SparseHookState(ExchangeBase):
         if bucket.buffer().layout != torch.strided:
             raise ClusterError(f"gradient of {names[0]!r} has a sparse layout, which is not supported")
         grads = dict(zip(names, bucket.gradients(), strict=True))
-        return Arrival(names, grads, bucket.buffer(), bucket.index(), bucket.is_last())
-
-    def _exchange_model(self) -> None:
-        self._steps.run({name: grad for arrival in self._arrivals for name, grad in arrival.grads.items()})
-        for arrival in self._arrivals:
-            arrival.future.set_result(arrival.buffer)
+        return Arrival(grads, bucket.buffer(), bucket.index(), bucket.is_last())
 
     def _finish_backward(self) -> None:
         """When DDP has handed out the gradients: report failures, and give what DDP dropped."""
@@ -165,6 +137,7 @@ class SparseHookState(ExchangeBase):
             _give_dropped(self._steps.parameters.named, grads)
 
 
+@names_typos
 def attach(
     model: nn.Module,
     algorithm: Algorithm[Any],
@@ -200,57 +173,58 @@ def attach(
         algorithm: what is run; the same on every rank.
         scope: "model" selects over the whole model, "bucket" within each DDP bucket, overlapping backward.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        weight: this rank's w_n; 1/N if None. All ranks' must sum to one within 1e-6.
+        weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
         dense_steps: how many first steps send everything.
         skip: a callable of (name, parameter): True sends that parameter dense,
             for example ``lambda name, p: p.ndim <= 1``.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
         collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        deterministic: sum uncoded dense vectors in rank order too, not in the backend's.
+        deterministic: sum uncoded dense vectors in rank order too, not in the order of the backend.
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
         handshake_timeout_s: how long to wait for every rank to make this call.
 
     Returns:
-        The exchange: `summary()`, `total`, `last_step`, `state_dict()`, `load_state_dict()`; `detach()`, to
-        train on without it; and `close()`, for those who attach to many models in one process.
+        The exchange: `summary()`, `total` and `last_step`; `state_dict()`, `gather_state_dict()` and
+        `load_state_dict()`; `report()`, for adaptive algorithms; `detach()`, to train on without it; and
+        `close()`, for those who attach to many models in one process.
 
     Raises:
         ClusterError: not a DDP model, attached twice, the ranks differ, or a rank did not make this call;
             nothing was changed.
         OracleError: the algorithm asks what only a simulator can answer.
     """
+    options = Options(
+        scope=scope,
+        index_code=index_code,
+        weight=weight,
+        dense_steps=dense_steps,
+        skip=skip,
+        grad_scaler=grad_scaler,
+        collective=collective,
+        deterministic=deterministic,
+        writer=writer,
+        handshake_timeout_s=handshake_timeout_s,
+    )
     inner = _uncompiled(model)
-    if isinstance(inner, nn.Module) and inner in _attached:
-        raise ClusterError("attach must be called once for a model: this one is attached already")
-    options: dict[str, Any] = {
-        "index_code": index_code,
-        "weight": weight,
-        "dense_steps": dense_steps,
-        "skip": skip,
-        "grad_scaler": grad_scaler,
-        "collective": collective,
-        "deterministic": deterministic,
-        "writer": writer,
-        "handshake_timeout_s": handshake_timeout_s,
-    }
     is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
     if isinstance(inner, nn.Module) and not is_wrapped and is_one_process():
-        check_scope(scope, algorithm)
-        return OneProcess(inner, algorithm, Options(**options))
-    wrapped = _wrapped(model)
-    state = SparseHookState(wrapped, algorithm, scope=scope, **options)
+        return OneProcess(inner, algorithm, options)
+    ddp = _wrapped(model)
+    if ddp in _attached:
+        raise ClusterError("attach must be called once for a model: this one is attached already")
+    state = SparseHookState(ddp, algorithm, **vars(options))
     try:
-        wrapped.register_comm_hook(state, sparse_hook)
+        ddp.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:
         state.close()
         raise ClusterError(f"the model must not have another communication hook: {error}") from error
-    _attached[wrapped] = state
+    _attached.add(ddp)
     return state
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
-    return state.on_bucket(bucket)
+    return state._on_bucket(bucket)
 
 
 def _uncompiled(model: object) -> object:

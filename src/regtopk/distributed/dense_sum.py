@@ -31,18 +31,35 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
         received = rank.collectives.all_to_all(parts, sizes)
     with rank.timer.phase("decode_s"):
         sums, status = _sum_region(rank, received, region, request)
-    _count_segments(rank, parts, received)
+    rank.count_all_to_all(parts, received)
     rank.record.num_entries += x.numel()
-    return _gather_regions(rank, sums, status, regions, request.sum_code)
+    sum_sizes = [_segment_size(region, x.dtype, request.sum_code) for region in regions]
+    with rank.timer.phase("encode_s"):
+        message = _encoded(sums, request.sum_code)
+    with rank.timer.phase("collective_s"):
+        messages = rank.collectives.all_gather_padded(message, max(sum_sizes))
+    rank.count_gather(0, sum_sizes)
+    with rank.timer.phase("decode_s"):
+        total = sums.new_empty(regions[-1][1])
+        statuses = torch.zeros(rank.num_workers, dtype=torch.int64, device=sums.device)
+        for n, (start, end) in enumerate(regions):
+            if end > start:
+                segment = messages[n, : sum_sizes[n]]
+                total[start:end], statuses[n] = decode_segment(
+                    segment, end - start, request.sum_code, sums.dtype
+                )
+        raise_for_status(status)  # the cause, where it is known
+        raise_for_status(statuses)
+        return total
 
 
 def _sum_region(
     rank: Rank, received: list[Tensor], region: Region, request: DenseSum
 ) -> tuple[Tensor, Tensor]:
-    """This rank's region: sum in rank order, and code the sum; the loss goes where it was asked for.
+    """This rank's region of the sum, added in rank order; what its code will lose goes into `request.loss`.
 
-    Also what is wrong with each rank's segment, (N,). The sum is then NaN, which every rank refuses: to raise
-    here, before the sums are gathered, would leave the others waiting for this rank.
+    Also the status of each rank's segment, (N,). After a bad one the sum is NaN, which every rank refuses: an
+    error here, before the sums are gathered, would leave the others waiting for this rank.
     """
     start, end = region
     dtype = request.weight.dtype
@@ -60,28 +77,6 @@ def _sum_region(
     return sums.masked_fill((status != 0).any(), torch.nan), rank.by_rank(status)
 
 
-def _gather_regions(
-    rank: Rank, sums: Tensor, segment_status: Tensor, regions: list[Region], sum_code: str
-) -> Tensor:
-    """Every owner's sums, one after another, on every rank."""
-    sizes = [_segment_size(region, sums.dtype, sum_code) for region in regions]
-    with rank.timer.phase("encode_s"):
-        message = _encoded(sums, sum_code)
-    with rank.timer.phase("collective_s"):
-        messages = rank.collectives.all_gather_padded(message, max(sizes))
-    rank.count_gather(0, sizes)
-    with rank.timer.phase("decode_s"):
-        total = sums.new_empty(regions[-1][1])
-        status = torch.zeros(rank.num_workers, dtype=torch.int64, device=sums.device)
-        for n, (start, end) in enumerate(regions):
-            if end > start:
-                message = messages[n, : sizes[n]]
-                total[start:end], status[n] = decode_segment(message, end - start, sum_code, sums.dtype)
-        raise_for_status(segment_status)  # the cause, where it is known
-        raise_for_status(status)
-        return total
-
-
 def _encoded(values: Tensor, code: str) -> Tensor:
     """A segment's message; none for no values."""
     return encode_segment(values, code) if values.numel() else values.new_empty(0, dtype=torch.uint8)
@@ -90,12 +85,6 @@ def _encoded(values: Tensor, code: str) -> Tensor:
 def _segment_size(region: Region, dtype: torch.dtype, code: str) -> int:
     size = region[1] - region[0]
     return segment_bytes(size, dtype=dtype, value_code=code) if size else 0
-
-
-def _count_segments(rank: Rank, parts: list[Tensor], received: list[Tensor]) -> None:
-    payload = sum(part.numel() for part in parts)
-    sent = payload - parts[rank.index].numel()
-    rank.count(payload, sent, sum(part.numel() for part in received) - received[rank.index].numel())
 
 
 def _all_reduced(rank: Rank, request: DenseSum) -> Tensor:

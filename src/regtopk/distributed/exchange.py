@@ -9,7 +9,7 @@ from torch import nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.options import Collective, Options, Skip, Writer
+from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters, Parameters
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
@@ -33,17 +33,11 @@ class Exchange(ExchangeBase):
         parameters: a module, or (name, parameter) pairs with the same names and order on every rank.
         algorithm: what is run; the same on every rank.
         process_group: the ranks that take part; the default group if None.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        weight: this rank's w_n; 1/N if None. All ranks' must sum to one within 1e-6.
-        dense_steps: how many first steps send everything.
-        skip: a callable of (name, parameter): True sends that parameter dense.
-        grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
-        collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        deterministic: sum uncoded dense vectors in rank order too, not in the backend's.
-        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
-        handshake_timeout_s: how long to wait for every rank to make this call.
+
+    The other options are those of `regtopk.attach`.
     """
 
+    @names_typos
     def __init__(
         self,
         parameters: nn.Module | NamedParameters,
@@ -72,10 +66,7 @@ class Exchange(ExchangeBase):
             handshake_timeout_s=handshake_timeout_s,
         )
         collectives = Collectives(group_or_default(process_group))
-        steps = Steps(
-            Parameters(parameters), algorithm, collectives, options, scope="model", call="regtopk.Exchange"
-        )
-        super().__init__(steps, collectives, handshake_timeout_s)
+        super().__init__(Steps(Parameters(parameters), algorithm, collectives, options, "regtopk.Exchange"))
         self._warn_of_one_rank()
 
     @torch.no_grad()

@@ -1,6 +1,5 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
-import logging
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,52 +18,39 @@ from regtopk.distributed.collectives import Collectives, clear_errors
 from regtopk.distributed.driver import PEEKS
 from regtopk.errors import ArgumentError, ClusterError, OracleError
 
-_log = logging.getLogger("regtopk")
 _num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # roll calls of each group
 
 
-def roll_call(collectives: Collectives, call: str, timeout_s: float, *, is_required: bool = True) -> None:
-    """See that every rank has made a call, before a collective in which a missing one is waited for.
+def roll_call(collectives: Collectives, call: str, timeout_s: float) -> None:
+    """See that every rank has made a call, before a collective that would wait for a missing one.
 
-    A collective that a rank never joins ends with the process group's timeout (half an hour unless it was
-    set) and does not say who is missing. So every rank first leaves its name in the group's store.
+    Such a collective ends with the process group's timeout (half an hour unless it was set), and does not say
+    who is missing. So every rank first leaves its name in the group's store.
 
-    Args:
-        collectives: the process group.
-        call: what all ranks must call: "regtopk.attach".
-        timeout_s: how long to wait for the last rank.
-        is_required: raise if a rank is missing then; otherwise say so and go on.
+    Raises:
+        ClusterError: some ranks have not called after `timeout_s`; they are named.
     """
     store = collectives.store
     if store is None:
         return
     number = _num_calls.get(collectives.group, 0)
     keys = [f"regtopk/{number}/{call}/{rank}" for rank in range(collectives.num_workers)]
+    missing: list[str] = []
     with clear_errors(call):
         store.set(keys[collectives.rank], "here")
-        missing = _missing(store, keys, timeout_s)
-        if missing and is_required:
-            store.delete_key(keys[collectives.rank])  # all ranks may try again
+        try:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                store.delete_key(keys[collectives.rank])  # all ranks may try again
     if missing:
-        text = f"did every rank call {call}? {_ranks(missing)} not after {timeout_s:g} s"
-        if is_required:
-            raise ClusterError(text)
-        _log.warning("%s; waiting on", text)
+        ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(missing)} have"
+        raise ClusterError(
+            f"did every rank call {call}? {ranks} not after {timeout_s:g} s; if all do, and one is only "
+            "slow, give them a longer timeout"
+        )
     _num_calls[collectives.group] = number + 1
-
-
-def _missing(store: Any, keys: list[str], timeout_s: float) -> list[int]:
-    """The ranks whose key is not in the store when the time is over."""
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
-
-
-def _ranks(missing: list[int]) -> str:
-    words = ", ".join(map(str, missing))
-    return f"rank {words} has" if len(missing) == 1 else f"ranks {words} have"
 
 
 def agree(

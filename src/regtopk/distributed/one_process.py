@@ -33,9 +33,7 @@ class OneProcess(ExchangeBase):
     """
 
     def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
-        alone = Alone()
-        steps = Steps(Parameters(model), algorithm, alone, options, scope="model", call="regtopk.attach")
-        super().__init__(steps, alone, options.handshake_timeout_s)
+        super().__init__(Steps(Parameters(model), algorithm, Alone(), options, "regtopk.attach"))
         _log.warning(
             "%s is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged",
             type(model).__name__,

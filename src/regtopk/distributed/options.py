@@ -1,22 +1,24 @@
 """The options that `attach` and `Exchange` share, and the rules they are checked by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code
-from regtopk.core.options import check_choice, check_integer, check_number
+from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
 from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
 Scope = Literal["model", "bucket"]
 Skip = Callable[[str, nn.Parameter], bool]
-COLLECTIVES = ("auto", "all_gather", "split")
-SCOPES = ("model", "bucket")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Writer(Protocol):
@@ -26,45 +28,61 @@ class Writer(Protocol):
         """Draw one number of one step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """See `regtopk.attach` for what each means."""
 
-    index_code: str
-    weight: float | None
-    dense_steps: int
-    skip: Skip | None
-    grad_scaler: torch.amp.GradScaler | None
-    collective: Collective
-    deterministic: bool
-    writer: Writer | None
-    handshake_timeout_s: float
+    scope: Scope = "model"
+    index_code: str = "elias-fano"
+    weight: float | None = None
+    dense_steps: int = 0
+    skip: Skip | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    collective: Collective = "auto"
+    deterministic: bool = True
+    writer: Writer | None = None
+    handshake_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Check what can be checked without the other ranks."""
+        check_choice("scope", self.scope, ("model", "bucket"))
         check_index_code(self.index_code)
         check_integer("dense_steps", self.dense_steps, at_least=0)
         if self.skip is not None and not callable(self.skip):
             raise ArgumentError(f"skip must be a callable of (name, parameter), got {self.skip!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler, got {self.grad_scaler!r}")
-        check_choice("collective", self.collective, COLLECTIVES)
+        check_choice("collective", self.collective, ("auto", "all_gather", "split"))
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
             raise ArgumentError(f"writer must have a method add_scalar, got {self.writer!r}")
-        check_number("handshake_timeout_s", self.handshake_timeout_s, "above 0", lambda x: x > 0)
+        check_positive("handshake_timeout_s", self.handshake_timeout_s)
+
+    def check_algorithm(self, algorithm: object) -> None:
+        """Refuse what is no algorithm, such as its name, and a k that does not fit the scope."""
+        if not isinstance(algorithm, Algorithm):
+            raise ArgumentError(
+                f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
+            )
+        k = getattr(algorithm, "k", None)
+        if self.scope == "bucket" and k is not None:
+            raise ArgumentError(f"k must be None with scope='bucket', whose buckets differ in size, got {k}")
 
 
-def check_algorithm(algorithm: object) -> None:
-    """Refuse what is no algorithm, such as its name."""
-    if not isinstance(algorithm, Algorithm):
-        raise ArgumentError(
-            f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
-        )
+def names_typos(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a call with an option that does not exist fail with the name of the nearest one that does."""
+    known = list(signature(function).parameters)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_typos(name, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
 
 
-def check_scope(scope: object, algorithm: object) -> None:
-    """Refuse an unknown scope, and a k that does not fit it."""
-    check_choice("scope", scope, SCOPES)
-    k = getattr(algorithm, "k", None)
-    if scope == "bucket" and k is not None:
-        raise ArgumentError(f"k must be None with scope='bucket', whose buckets differ in size, got {k}")
+def refuse_typos(call: str, given: Iterable[str], known: list[str]) -> None:
+    """Refuse an option that a call does not have, and name the nearest one that it has."""
+    for option in given:
+        if option not in known:
+            raise TypeError(f"{call}() got an unexpected option {option!r}{did_you_mean(option, known)}")

@@ -6,13 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regtopk.core.codes import check_index_code
-from regtopk.core.options import check_choice
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.timer import Timer
 from regtopk.core.traffic import all_gather_bytes
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.options import COLLECTIVES, Collective
+from regtopk.distributed.options import Collective
 from regtopk.distributed.record import StepRecord
 from regtopk.wire import encode
 
@@ -39,33 +37,19 @@ class Rank:
         deterministic: bool = True,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_choice("collective", collective, COLLECTIVES)
-        self.index_code = check_index_code(index_code)
+        self.index_code = index_code
         self.collective = collective
         self.deterministic = deterministic
         self.collectives = collectives
+        self.index, self.num_workers = collectives.rank, collectives.num_workers
         self.weights = weights
         self.active = [rank for rank, weight in enumerate(weights.tolist()) if weight > 0]
         self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
+        self.is_idle = self.index in self.idle  # of weight zero: it sends nothing
         self.record = StepRecord()
         self.timer = Timer(torch.device("cpu"), now)
         self.spare: Tensor | None = None  # memory for the next sum, which nobody needs any more
         self._now = now
-
-    @property
-    def index(self) -> int:
-        """This rank's place in the group."""
-        return self.collectives.rank
-
-    @property
-    def num_workers(self) -> int:
-        """N, how many ranks the group has."""
-        return self.collectives.num_workers
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank has weight zero, so that it sends nothing."""
-        return self.index in self.idle
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""
@@ -100,6 +84,11 @@ class Rank:
         """Add a ring all_gather of messages of these sizes, one per rank."""
         sent, received = all_gather_bytes(torch.tensor(sizes))
         self.count(payload, int(sent[self.index]), int(received[self.index]))
+
+    def count_all_to_all(self, parts: list[Tensor], received: list[Tensor]) -> None:
+        """Add messages from each rank to each; what a rank has for itself does not travel."""
+        payload, got = (sum(message.numel() for message in messages) for messages in (parts, received))
+        self.count(payload, payload - parts[self.index].numel(), got - received[self.index].numel())
 
     def count_entries(self, sparse: SparseGradient) -> None:
         """Add the entries this rank sent."""

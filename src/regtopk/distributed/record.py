@@ -57,7 +57,7 @@ class Ledger:
         self._unread: list[tuple[StepRecord, Timer]] = []
 
     def add(self, record: StepRecord, timer: Timer) -> None:
-        """Add a step; its clock is read when somebody asks, or long after it has stopped."""
+        """Add a step; its timer is read when somebody asks, or long after it has stopped."""
         self.num_steps += 1
         self._last_step = record
         self._unread.append((record, timer))
@@ -85,14 +85,7 @@ class Ledger:
 
 
 def summarise(ledger: Ledger, num_workers: int, title: str, residual_norm: float) -> str:
-    """A few lines of text: bytes sent, against dense, and where the time went.
-
-    Args:
-        ledger: the steps.
-        num_workers: N.
-        title: how the text begins.
-        residual_norm: of what this rank has not sent yet.
-    """
+    """A few lines of text: bytes sent, against dense, and where the time went."""
     total, steps = ledger.total, max(ledger.num_steps, 1)
     times = {name: 1e3 * getattr(total, name) / steps for name in PHASES}
     since = f" since step {ledger.first_step}, when the ranks changed" if ledger.first_step else ""

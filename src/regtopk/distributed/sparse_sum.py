@@ -4,7 +4,6 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.requests import SparseSum
-from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.gather import gather_sparse
 from regtopk.distributed.rank import Rank
 from regtopk.distributed.split import split_moves_less, split_sum
@@ -13,7 +12,10 @@ from regtopk.distributed.split import split_moves_less, split_sum
 def sparse_sum(rank: Rank, request: SparseSum) -> Tensor:
     """sum_n w_n x_n, dense (J,), the same bits on every rank."""
     sparse = request.sparse
-    if _splits(rank, sparse):
+    splits = rank.collective == "split"
+    if rank.collective == "auto":
+        splits = split_moves_less(sparse, rank.index_code, rank.num_workers)
+    if splits:
         return split_sum(rank, sparse)
     rows = gather_sparse(rank, sparse)
     rank.count_entries(sparse)
@@ -21,9 +23,3 @@ def sparse_sum(rank: Rank, request: SparseSum) -> Tensor:
         indices, values = rows.without_padding()
         weighted = rank.weights.to(values).unsqueeze(-1) * values
         return kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel, out=rank.take_spare(sparse))
-
-
-def _splits(rank: Rank, sparse: SparseGradient) -> bool:
-    if rank.collective != "auto":
-        return rank.collective == "split"
-    return split_moves_less(sparse, rank.index_code, rank.num_workers)

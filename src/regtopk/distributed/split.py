@@ -36,14 +36,30 @@ def split_moves_less(sparse: SparseGradient, index_code: str, num_workers: int) 
 def split_sum(rank: Rank, sparse: SparseGradient) -> Tensor:
     """sum_n w_n x_n, dense (J,), by all_to_all and all_gather."""
     bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
+    longest = longest_message_bytes(sparse.numel)
     with rank.timer.phase("encode_s"):
-        pieces = _pieces(sparse, bounds)
-        messages = [rank.encoded(piece) for piece in pieces]
+        messages = [rank.encoded(piece) for piece in _pieces(sparse, bounds)]
     with rank.timer.phase("collective_s"):
-        received = rank.collectives.all_to_all_ragged(messages, longest_message_bytes(sparse.numel))
+        received = rank.collectives.all_to_all_ragged(messages, longest)
     with rank.timer.phase("decode_s"):
         region, refused = _sum_region(rank, received, sparse, bounds)
-    return _gather_sums(rank, region, refused, sparse, bounds, messages, received)
+    with rank.timer.phase("encode_s"):
+        message = encode(region, rank.index_code)
+    with rank.timer.phase("collective_s"):
+        gathered = rank.collectives.all_gather_ragged(message, longest)
+    if refused is not None:
+        raise refused
+    with rank.timer.phase("decode_s"):
+        spare = rank.take_spare(sparse)
+        total = sparse.values.new_zeros(sparse.numel) if spare is None else spare.zero_()
+        for n, theirs in enumerate(gathered):
+            sums = decode(theirs, bounds[n + 1] - bounds[n])
+            total[sums.indices + bounds[n]] = sums.values
+    rank.count_all_to_all(messages, received)
+    own, others = message.numel(), rank.num_workers - 1
+    rank.count(0, own * others, sum(theirs.numel() for theirs in gathered) - own)
+    rank.count_entries(sparse)
+    return total
 
 
 def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
@@ -71,7 +87,7 @@ def _sum_region(
 ) -> tuple[SparseGradient, WireFormatError | None]:
     """This rank's region of the sum, in rank order from zero, on the union of the supports.
 
-    Also what is wrong with a piece. The sum is then NaN, which every rank refuses: to raise here, before the
+    Also the error of a bad piece. The sum is then NaN, which every rank refuses: to raise here, before the
     sums are gathered, would leave the others waiting for this rank.
     """
     low, high = bounds[rank.index], bounds[rank.index + 1]
@@ -96,32 +112,3 @@ def _sum_region(
         is_touched[at] = True
     indices = is_touched.nonzero().flatten()
     return SparseGradient(indices, total[indices], high - low), refused
-
-
-def _gather_sums(
-    rank: Rank,
-    region: SparseGradient,
-    refused: WireFormatError | None,
-    sparse: SparseGradient,
-    bounds: list[int],
-    messages: list[Tensor],
-    received: list[Tensor],
-) -> Tensor:
-    with rank.timer.phase("encode_s"):
-        message = encode(region, rank.index_code)
-    with rank.timer.phase("collective_s"):
-        gathered = rank.collectives.all_gather_ragged(message, longest_message_bytes(sparse.numel))
-    if refused is not None:
-        raise refused
-    with rank.timer.phase("decode_s"):
-        spare = rank.take_spare(sparse)
-        total = sparse.values.new_zeros(sparse.numel) if spare is None else spare.zero_()
-        for n, theirs in enumerate(gathered):
-            sums = decode(theirs, bounds[n + 1] - bounds[n])
-            total[sums.indices + bounds[n]] = sums.values
-    payload = sum(m.numel() for m in messages)
-    sent = payload - messages[rank.index].numel() + (rank.num_workers - 1) * message.numel()
-    got = sum(m.numel() for m in (*received, *gathered)) - received[rank.index].numel() - message.numel()
-    rank.count(payload, sent, got)
-    rank.count_entries(sparse)
-    return total

@@ -15,13 +15,13 @@ from regtopk.core.algorithm import Algorithm, WithDensity, converse
 from regtopk.core.codes import check_index_code
 from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.core.worker import Report, Worker
+from regtopk.core.worker import Report
 from regtopk.distributed import checkpoint, layout
-from regtopk.distributed.buckets import Bucket, Buckets, Names
+from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import answer
 from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, roll_call, share_report
-from regtopk.distributed.options import Options, Scope, check_algorithm
+from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.rank import Rank
 from regtopk.distributed.record import Ledger, StepRecord
@@ -40,7 +40,6 @@ class Steps:
         algorithm: what is run, the same on every rank.
         collectives: the process group.
         options: see `regtopk.attach`.
-        scope: "bucket" for steps made bucket by bucket; those can be taken back.
         call: what users called to get here, for the error when some rank did not.
     """
 
@@ -50,24 +49,23 @@ class Steps:
         algorithm: Algorithm[Any],
         collectives: Collectives,
         options: Options,
-        *,
-        scope: Scope,
         call: str,
     ) -> None:
-        check_algorithm(algorithm)
+        options.check_algorithm(algorithm)
         self.parameters = parameters
+        self.device = parameters.device
         self.algorithm = algorithm
-        self.scope = scope
+        self.scope = options.scope
         self._options = options
         named, skip = parameters.named, options.skip
-        self._skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
+        skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
         sparse = layout.layout_of(
-            (name for name, p in named.items() if name not in self._skipped and p.numel() > 0), parameters
+            (name for name, p in named.items() if name not in skipped and p.numel() > 0), parameters
         )
         check_index_code(options.index_code, sparse.numel)
-        refuse_oracles(algorithm, sparse if sparse.numel else None, parameters.device)
+        refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         roll_call(collectives, call, options.handshake_timeout_s)
-        weights = agree(collectives, algorithm, options.weight, self._settings())
+        weights = agree(collectives, algorithm, options.weight, self._settings(skipped))
         self.rank = Rank(
             collectives,
             weights,
@@ -75,12 +73,9 @@ class Steps:
             collective=options.collective,
             deterministic=options.deterministic,
         )
-        self._facts = checkpoint.Facts(
-            algorithm.name, parameters.shapes, self._skipped, weights.tolist(), self.rank.index
-        )
         self.num_steps = 0
         self.is_finite = True  # whether no rank had a NaN or inf in this step
-        self.buckets = Buckets(tuple(named), self._cut, self._make_bucket)
+        self.buckets = Buckets(parameters, skipped, algorithm, self.rank)
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
@@ -89,17 +84,13 @@ class Steps:
         self._shared_report: Report | None = None
         self._writer = options.writer
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
-        options = self._options
+        same = ("scope", "index_code", "collective", "deterministic", "dense_steps")
         return {
-            "scope": self.scope,
-            "index_code": options.index_code,
-            "collective": options.collective,
-            "deterministic": options.deterministic,
-            "dense_steps": options.dense_steps,
-            "skip": sorted(self._skipped),
-            "grad_scaler": options.grad_scaler is not None,
+            **{name: getattr(self._options, name) for name in same},
+            "skip": sorted(skipped),
+            "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
         }
 
@@ -128,9 +119,9 @@ class Steps:
         if self.algorithm.listens:
             self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
 
-    def run_bucket(self, names: Names, grads: dict[str, Tensor]) -> None:
+    def run_bucket(self, grads: dict[str, Tensor]) -> None:
         """The part of a step that concerns some parameters; it can be taken back until the step ends."""
-        buckets = self.buckets.covering(names)
+        buckets = self.buckets.covering(tuple(grads))
         flats = self._prepare(buckets, grads)
         with self.rank.timer.phase("select_s"):
             for bucket in buckets if self.is_finite else []:
@@ -141,7 +132,7 @@ class Steps:
         """Count the step, or take it back if some rank's gradients were not finite."""
         if self.is_finite:
             for bucket in self.buckets.all:
-                bucket.settle()
+                bucket.is_settled = True
             self.num_steps += 1
             self.pending_report = None
         else:
@@ -188,7 +179,7 @@ class Steps:
         tensors = [grads[name] for name in bucket.names]
         scaler = self._options.grad_scaler
         with self.rank.timer.phase("select_s"):
-            flat = layout.as_flat(tensors, bucket.dtype)
+            flat = layout.as_flat(tensors, bucket.worker.weight.dtype)
             if flat is None:
                 flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
                 layout.copy_to_flat_(flat, tensors)
@@ -233,56 +224,18 @@ class Steps:
         if self._writer is None:
             return
         try:
-            for name, number in self.last_step.as_dict().items():
+            for name, number in self.with_residual_norm(self.ledger.last_step).as_dict().items():
                 self._writer.add_scalar(f"regtopk/{name}", number, self.num_steps)
         except Exception as error:
             self._writer = None
             _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
 
-    # Buckets.
-
-    def _cut(self, names: Names) -> list[Names]:
-        """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
-        names = tuple(name for name in names if self.parameters.named[name].numel() > 0)
-        sparse = tuple(name for name in names if name not in self._skipped)
-        dense = tuple(name for name in names if name in self._skipped)
-        return [part for part in (sparse, dense) if part]
-
-    def _make_bucket(self, names: Names) -> Bucket:
-        dtype = layout.flat_dtype(self.parameters.named[name] for name in names)
-        worker = Worker(
-            self.rank.weights[self.rank.index].to(device=self.device, dtype=dtype),
-            torch.tensor(self.rank.index, device=self.device),
-            self.rank.num_workers,
-            self.num_steps,
-            layout.layout_of(names, self.parameters),
-            idle=self.rank.idle,
-            index_code=self.rank.index_code,
-        )
-        algorithm = Dense() if names[0] in self._skipped else self.algorithm
-        return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
-
     # What was done so far.
 
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.parameters.device
-
-    @property
-    def last_step(self) -> StepRecord:
-        """The last step on this rank."""
-        return replace(self.ledger.last_step, residual_norm=self.residual_norm())
-
-    @property
-    def total(self) -> StepRecord:
-        """The sum of all steps on this rank."""
-        return replace(self.ledger.total, residual_norm=self.residual_norm())
-
-    def residual_norm(self) -> float:
-        """The norm of all that this rank has not sent yet."""
+    def with_residual_norm(self, record: StepRecord) -> StepRecord:
+        """The record, with the norm of all that this rank has not sent yet."""
         with self.lock:
-            return self.buckets.residual_norm()
+            return replace(record, residual_norm=self.buckets.residual_norm())
 
     def check_usable(self) -> None:
         """Refuse to go on from a state that a failure has left incomplete, or that is closed."""
@@ -297,21 +250,15 @@ class Steps:
         """This rank's state after the last finished step."""
         with self.lock:
             self.check_usable()
-            now = checkpoint.Snapshot(self.buckets.all, self.num_steps, self.ledger, self.pending_report)
-            return checkpoint.state_dict(self._facts, now)
+            return checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a saved state. DDP makes the same buckets again later, so scope="bucket" keeps them."""
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            self.buckets.all, self.num_steps, self.ledger, self.pending_report = checkpoint.loaded(
-                self._facts,
-                saved,
-                cut=self._cut,
-                make=self._make_bucket,
-                keeps_buckets=self.scope == "bucket",
-            )
+            progress = checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+            self.buckets.all, self.num_steps, self.ledger, self.pending_report = progress
             self.obstacle = None
 
 

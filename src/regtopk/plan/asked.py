@@ -24,7 +24,7 @@ FEW, MORE = 2, 4  # the numbers of workers it is asked with
 
 
 class Asked(NamedTuple):
-    """One request of a step, and how its length depends on k and N: it is (a + b / N) k."""
+    """One request of a step, whose length is (a + b / N) k."""
 
     request: Request  # as it was made on the small vector
     per_k: float  # a
@@ -39,15 +39,14 @@ class Asked(NamedTuple):
         request = self.request
         if isinstance(request, SparseSum):
             sparse = request.sparse
-            indices, values = (_of_length(x, min(length, of)) for x in (sparse.indices, sparse.values))
-            return replace(
-                request, sparse=replace(sparse, indices=indices, values=values, numel=of, count=None)
-            )
-        tensor = _of_length(request.tensor, length)
-        if isinstance(request, Gather):
-            return replace(request, tensor=tensor, count=None, numel=request.numel and of)
+            indices, values = (_empty(min(length, of), x.dtype) for x in (sparse.indices, sparse.values))
+            sparse = replace(sparse, indices=indices, values=values, numel=of, count=None)
+            return replace(request, sparse=sparse)
+        tensor = _empty(length, request.tensor.dtype)
         if isinstance(request, (DenseSum, Peek)):
             return replace(request, tensor=tensor)
+        if isinstance(request, Gather):
+            request = replace(request, count=None)
         return replace(request, tensor=tensor, numel=request.numel and of)
 
 
@@ -55,7 +54,7 @@ class Probe(NamedTuple):
     """What a step of an algorithm on a small vector showed."""
 
     requests: tuple[Asked, ...]  # of the step, in order
-    density: float | None  # of one that is told none and always sends the same share; None for the others
+    density: float | None  # of an algorithm that always sends the same share; None for the others
     code: str  # of the values it sends
     listens: bool  # rank 0 shares a report before every step
     peeks: bool  # it asks what only a simulator can answer
@@ -68,52 +67,46 @@ class Probe(NamedTuple):
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether an algorithm of the table has an option."""
+    """Whether an algorithm of the table takes an option."""
     return any(field.name == option for field in fields(ALGORITHMS[name]))
 
 
-def make_algorithm(name: str, *, code: str | None = None, **amount: float) -> Algorithm[Any]:
-    """An algorithm of the table; it is told a code and how much to send if it takes such options."""
-    options: dict[str, Any] = amount if takes(name, "density") else {}
-    if code is not None and takes(name, "value_code"):
-        options["value_code"] = code
-    return ALGORITHMS[name](**options)
+def make_algorithm(name: str, density: float, code: str = "float32") -> Algorithm[Any]:
+    """An algorithm of the table; it is told a density and a code if it takes such options."""
+    told = {"density": density, "value_code": code}
+    return ALGORITHMS[name](**{option: value for option, value in told.items() if takes(name, option)})
 
 
 @lru_cache(maxsize=1024)
 def probe(name: str, density: float, code: str) -> Probe:
-    """Run a step of an algorithm of the table, told a density and a code if it takes them, and look at it."""
+    """Run a step of an algorithm of the table, and look at its requests.
+
+    Where the gradient decides how many entries are sent, as many as planned are assumed.
+    """
     is_told = takes(name, "density")
-    numel = min(MAX_PROBE_NUMEL, round(PROBE_ENTRIES / density)) if is_told else PROBE_NUMEL
-    rows = isqrt(numel)
-    shape = rows, numel // rows  # one matrix, as nearly square as can be
-    numel = shape[0] * shape[1]
-    algorithm = make_algorithm(name, code=code, density=min(1.0, PROBE_ENTRIES / numel))
-    few, more = (_requests(algorithm, shape, num_workers) for num_workers in (FEW, MORE))
-    if len(few) != len(more):  # a number of requests that grows with N is taken as it is for more workers
+    rows = isqrt(min(MAX_PROBE_NUMEL, round(PROBE_ENTRIES / density)) if is_told else PROBE_NUMEL)
+    numel = rows * rows
+    algorithm = make_algorithm(name, min(1.0, PROBE_ENTRIES / numel), code)
+    few, more = (_requests(algorithm, rows, num_workers) for num_workers in (FEW, MORE))
+    if len(few) != len(more):  # the number of requests grows with N: those of more workers are planned
         few = more
     sums = [request for request in few if isinstance(request, (SparseSum, DenseSum))]
-    is_fixed = not any(_count(request) is not None for request in few)
-    k = PROBE_ENTRIES if is_told or not is_fixed or not sums else _length(sums[-1])
+    is_fixed = not is_told and all(_sent(request)[1] is None for request in few)
+    k = _sent(sums[-1])[0] if is_fixed and sums else PROBE_ENTRIES
     return Probe(
         tuple(_asked(one, other, k, numel) for one, other in zip(few, more, strict=True)),
-        density=None if is_told or not is_fixed else k / numel,
-        code=_code(sums[-1]) if sums else "float32",
+        density=k / numel if is_fixed else None,
+        code=_sent(sums[-1])[2] if sums else "float32",
         listens=algorithm.listens,
         peeks=any(isinstance(request, Peek) for request in few),
     )
 
 
-def _requests(algorithm: Algorithm[Any], shape: tuple[int, int], num_workers: int) -> list[Request]:
-    layout = Layout.of_shapes([("", shape, "linear")])
-    worker = Worker(
-        weight=torch.full((num_workers, 1), 1 / num_workers),
-        index=torch.arange(num_workers).unsqueeze(-1),
-        num_workers=num_workers,
-        step=0,
-        layout=layout,
-        batch_shape=(num_workers,),
-    )
+def _requests(algorithm: Algorithm[Any], rows: int, num_workers: int) -> list[Request]:
+    """What the algorithm asks in its first step, on a square matrix of normal numbers."""
+    layout = Layout.of_shapes([("", (rows, rows), "linear")])
+    weight, index = torch.full((num_workers, 1), 1 / num_workers), torch.arange(num_workers).unsqueeze(-1)
+    worker = Worker(weight, index, num_workers, 0, layout, batch_shape=(num_workers,))
     driver, requests = SimulatedDriver(worker), []
 
     def answer(request: Request) -> Any:
@@ -126,32 +119,23 @@ def _requests(algorithm: Algorithm[Any], shape: tuple[int, int], num_workers: in
 
 
 def _asked(few: Request, more: Request, k: int, numel: int) -> Asked:
-    """How a request's size depends on k and N, from what it was with two numbers of workers.
-
-    Where the gradient decides how many entries are sent, as many as planned are assumed.
-    """
+    """How a request's length depends on k and N, from what it was with two numbers of workers."""
     of = few.sparse.numel if isinstance(few, SparseSum) else numel
     numel_per_k = None if of == numel else of / k
-    if _count(few) is not None:
+    (length, count, _), (length_of_more, _, _) = _sent(few), _sent(more)
+    if count is not None:
         return Asked(few, 1.0, 0.0, numel_per_k, is_ragged=True)
-    per_k_over_n = (_length(few) - _length(more)) / (1 / FEW - 1 / MORE) / k
-    return Asked(few, _length(few) / k - per_k_over_n / FEW, per_k_over_n, numel_per_k, is_ragged=False)
+    per_k_over_n = (length - length_of_more) / (1 / FEW - 1 / MORE) / k
+    return Asked(few, length / k - per_k_over_n / FEW, per_k_over_n, numel_per_k, is_ragged=False)
 
 
-def _count(request: Request) -> Tensor | None:
+def _sent(request: Request) -> tuple[int, Tensor | None, str]:
+    """The length of what is sent, how many of its entries are valid (None: all), and its value code."""
     if isinstance(request, SparseSum):
-        return request.sparse.count
-    return request.count if isinstance(request, Gather) else None
+        return request.sparse.indices.shape[-1], request.sparse.count, request.sparse.code
+    count = request.count if isinstance(request, Gather) else None
+    return request.tensor.shape[-1], count, request.code if isinstance(request, DenseSum) else "none"
 
 
-def _length(request: Request) -> int:
-    tensor = request.sparse.indices if isinstance(request, SparseSum) else request.tensor
-    return tensor.shape[-1]
-
-
-def _code(request: SparseSum | DenseSum) -> str:
-    return request.sparse.code if isinstance(request, SparseSum) else request.code
-
-
-def _of_length(tensor: Tensor, length: int) -> Tensor:
-    return torch.empty(length, dtype=tensor.dtype, device="meta")
+def _empty(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(length, dtype=dtype, device="meta")

@@ -1,6 +1,5 @@
 """How work is timed: by elapsed time, or by the processor time it takes where workers share processors."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ _NUM_REPEATS, _ENOUGH_S = 7, 0.3
 class Bench:
     """Times work on a device.
 
-    Workers that share a machine wait for one another, some often and some seldom, so the elapsed time of a
-    few repetitions says little about the many steps of a training. The processor time does not depend on who
-    waits when; and where all workers always have work, a step lasts as long as all of it together.
+    Workers that share a machine wait for one another, so the elapsed time of a few repetitions says little
+    about the many steps of a training. Processor time does not depend on who waits when. Where all workers
+    always have work, a step lasts as long as the work of all of them together.
 
     Args:
         device: where the work is done.
@@ -32,7 +31,7 @@ class Bench:
 
     @classmethod
     def of(cls, device: str, num_workers: int, num_threads: int, num_cores: int) -> "Bench":
-        """For one of some workers with some threads each: elapsed time if the worker is alone."""
+        """For one of several workers on a machine, by processor time; by elapsed time if it is alone."""
         if num_workers == 1:
             return cls(torch.device(device))
         elapsed_per_cpu_second = max(1 / num_threads, num_workers / num_cores)
@@ -47,13 +46,15 @@ class Bench:
 
     def typical(self, function: Callable[[], Any]) -> float:
         """How long a function takes as a rule."""
-        return typical(lambda: self.seconds(function))
+        return typical(lambda: {"work": self.seconds(function)})["work"]
 
 
-def typical(run: Callable[[], float]) -> float:
-    """The median of what a few runs return, after one to warm up; of fewer if that is long."""
+def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The median of each phase's seconds in a few runs, after one to warm up; in fewer if that is long."""
     run()
-    times: list[float] = []
-    while len(times) < _NUM_REPEATS and (len(times) < 2 or math.fsum(times) < _ENOUGH_S):
+    times: list[dict[str, float]] = []
+    spent_s = 0.0
+    while len(times) < _NUM_REPEATS and (len(times) < 2 or spent_s < _ENOUGH_S):
         times.append(run())
-    return median(times)
+        spent_s += sum(times[-1].values())
+    return {phase: median(seconds[phase] for seconds in times) for phase in times[0]}

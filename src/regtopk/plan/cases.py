@@ -1,13 +1,12 @@
-"""The cases that a calibration times, each on points of one or two lines.
+"""The work of this library that a calibration times.
 
-A case runs the library's own algorithms, driver and codes for one rank of a cluster whose other ranks are
-copies of it (`echo`), so nothing travels.
+It runs the real algorithms, driver and codes for one rank of a cluster whose other ranks are copies of it, so
+nothing travels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -18,23 +17,57 @@ from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver, layout
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.rank import Rank
 from regtopk.plan.asked import make_algorithm
 from regtopk.plan.bench import Bench, typical
-from regtopk.plan.costs import Units
-from regtopk.plan.echo import echo_rank
-from regtopk.plan.methods import CODES, MIDDLE_NUMEL, numel_units
-from regtopk.plan.moves import answer
+from regtopk.plan.exchange import Work, answer
+from regtopk.plan.methods import MIDDLE_NUMEL, numel_units
 
-MESSAGES = {"gather": (*CODES, "sign", "none"), "split": (*CODES, "sign"), "dense": CODES}
 SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
-SLOW_S = 0.3  # what would take longer on a larger vector is not timed on it
-_MATRIX = 512  # all sizes are powers of two: copies answer only where the ranks' regions are equal
-_NUM_REPEATS = 7
+SLOW_S = 0.3  # an algorithm that would take longer on the next vector is not timed on it
+_MATRIX = 512  # all sizes are powers of two: copies can answer only if all ranks' regions are equal
 
-Point = tuple[str, Units, float]  # a line's name, units of work, and the seconds they took
+Point = tuple[Work, float]  # some work, and the seconds it took
 
 
-def algorithm_points(name: str, bench: Bench) -> Iterator[Point]:
+class Echo(Collectives):
+    """The collectives of rank 0 of N, whose other ranks send the same; `calls` lists each and its bytes."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.rank = 0
+        self.num_workers = num_workers
+        self.calls: list[tuple[str, int]] = []
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """N copies of the tensor."""
+        self.calls.append(("all_gather", tensor.nbytes))
+        return tensor.repeat(self.num_workers, 1)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        """N copies of the part for rank 0."""
+        self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
+        return [parts[0]] * self.num_workers
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """N times the tensor."""
+        self.calls.append(("all_reduce", tensor.nbytes))
+        return tensor * self.num_workers
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor."""
+        self.calls.append(("broadcast", tensor.nbytes))
+        return tensor
+
+
+def echo_rank(num_workers: int, *, is_split: bool = False, bench: Bench | None = None) -> Rank:
+    """Rank 0 of N, whose messages the other ranks repeat, with the clock of a bench."""
+    weights = torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
+    now = (bench or Bench(torch.device("cpu"))).now
+    return Rank(Echo(num_workers), weights, collective="split" if is_split else "all_gather", now=now)
+
+
+def algorithm_points(bench: Bench, name: str) -> Iterator[Point]:
     """What an algorithm itself computes on a standard normal gradient, without its messages."""
     seconds, before = 0.0, 1
     for numel, density in (
@@ -45,54 +78,56 @@ def algorithm_points(name: str, bench: Bench) -> Iterator[Point]:
     ):
         if seconds * numel / before > SLOW_S:
             return
-        seconds, count = _time_algorithm(name, density, numel, bench)
-        yield f"select {name}", {"calls": 1, "entries": count, **numel_units(numel)}, seconds
+        seconds, count = _time_algorithm(bench, name, density, numel)
+        yield Work(f"select {name}", {"calls": 1, "entries": count, **numel_units(numel)}), seconds
         before = numel
 
 
-def _time_algorithm(name: str, density: float, numel: int, bench: Bench) -> tuple[float, int]:
+def _time_algorithm(bench: Bench, name: str, density: float, numel: int) -> tuple[float, int]:
+    """Seconds of a step, and how many entries it sent."""
     matrices = [(str(n), (_MATRIX, _MATRIX), "linear") for n in range(numel // _MATRIX**2)]
-    algorithm, device = make_algorithm(name, density=density), bench.device
-    weight = torch.tensor(0.5, device=device)
-    worker = Worker(weight, torch.tensor(0, device=device), 2, 1, Layout.of_shapes(matrices))
-    rank = echo_rank(2, now=bench.now)
+    device = bench.device
+    weight, index = torch.tensor(0.5, device=device), torch.tensor(0, device=device)
+    worker = Worker(weight, index, 2, 1, Layout.of_shapes(matrices))
+    algorithm, rank = make_algorithm(name, density), echo_rank(2, bench=bench)
     state = algorithm.init(worker)
     grad = torch.randn(numel, device=device)
 
-    def step() -> float:
+    def step() -> dict[str, float]:
         rank.begin(device)
         with rank.timer.phase("select_s"):
             converse(algorithm.exchange(grad, state, worker), partial(driver.answer, rank))
-        return rank.timer.seconds()["select_s"]
+        return {"select_s": rank.timer.seconds()["select_s"]}
 
-    seconds = typical(step)
-    return seconds, rank.record.num_entries
+    return typical(step)["select_s"], rank.record.num_entries
 
 
-def message_points(kind: str, code: str, bench: Bench) -> Iterator[Point]:
+def message_points(bench: Bench, kind: str, code: str) -> Iterator[Point]:
     """Encoding one's own messages of a kind and decoding everybody's.
 
     Args:
+        bench: which times it.
         kind: "gather", "split" or "dense".
         code: of the values; "none" for sets of indices, which are gathered.
-        bench: which times it.
     """
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for num_workers, (numel, count) in product((2, 8), sizes):
-        rank = echo_rank(num_workers, "split" if kind == "split" else "all_gather", bench.now)
+        is_split = kind == "split"
+        rank = echo_rank(num_workers, is_split=is_split, bench=bench)
         request = _request(kind, code, numel, count, bench.device)
-        times: list[dict[str, float]] = []
-        for _ in range(_NUM_REPEATS + 1):
+
+        def run(rank: Rank = rank, request: Request = request) -> dict[str, float]:
             rank.begin(bench.device)
             total = driver.answer(rank, request)
-            rank.spare = total if kind == "gather" and code != "none" else None  # as an exchange does
-            times.append(rank.timer.seconds())
-        answered = answer(request, num_workers, is_ragged=False, is_split=kind == "split")
-        for phase, work in zip(("encode_s", "decode_s"), answered.work, strict=True):
-            units = dict(work.units)
-            if kind == "split":  # copies choose the same entries, so that the sum has no more than each
-                units["entries"] = 2 * count if phase == "decode_s" else count + count / num_workers
-            yield work.line, units, median(spent[phase] for spent in times[1:])
+            rank.spare = total if kind == "gather" and code != "none" else None  # reused, as in an exchange
+            return rank.timer.seconds()
+
+        seconds = typical(run)
+        encode, decode = answer(request, num_workers, is_split=is_split).work
+        if is_split:  # copies choose the same entries, so that the sum has no more than each
+            encode.units["entries"], decode.units["entries"] = count + count / num_workers, 2 * count
+        yield encode, seconds["encode_s"]
+        yield decode, seconds["decode_s"]
 
 
 def _request(kind: str, code: str, numel: int, count: int, device: torch.device) -> Request:
@@ -105,46 +140,28 @@ def _request(kind: str, code: str, numel: int, count: int, device: torch.device)
     return SparseSum(SparseGradient(indices, values, numel, code=code), weight)
 
 
-def code_points(code: str, bench: Bench) -> Iterator[Point]:
+def code_points(bench: Bench, code: str) -> Iterator[Point]:
     """Rounding values to a code, and returning what it lost to the residual."""
+    residual = torch.zeros(MIDDLE_NUMEL, device=bench.device)
     for count in (2**12, 2**17):
-        device = bench.device
-        values, residual = torch.randn(count, device=device), torch.zeros(MIDDLE_NUMEL, device=device)
-        indices = torch.arange(count, device=device) * (MIDDLE_NUMEL // count)
+        values = torch.randn(count, device=bench.device)
+        indices = torch.arange(count, device=bench.device) * (MIDDLE_NUMEL // count)
 
-        def round_off(values: Tensor = values, residual: Tensor = residual, at: Tensor = indices) -> None:
-            residual.scatter_add_(-1, at, values - quantise(values, code))
+        def round_off(values: Tensor = values, indices: Tensor = indices) -> None:
+            residual.scatter_add_(-1, indices, values - quantise(values, code))
 
         seconds = 0.0 if is_lossless(code) else bench.typical(round_off)
-        yield f"quantise {code}", {"calls": 1, "entries": count}, seconds
+        yield Work(f"quantise {code}", {"calls": 1, "entries": count}), seconds
 
 
 def exchange_points(bench: Bench) -> Iterator[Point]:
     """What an exchange does with the whole vector: copy it in, look for NaN, copy the aggregate out."""
-    device = bench.device
-    flat = torch.zeros(MIDDLE_NUMEL, device=device)
-    grads = [torch.randn(_MATRIX, _MATRIX, device=device) for _ in range(MIDDLE_NUMEL // _MATRIX**2)]
+    flat = torch.zeros(MIDDLE_NUMEL, device=bench.device)
+    grads = [torch.randn(_MATRIX, _MATRIX, device=bench.device) for _ in range(MIDDLE_NUMEL // _MATRIX**2)]
 
     def prepare_and_write_back() -> None:
         layout.copy_to_flat_(flat, grads)
         torch.isfinite(torch.stack(torch.aminmax(flat))).all()
         layout.copy_from_flat_(grads, flat)
 
-    yield "exchange", {"numel": MIDDLE_NUMEL}, bench.typical(prepare_and_write_back)
-
-
-def peer_points(bench: Bench) -> Iterator[Point]:
-    """Top-k as other libraries do it: torch.topk, and an index_add_ of what all of two workers sent."""
-    numel = MIDDLE_NUMEL  # a bucket's size; its work grows faster than small vectors suggest
-    device = bench.device
-    for k in (2**12, 2**18):
-        residual, grad = torch.zeros(numel, device=device), torch.randn(numel, device=device)
-
-        def step(residual: Tensor = residual, grad: Tensor = grad, k: int = k) -> None:
-            chosen = residual.add_(grad).abs().topk(k, sorted=False).indices
-            values = residual[chosen]
-            residual[chosen] = 0
-            indices = chosen.to(torch.int32).repeat(2)
-            torch.zeros_like(grad).index_add_(0, indices.long(), values.repeat(2).div_(2))
-
-        yield "peer-topk", {"numel": numel, "entries": 2 * k}, bench.typical(step)
+    yield Work("exchange", {"numel": MIDDLE_NUMEL}), bench.typical(prepare_and_write_back)

@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from regtopk.errors import OutputError, StateError
+from regtopk.errors import StateError
+from regtopk.plan.exchange import Units, Work
+from regtopk.runs import write_json, writing_to
 
-Units = dict[str, float]
 Line = dict[str, float]  # seconds per unit
 
 
@@ -27,22 +28,18 @@ class Calibration:
     machine: dict[str, Any]
     lines: dict[str, Line]
 
-    def seconds(self, name: str, units: Units) -> float:
+    def seconds(self, work: Work) -> float:
         """How long some work takes.
 
         Raises:
             StateError: it was not measured.
         """
-        if name not in self.lines:
+        if work.line not in self.lines:
             raise StateError(
-                f"calibration must hold the costs of {name!r}, got only {len(self.lines)} others"
+                f"calibration must hold the costs of {work.line!r}, got only {len(self.lines)} others"
             )
-        line = self.lines[name]
-        return sum(line.get(unit, 0.0) * amount for unit, amount in units.items())
-
-    def with_lines(self, lines: dict[str, Line]) -> "Calibration":
-        """The same with more costs, or newer ones."""
-        return replace(self, lines=self.lines | lines)
+        line = self.lines[work.line]
+        return sum(line.get(unit, 0.0) * amount for unit, amount in work.units.items())
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
@@ -54,7 +51,7 @@ class Calibration:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             lines = {
-                str(name): {str(unit): float(seconds) for unit, seconds in line.items()}
+                name: {unit: float(seconds) for unit, seconds in line.items()}
                 for name, line in content["lines"].items()
             }
             return cls(dict(content["machine"]), lines)
@@ -71,13 +68,9 @@ class Calibration:
         Raises:
             OutputError: it cannot be written.
         """
-        try:
+        with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(".part")
-            beside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            beside.replace(path)
-        except OSError as error:
-            raise OutputError(f"calibration must be writable, but {path} is not: {error.strerror}") from error
+        write_json(path, asdict(self))
 
 
 def fit(points: Sequence[tuple[Units, float]]) -> Line:

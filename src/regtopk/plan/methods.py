@@ -1,25 +1,28 @@
-"""The methods that are planned, and what each does in a step: its work and its collectives.
+"""The methods that are planned, and what each does in a step.
 
 Nothing here depends on a machine or a link: `predict` multiplies with their costs.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.codes import is_lossless
 from regtopk.plan.asked import probe, takes
-from regtopk.plan.baselines import POWERSGD_RANK, num_buckets, powersgd_bytes
-from regtopk.plan.moves import Move, Work, all_gather, all_reduce, answer, broadcast
+from regtopk.plan.exchange import Exchange, Units, Work, all_reduce, answer, broadcast
 from regtopk.plan.workload import Workload
 
 Way = Literal["all_reduce", "all_gather", "split"]
 CODES = ("float32", "4bit", "2bit")  # of the algorithms that can be told one
 DENSITIES = (0.001, 0.01, 0.1)
 CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first; the others are planned if asked
-MIDDLE_NUMEL = 2**22  # entries beyond have a cost of their own
+MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
 AGREEMENT_BYTES = 24  # the small all_reduce before every exchange, and a report
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
+POWERSGD_RANK = 2
+POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 
 
 class Method(NamedTuple):
@@ -49,22 +52,19 @@ class Method(NamedTuple):
 DENSE = Method("dense", 1.0, "float32", "all_reduce")
 FP16 = Method("fp16", 1.0, "float16", "all_reduce")
 POWERSGD = Method("powersgd", 1.0, "float32", "all_reduce")
-PEER = "peer-topk"  # Top-k as other libraries send it
 
 
 def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = False) -> list[Method]:
     """DDP, torch's hooks, and algorithms at every density, with every code and by every collective they run.
 
-    An algorithm that finds itself how many entries to send is planned at the densities, as if it sent that
-    many; one that always sends the same share is planned at that.
+    An algorithm that decides by itself how many entries to send is planned as if it sent that many. One that
+    always sends the same share is planned at that share.
 
     Args:
-        densities: of the algorithms that are told one.
-        every: all algorithms that a cluster can run; else those one would try first.
+        densities: for the algorithms that take one.
+        every: plan all algorithms that a cluster can run, not only those one would try first.
     """
     found = [DENSE, FP16, POWERSGD]
-    if every:
-        found += [Method(PEER, density, "float32", "all_gather") for density in densities]
     for name in ALGORITHMS if every else CHOSEN:
         for code in CODES if takes(name, "value_code") else CODES[:1]:
             probed = probe(name, densities[0], code)
@@ -76,30 +76,10 @@ def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = Fal
     return found
 
 
-class Exchange(NamedTuple):
-    """What a method does in a step: equal parts one after another, each with this work and these moves."""
+def numel_units(numel: float) -> Units:
+    """A vector's entries, and how many of them lie beyond the first four million.
 
-    work: list[Work]
-    moves: list[Move]
-    num_parts: int  # all but the last may run beside the backward pass
-    payload_bytes: int  # one worker's messages, of all parts
-    memory_bytes: float = 0.0  # that the messages take at the peak
-
-    @property
-    def lines(self) -> set[str]:
-        """The calibrated lines that its time is computed from."""
-        return {work.line for work in self.work} | {line_of(move) for move in self.moves}
-
-
-def line_of(move: Move) -> str:
-    """The calibrated line of a collective."""
-    return f"move {move.kind}"
-
-
-def numel_units(numel: float) -> dict[str, float]:
-    """A vector's entries, and those beyond what the processor keeps and the system hands out again at once.
-
-    Large vectors take longer per entry: they do not fit caches, and memory for them is new every time.
+    Large vectors take longer per entry: they do not fit the caches, and their memory is new every time.
     """
     return {"numel": numel, "numel beyond": max(0, numel - MIDDLE_NUMEL)}
 
@@ -109,29 +89,30 @@ def exchange_of(method: Method, workload: Workload, num_workers: int, scope: str
     """What a step with a method does; `scope`, "model" or "bucket", is that of this library's exchanges."""
     numel, N = workload.numel, num_workers
     num_parts = num_buckets(numel)
-    ddp = Work("ddp", {"numel": numel / num_parts})
+    in_bucket = numel / num_parts
+    ddp = Work("ddp", {"numel": in_bucket})
     if method == DENSE:
-        return Exchange([ddp], [all_reduce(4 * numel / num_parts, N)], num_parts, 4 * numel)
+        return Exchange(4 * numel, [all_reduce(4 * in_bucket, N)], [ddp], num_parts=num_parts)
     if method == FP16:
-        work = [ddp, Work("fp16", {"numel": numel / num_parts})]
-        move = all_reduce(2 * numel / num_parts, N, "all_reduce half")
-        return Exchange(work, [move], num_parts, 2 * numel)
+        move = all_reduce(2 * in_bucket, N, "all_reduce half")
+        fp16 = Work("fp16", {"numel": in_bucket})
+        return Exchange(2 * numel, [move], [ddp, fp16], num_parts=num_parts)
     if method == POWERSGD:  # three all_reduces, in one bucket (with several, torch's hook hangs on gloo)
         sizes = [size for size in powersgd_bytes(workload) if size]
         num_matrices = sum(len(shape) > 1 for shape in workload.shapes)
         powersgd = Work("powersgd", {"messages": num_matrices, **numel_units(numel)})
-        ddp = Work("ddp", {"numel": numel})
-        return Exchange([ddp, powersgd], [all_reduce(size, N) for size in sizes], 1, sum(sizes))
-    if method.name == PEER:  # torch.topk of each bucket, and an all_gather each of 32-bit indices and values
-        k = max(1, round(method.density * numel))
-        peer = Work(PEER, {"numel": numel / num_parts, "entries": N * k / num_parts})
-        return Exchange(
-            [ddp, peer], [all_gather(4 * k / num_parts, N)] * 2, num_parts, 8 * k, memory_bytes=8 * N * k
-        )
+        work = [Work("ddp", {"numel": numel}), powersgd]
+        return Exchange(sum(sizes), [all_reduce(size, N) for size in sizes], work)
     return _ours(method, numel, N, num_parts if scope == "bucket" else 1)
 
 
+def num_buckets(numel: int) -> int:
+    """How many buckets DDP makes of float32 gradients."""
+    return 1 + max(0, ceil((4 * numel - FIRST_BUCKET_BYTES) / BUCKET_BYTES))
+
+
 def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
+    """An exchange of this library: what the algorithm asks, and what comes before."""
     numel = max(1, numel // num_parts)
     k = max(1, round(method.density * numel))
     probed = probe(method.name, method.density, method.value_code)
@@ -145,14 +126,27 @@ def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
     moves = [all_reduce(AGREEMENT_BYTES, N)]
     if probed.listens:
         moves.append(broadcast(AGREEMENT_BYTES, N))
-    answers = [
-        answer(asked.scaled(numel, k, N), N, is_ragged=asked.is_ragged, is_split=method.collective == "split")
-        for asked in probed.requests
-    ]
-    return Exchange(
-        work + [each for answered in answers for each in answered.work],
-        moves + [each for answered in answers for each in answered.moves],
-        num_parts,
-        num_parts * sum(answered.payload_bytes for answered in answers),
-        max(answered.memory_bytes for answered in answers),
-    )
+    payload_bytes, memory_bytes = 0, 0.0
+    for asked in probed.requests:
+        request, is_split = asked.scaled(numel, k, N), method.collective == "split"
+        answered = answer(request, N, is_ragged=asked.is_ragged, is_split=is_split)
+        work += answered.work
+        moves += answered.moves
+        payload_bytes += num_parts * answered.payload_bytes
+        memory_bytes = max(memory_bytes, answered.memory_bytes)
+    return Exchange(payload_bytes, moves, work, memory_bytes, num_parts)
+
+
+def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:
+    """Bytes of the parameters PowerSGD leaves alone, of the left factors, and of the right factors."""
+    alone = left = right = 0
+    for shape in workload.shapes:
+        size = prod(shape)
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = size // rows if rows else 0
+        rank = min(rows, columns, POWERSGD_RANK)
+        if len(shape) > 1 and (rows + columns) * rank * POWERSGD_MIN_SAVING < size:
+            left, right = left + 4 * rows * rank, right + 4 * columns * rank
+        else:
+            alone += 4 * size
+    return alone, left, right

@@ -1,11 +1,11 @@
 """A plan for people: its table, its answer in words, and a recorded run that `report` draws."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import POWERSGD, Method
+from regtopk.plan.methods import DENSE, POWERSGD, Method
 from regtopk.plan.predict import Plan, Prediction, predict
 from regtopk.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.runs import Panel, Record, RunWriter, make_header
@@ -50,43 +50,30 @@ def curves(plan: Plan, costs: Calibration) -> list[Record]:
         step_s = {p.method: predict(p.method, there, costs).step_time_s for p in plan.predictions}
         for label in labels:
             fastest_s = min(s for method, s in step_s.items() if method.label == label)
-            speedup = step_s[plan.dense.method] / fastest_s
+            speedup = step_s[DENSE] / fastest_s
             records.append({"method": label, "against": against, x: value, "speedup": speedup})
             if there == here:
                 records[-1]["here"] = speedup
     return sorted(records, key=lambda record: labels.index(record["method"]))
 
 
-def panels(plan: Plan) -> Sequence[Panel]:
+def panels(plan: Plan) -> list[Panel]:
     """Two: against bandwidth, and against workers."""
     here = plan.situation
-    axes = (
-        (
-            "bandwidth",
-            "mbit_per_s",
-            "bandwidth of a link, Mbit/s",
-            f"{here.num_workers} workers, links of any bandwidth",
-        ),
-        (
-            "workers",
-            "num_workers",
-            "workers",
-            f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
-        ),
-    )
+    panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
     return [
-        Panel(
-            title=title,
-            x=x,
-            y="speedup",
-            x_label=x_label,
-            y_label="speed-up over dense",
-            where={"against": against},
-            log_x=True,
-            log_y=True,
-            dots="here",
-        )
-        for against, x, x_label, title in axes
+        panel(
+            title=f"{here.num_workers} workers, links of any bandwidth",
+            x="mbit_per_s",
+            x_label="bandwidth of a link, Mbit/s",
+            where={"against": "bandwidth"},
+        ),
+        panel(
+            title=f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
+            x="num_workers",
+            x_label="workers",
+            where={"against": "workers"},
+        ),
     ]
 
 
@@ -94,15 +81,15 @@ def table(plan: Plan) -> list[dict[str, str]]:
     """One row per method in its fastest way: dense, and then the fastest first."""
     return [
         {
-            "measure": prediction.method.label,
-            "density": prediction.method.amount,
-            "values": prediction.method.value_code,
-            "collective": prediction.method.collective,
-            "payload": format_size(prediction.payload_bytes),
-            "step": format_time(prediction.step_time_s),
-            "speed-up": format_factor(plan.speedup(prediction)),
+            "measure": p.method.label,
+            "density": p.method.amount,
+            "values": p.method.value_code,
+            "collective": p.method.collective,
+            "payload": format_size(p.exchange.payload_bytes),
+            "step": format_time(p.step_time_s),
+            "speed-up": format_factor(plan.speedup(p)),
         }
-        for prediction in plan.fastest_by_label()
+        for p in plan.fastest_by_label()
     ]
 
 
@@ -117,7 +104,7 @@ def verdict(plan: Plan) -> str:
         said = f"Compression does not pay with {where}: {best.method.label} takes the fastest step, {step}."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
-    return f"{said} So it does at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
+    return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
 
 
 def _in_words(method: Method) -> str:
@@ -128,10 +115,15 @@ def _in_words(method: Method) -> str:
 
 def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
+
+    def row(p: Prediction) -> dict[str, Any]:
+        took = {"step_time_s": p.step_time_s, "speedup": plan.speedup(p)}
+        return {**p.method._asdict(), "payload_bytes": p.exchange.payload_bytes, **took}
+
     return {
         "inputs": inputs,
-        "methods": [plan.row(prediction) for prediction in plan.predictions],
-        "best": plan.row(plan.best),
+        "methods": [row(prediction) for prediction in plan.predictions],
+        "best": row(plan.best),
         "break_even_bits_per_s": plan.break_even_bits_per_s,
         "pays": plan.pays,
         "notes": notes(plan, inputs["memory_bytes"]),
@@ -148,10 +140,10 @@ def notes(plan: Plan, memory_bytes: float) -> list[str]:
         names = ", ".join(dict.fromkeys(method.label for method in plan.not_measured))
         said.append(f"Left out, since this calibration has not measured all of their work: {names}.")
     if plan.too_large:
-        worst: Prediction = max(plan.too_large, key=lambda p: p.memory_bytes)
+        worst = max(plan.too_large, key=lambda p: p.exchange.memory_bytes)
         said.append(
             f"Left out: {len(plan.too_large)} ways for which the messages of {plan.situation.num_workers} "
             f"workers do not fit {format_size(memory_bytes)} of memory; the most, "
-            f"{format_size(worst.memory_bytes)}, takes {_in_words(worst.method)}."
+            f"{format_size(worst.exchange.memory_bytes)}, takes {_in_words(worst.method)}."
         )
     return said

@@ -1,31 +1,26 @@
 """A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays.
 
-What is assumed:
-
-- All workers and links are alike, and a link carries its bandwidth in both directions at once.
-- Collectives are rings (all_reduce, all_gather), trees (broadcast) or direct (all_to_all), as gloo runs them.
-  A worker receives a message before it adds it up and passes it on, so the processor's time and the link's
-  time are added.
-- DDP reduces its buckets while backward goes on, which is two thirds of a step without communication; the
-  last bucket has nothing left to hide behind. What an exchange takes from the processor hides behind nothing
-  where training runs on that processor too. An exchange of scope "bucket" overlaps in the same way; one of
-  scope "model" waits for the whole gradient, and so does PowerSGD in one bucket.
+Workers and links are alike, and a link carries its bandwidth in both directions at once. A worker receives a
+message before it adds it up and passes it on, so the processor's time and the link's time are added. All
+parts of an exchange but the last hide behind the backward pass; what they take from the processor does not
+where training runs on that processor too. docs/when-it-pays.md has all that is assumed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSE, PEER, Exchange, Method, exchange_of, line_of
+from regtopk.plan.exchange import Exchange
+from regtopk.plan.methods import DENSE, Method, exchange_of
 from regtopk.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a step's computation
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
-NOT_ADVISED = ("randomk", PEER)
+NOT_ADVISED = "randomk"  # it looks at no gradient, and at equal density learns less
 EQUAL = 1.05  # steps whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
@@ -56,8 +51,8 @@ class Situation:
         check_choice("scope", self.scope, ("model", "bucket"))
 
     def at(self, *, bandwidth: float | None = None, num_workers: int | None = None) -> "Situation":
-        """The same elsewhere."""
-        link = self.link if bandwidth is None else replace(self.link, bandwidth=bandwidth)
+        """The same on a link of another bandwidth, or with another number of workers."""
+        link = replace(self.link, bandwidth=bandwidth or self.link.bandwidth)
         return replace(self, link=link, num_workers=num_workers or self.num_workers)
 
     def exchange(self, method: Method) -> Exchange:
@@ -69,8 +64,7 @@ class Prediction(NamedTuple):
     """What a method takes."""
 
     method: Method
-    payload_bytes: int
-    memory_bytes: float
+    exchange: Exchange
     step_time_s: float
 
 
@@ -80,19 +74,22 @@ def predict(method: Method, situation: Situation, costs: Calibration) -> Predict
     Raises:
         StateError: the calibration does not hold all its costs.
     """
-    exchange, link = situation.exchange(method), situation.link
+    exchange = situation.exchange(method)
+    return Prediction(method, exchange, step_time_s(exchange, situation.link, costs))
+
+
+def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
+    """How long a step takes with an exchange."""
     num_parts, compute_s = exchange.num_parts, link.compute_s
-    work_s = num_parts * sum(costs.seconds(*work) for work in exchange.work)
+    work_s = num_parts * sum(costs.seconds(work) for work in exchange.work)
     here_s = on_wire_s = 0.0  # what the collectives take from the processor, and on the link
     for move in exchange.moves:
-        units = {"messages": float(move.num_messages), "bytes": move.sent_bytes}
-        here_s += num_parts * costs.seconds(line_of(move), units)
+        here_s += num_parts * costs.seconds(move.work)
         bits = 8 * WIRE_BYTES_PER_BYTE * move.sent_bytes
         on_wire_s += num_parts * (move.num_hops * link.latency_s + bits / link.bandwidth)
     hides_s = on_wire_s if costs.machine["device"] == "cpu" else on_wire_s + here_s
     hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
-    step_time_s = compute_s + work_s + here_s + on_wire_s - hidden_s
-    return Prediction(method, exchange.payload_bytes, exchange.memory_bytes, step_time_s)
+    return compute_s + work_s + here_s + on_wire_s - hidden_s
 
 
 class Plan(NamedTuple):
@@ -109,11 +106,6 @@ class Plan(NamedTuple):
     break_even_bits_per_s: float | None
 
     @property
-    def dense(self) -> Prediction:
-        """DDP without a hook."""
-        return next(p for p in self.predictions if p.method == DENSE)
-
-    @property
     def best(self) -> Prediction:
         """The method that `best_of` advises."""
         return best_of(self.predictions)
@@ -125,36 +117,26 @@ class Plan(NamedTuple):
 
     def speedup(self, prediction: Prediction) -> float:
         """Against DDP without a hook."""
-        return self.dense.step_time_s / prediction.step_time_s
+        dense = next(p for p in self.predictions if p.method == DENSE)
+        return dense.step_time_s / prediction.step_time_s
 
     def fastest_by_label(self) -> list[Prediction]:
         """Each method in its fastest way: dense, then the others, fastest first."""
-        ranked = sorted(self.predictions, key=lambda p: (p.method != DENSE, p.step_time_s))
         found: dict[str, Prediction] = {}
-        for p in ranked:
+        for p in sorted(self.predictions, key=lambda p: (p.method != DENSE, p.step_time_s)):
             found.setdefault(p.method.label, p)
         return list(found.values())
-
-    def row(self, prediction: Prediction) -> dict[str, Any]:
-        """One method, as JSON has it."""
-        return {
-            **prediction.method._asdict(),
-            "payload_bytes": prediction.payload_bytes,
-            "step_time_s": prediction.step_time_s,
-            "speedup": self.speedup(prediction),
-        }
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
     """The fastest step; of those within 5 % of it the one that sends most, since it learns most.
 
-    A support drawn at random is not advised: it looks at no gradient, and at equal density learns less.
-    Neither is sending 64 bits per entry.
+    A support drawn at random is predicted but not advised.
     """
-    advised = [p for p in predictions if p.method.name not in NOT_ADVISED]
+    advised = [p for p in predictions if p.method.name != NOT_ADVISED]
     fastest = min(p.step_time_s for p in advised)
     near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
-    return max(near, key=lambda p: p.payload_bytes)
+    return max(near, key=lambda p: p.exchange.payload_bytes)
 
 
 def make_plan(
@@ -169,8 +151,8 @@ def make_plan(
         m for m in methods if m != DENSE and not situation.exchange(m).lines <= costs.lines.keys()
     ]
     predictions = [predict(m, situation, costs) for m in methods if m not in not_measured]
-    fitting = [p for p in predictions if p.memory_bytes <= memory_bytes]
-    too_large = [p for p in predictions if p.memory_bytes > memory_bytes]
+    fitting = [p for p in predictions if p.exchange.memory_bytes <= memory_bytes]
+    too_large = [p for p in predictions if p.exchange.memory_bytes > memory_bytes]
     break_even = find_break_even([p.method for p in fitting], situation, costs)
     return Plan(situation, fitting, too_large, not_measured, break_even)
 

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them."""
+"""Numbers with units: read as people write them, and written as people read them."""
 
 import math
 import re
@@ -6,49 +6,36 @@ import re
 from regtopk.errors import ArgumentError
 
 _NUMBER = re.compile(
-    r"\s*([-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf))"
-    r"\s*([^\d,.].*?|)\s*",
-    re.I,
+    r"\s*((?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)\s*([^\d,.].*?|)\s*", re.I
 )
-_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_COUNTS = _DECIMAL | {"b": 1e9}
+_BANDWIDTH_UNIT = re.compile(r"([kmgt]?)(i?)(bits?|b|bytes?)?(ps|/s|/sec)?", re.I)
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY = {prefix: 1024.0**n for n, prefix in enumerate(_PREFIXES)}
+_SIZES = {f"{p}b": x for p, x in _PREFIXES.items()} | {f"{p}ib": x for p, x in _BINARY.items() if p}
+_COUNTS = _PREFIXES | {"b": 1e9}
 _PER_SECOND = {"s": 1.0, "sec": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9, "min": 1 / 60}
-_SIZES = {
-    **{f"{prefix}b": factor for prefix, factor in _DECIMAL.items()},
-    **{f"{prefix}ib": 1024.0 ** (n + 1) for n, prefix in enumerate("kmgt")},
-}
 _TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 999.5), ("s", 1.0, 0.9995))
 
 
 def parse_bandwidth(text: str) -> float:
     """Bits per second of "100 Mbps", "100mbit", "100 Mbit/s", "1.5G", "25e9" or, in bytes, "12.5 MB/s".
 
+    "B" is a byte, "b" and "bit" are bits. "MB" and "mb" without "per second" are refused, since half of those
+    who write them mean bytes.
+
     Raises:
-        ArgumentError: not a bandwidth above zero, or a "MB" that does not say per second, which could be
-            anything.
+        ArgumentError: not a bandwidth above zero.
     """
-    rule = "a number above 0 with a unit such as 100Mbit/s, 1.5G (bits per second) or 12.5MB/s (bytes)"
     number, unit = _split(text)
-    return _checked("bandwidth", number * _bits_per_s(unit), text, rule)
-
-
-def _bits_per_s(unit: str) -> float:
-    """Bits a unit stands for; NaN for no unit of bandwidth.
-
-    An upper-case B after the prefix is a byte, as everywhere; "b" and "bit" are bits. "mb" and "MB" without
-    "per second" are refused: half of those who write them mean bytes.
-    """
-    found = re.fullmatch(r"([kKmMgGtT]?)(i?)([bB][iI][tT][sS]?|b|B|[bB]ytes?)?(ps|/s|/sec)?", unit)
-    if found is None:
-        return math.nan
-    prefix, binary, what, per_second = found.groups()
+    found = _BANDWIDTH_UNIT.fullmatch(unit)
+    prefix, binary, what, per_second = found.groups() if found else ("", "", "b", None)
     is_byte = what == "B" or (what or "").lower().startswith("byte")
-    if (what == "b" or is_byte) and per_second is None:
-        return math.nan
-    if binary and not (is_byte and prefix):
-        return math.nan
-    factor = _SIZES[f"{prefix.lower()}ib"] if binary else _DECIMAL[prefix.lower()]
-    return factor * (8 if is_byte else 1)
+    is_unclear = per_second is None and what is not None and not what.lower().startswith("bit")
+    if is_unclear or (binary and not (is_byte and prefix)):
+        number = math.nan
+    bits = (_BINARY if binary else _PREFIXES)[prefix.lower()] * (8 if is_byte else 1)
+    rule = "a number above 0 with a unit such as 100Mbit/s, 1.5G (bits per second) or 12.5MB/s (bytes)"
+    return _checked("bandwidth", number * bits, text, rule)
 
 
 def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
@@ -72,9 +59,8 @@ def parse_count(name: str, text: str) -> int:
     rule = "a whole number of at least 1, such as 11173962, 124M or 1.5B"
     number, unit = _split(text)
     count = _checked(name, number * _COUNTS.get(unit.lower(), math.nan), text, rule)
-    if abs(count - round(count)) > 1e-6 * count or round(count) < 1:
-        raise ArgumentError(f"{name} must be {rule}, got {text!r}")
-    return round(count)
+    is_whole = abs(count - round(count)) <= 1e-6 * count and round(count) >= 1
+    return round(_checked(name, count if is_whole else math.nan, text, rule))
 
 
 def parse_size(name: str, text: str) -> int:
@@ -102,12 +88,12 @@ def _checked(name: str, number: float, text: str, rule: str, *, may_be_zero: boo
 
 def format_bandwidth(bits_per_s: float) -> str:
     """A bandwidth for people: 100 Mbit/s."""
-    return f"{_scaled(bits_per_s)}bit/s"
+    return f"{_with_prefix(bits_per_s)}bit/s"
 
 
 def format_size(num_bytes: float) -> str:
     """A size for people: 1.2 MB."""
-    return f"{_scaled(num_bytes)}B"
+    return f"{_with_prefix(num_bytes)}B"
 
 
 def format_time(seconds: float) -> str:
@@ -119,15 +105,11 @@ def format_time(seconds: float) -> str:
 
 
 def format_factor(factor: float) -> str:
-    """A number for people, with three digits that count: 0.84, 32.8, 1,240."""
+    """A number for people, rounded to three digits: 0.84, 32.8, 1,240."""
     return f"{factor:.3g}" if factor < 999.5 else f"{float(f'{factor:.3g}'):,.0f}"
 
 
-def _scaled(number: float) -> str:
-    prefix, factor = max(
-        ((prefix, factor) for prefix, factor in _DECIMAL.items() if number >= 0.9995 * factor),
-        key=lambda pair: pair[1],
-        default=("", 1.0),
-    )
-    shown = f"{number / factor:.3g}" if number / factor < 999.5 else f"{number / factor:,.0f}"
-    return f"{shown} {prefix if prefix == 'k' else prefix.upper()}"
+def _with_prefix(number: float) -> str:
+    fitting = [prefix for prefix, factor in _PREFIXES.items() if number >= 0.9995 * factor]
+    prefix = fitting[-1] if fitting else ""
+    return f"{format_factor(number / _PREFIXES[prefix])} {prefix if prefix == 'k' else prefix.upper()}"

@@ -44,12 +44,12 @@ class Workload:
     @classmethod
     def of_model(cls, model: nn.Module) -> "Workload":
         """The trainable parameters of a model."""
-        shapes = tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
-        if sum(prod(shape) for shape in shapes) == 0:
+        workload = cls(tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad))
+        if workload.numel == 0:
             raise ArgumentError(
                 f"model must have parameters that require a gradient, got none in {type(model).__name__}"
             )
-        return cls(shapes)
+        return workload
 
 
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
@@ -58,8 +58,8 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     Raises:
         ArgumentError: it cannot be imported or called (its own error is shown), or returns something else.
     """
-    module_name, colon, name = spec.partition(":")
-    if not (module_name and colon and name):
+    module_name, _, name = spec.partition(":")
+    if not (module_name and name):
         raise ArgumentError(f"model must be pkg.module:callable, got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` would
@@ -84,15 +84,12 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """The shape that "20,3,32,32" means."""
-    try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
+    parts = text.replace("x", ",").split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ArgumentError(
             f"input shape must be whole numbers of at least 1, such as 20,3,32,32, got {text!r}"
         )
-    return shape
+    return tuple(map(int, parts))
 
 
 def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> float:
@@ -106,11 +103,11 @@ def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> floa
 
     def step() -> None:
         model.zero_grad()
-        with redirect_stdout(sys.stderr):
-            _some_loss(model(*on_device)).backward()
+        _some_loss(model(*on_device)).backward()
 
     try:
-        return Bench(torch.device(device)).typical(step)
+        with redirect_stdout(sys.stderr):
+            return Bench(torch.device(device)).typical(step)
     except Exception as error:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]
         raise ArgumentError(
@@ -120,8 +117,7 @@ def measure_step(model: nn.Module, inputs: tuple[Any, ...], device: str) -> floa
 
 
 def _some_loss(output: Any) -> Tensor:
-    """A number to differentiate: the sum of the first tensor of real numbers found in an output."""
-    if isinstance(output, Tensor):
-        return output.float().sum()
-    parts = list(output.values()) if isinstance(output, dict) else list(output)
-    return _some_loss(parts[0])
+    """A number to differentiate: the sum of the first tensor of an output."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output.float().sum()
