@@ -113,7 +113,7 @@ def test_a_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert invoke("reproduce", "fig1", "--out", tmp_path / "run", *QUICK)[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "run")
-    advice = "holds config.json: choose another --out, or replace it with --force\n"
+    advice = "holds config.json: choose another --out, go on with --resume, or replace it with --force\n"
     assert code == 2 and err.endswith(advice) and err.startswith("regtopk: output folder must not hold a run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert invoke("reproduce", "fig1", "--out", tmp_path / "run", "--force")[0] == 0
