@@ -13,7 +13,7 @@ from regtopk.algorithms import ALGORITHMS, TopK
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.budget import Probe
 from regtopk.experiments.compare import COMPARE, CompareConfig, SmallProblem
-from regtopk.experiments.results import paired_difference, spread
+from regtopk.experiments.results import difference
 from regtopk.experiments.tasks import TASKS, LinearRegression
 from regtopk.experiments.trainer import Trainer
 from regtopk.method import Method
@@ -233,12 +233,13 @@ def test_a_probe_measures_what_is_sent() -> None:
 
 def test_paired_differences() -> None:
     # differences 1, 2, 3: mean 2, deviation 1, t(2) = 4.303: 2 ± 4.303 / sqrt(3)
-    found = paired_difference([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    found = difference({0: 2.0, 1: 4.0, 2: 6.0, 3: 9.0}, {0: 1.0, 1: 2.0, 2: 3.0, 4: 9.0})
+    assert found is not None and found["seeds"] == [0, 1, 2]
     assert found["mean"] == 2.0
     assert found["low"] == pytest.approx(2 - 4.303 / math.sqrt(3))
     assert found["high"] == pytest.approx(2 + 4.303 / math.sqrt(3))
-    assert paired_difference([1.0], [0.5]) == {"mean": 0.5, "low": None, "high": None}
-    assert spread([1.0]) == (1.0, None)
+    assert difference({1: 1.0}, {1: 0.5}) == {"mean": 0.5, "low": None, "high": None, "seeds": [1]}
+    assert difference({1: 1.0}, {2: 0.5}) is None
 
 
 def test_what_is_recorded_is_what_is_used(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, MissingExtraError
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
@@ -46,8 +47,7 @@ def load_images(name: str, path: Path | None, device: str | torch.device) -> Ima
         ArgumentError: the path does not hold it; the message says what was looked for and what was found.
         MissingExtraError: a package that reads it is not installed.
     """
-    if name not in LOADERS:
-        raise ArgumentError(f"data set must be one of {', '.join(LOADERS)}, got {name!r}")
+    check_choice("data set", name, LOADERS)
     images = Images(*(tensor.to(device) for tensor in LOADERS[name](path)))
     if images.train.is_floating_point():
         return images

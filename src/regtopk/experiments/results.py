@@ -95,28 +95,20 @@ def mean_there(own: dict[int, float]) -> float:
 
 
 def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] | None:
-    """The paired difference over the seeds that both have; None if they share none."""
+    """Mean of own - base over the seeds that both have, and its 95 % interval by Student's t.
+
+    A single seed has no interval. Without a shared seed there is no difference: None.
+    """
     shared = [seed for seed in own if seed in base]
     if not shared:
         return None
-    found = paired_difference([own[seed] for seed in shared], [base[seed] for seed in shared])
-    return {**found, "seeds": shared}
-
-
-def spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation over seeds; a single seed has no deviation."""
-    return fmean(values), stdev(values) if len(values) > 1 else None
-
-
-def paired_difference(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
-    """Mean of value - base, seed by seed, and its 95 % interval by Student's t (None of a single seed)."""
-    differences = [value - other for value, other in zip(values, base, strict=True)]
-    mean = fmean(differences)
-    if len(differences) < 2:
-        return {"mean": mean, "low": None, "high": None}
-    t = _T[len(differences) - 2] if len(differences) - 2 < len(_T) else 1.96
-    margin = t * stdev(differences) / math.sqrt(len(differences))
-    return {"mean": mean, "low": mean - margin, "high": mean + margin}
+    differences = [own[seed] - base[seed] for seed in shared]
+    mean, low, high = fmean(differences), None, None
+    if len(differences) > 1:
+        t = _T[len(differences) - 2] if len(differences) - 2 < len(_T) else 1.96
+        margin = t * stdev(differences) / math.sqrt(len(differences))
+        low, high = mean - margin, mean + margin
+    return {"mean": mean, "low": low, "high": high, "seeds": shared}
 
 
 def _key(config: Protocol, record: Record) -> Key:
@@ -130,7 +122,7 @@ def _result(
     own = finals[key]
     last = {r["seed"]: r for r in records if _key(config, r) == key and r["step"] == config.plan.stops[-1]}
     ends = [last[seed] for seed in own]
-    mean, std = spread(list(own.values()))
+    values = list(own.values())
     return {
         "method": key[0],
         "density": ends[0]["density"],
@@ -138,9 +130,9 @@ def _result(
         "optimizer": config.optimizer,
         "lr": ends[0]["lr"],
         "seeds": list(own),
-        "final": list(own.values()),
-        "mean": mean,
-        "std": std,
+        "final": values,
+        "mean": fmean(values),
+        "std": stdev(values) if len(values) > 1 else None,
         "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.plan.stops[-1],
         "difference_from_topk": None if base in (None, key) else difference(own, finals[base]),
         "diverged": [r["seed"] for r in ends if r["diverged"]],
