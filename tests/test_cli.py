@@ -169,9 +169,9 @@ def test_compare_runs_in_slices(tmp_path: Path) -> None:
         (["digits", "--data", "/nowhere"], "digits come with scikit-learn and take no data, got '/nowhere'"),
         (
             ["toy", "--set", "task=digits"],
-            "task must be chosen by the command's own words",
+            "task must be given as the command's own argument",
         ),
-        (["toy", "--resume", "--force"], "give one of them, got both"),
+        (["toy", "--resume", "--force"], "give one of --resume and --force, got both"),
     ],
 )
 def test_compare_refuses(tmp_path: Path, words: list[str], message: str) -> None:

@@ -31,6 +31,7 @@ LEVELS = {
     "core": 2,
     "kernels": 1,
     "errors": 0,
+    "words": 0,
     "_version": 0,
 }
 

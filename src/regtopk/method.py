@@ -1,4 +1,4 @@
-"""A method: an algorithm with its options, and with what belongs to its run.
+"""A method: an algorithm with its options, its learning rate and its index code.
 
 A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1" or
 "adaptive:algorithm=consensus:seed=1". The words are read here and nowhere else.
@@ -23,10 +23,10 @@ Option = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class Method:
-    """An algorithm with its options, its learning rate and its index code.
+    """What a label such as "topk:lr=0.1" says.
 
-    ``score=regtopk`` gives an algorithm RegTop-k's score; mu, reference and q then belong to the score.
-    ``algorithm=NAME`` says which algorithm an adaptive one adapts; other options may belong to that one.
+    ``score=regtopk`` gives an algorithm RegTop-k's score; mu, reference and q are then the score's options.
+    ``algorithm=NAME`` says which algorithm an adaptive one adapts; other options may be that algorithm's.
 
     Args:
         label: the words.
@@ -92,7 +92,7 @@ class Method:
         return "density" in self._known and not {"density", "k"} & set(self.options)
 
     def build(self, *, density: float | None, value_code: str | None) -> Algorithm[Any]:
-        """The algorithm; a density and a value code are used where it takes them and the words have none."""
+        """The algorithm. It gets the density and the value code if it takes them and the words have none."""
         arguments = self._arguments()
         if density is not None and self.takes_density:
             arguments["density"] = density
@@ -103,7 +103,7 @@ class Method:
         return ALGORITHMS[self.algorithm](**arguments)
 
     def with_budget(self, bytes_per_step: float) -> "Method":
-        """The method told a budget, if it is one that keeps to a budget by itself and has no other aim."""
+        """The method with a budget, if it keeps to a budget by itself and its words name no other aim."""
         if "bytes_per_step" not in self._known or {"bytes_per_step", "target_error"} & set(self.options):
             return self
         return Method.parse(f"{self.label}:bytes_per_step={bytes_per_step:.0f}")
@@ -115,7 +115,7 @@ class Method:
         return [(key, text) for key, _, text in pairs]
 
     def without(self, option: str) -> str:
-        """The words but one: what variants that differ in that option alone have in common."""
+        """The words without an option: what variants that differ in that option alone share."""
         return ":".join([self.algorithm, *(f"{key}={text}" for key, text in self.words if key != option)])
 
     def is_same(self, other: "Method") -> bool:
@@ -127,7 +127,7 @@ class Method:
         return {f.name for f in fields(ALGORITHMS[self.algorithm])}
 
     def _arguments(self) -> dict[str, Any]:
-        """What the algorithm's class is called with; an adapted algorithm is still a `Method`."""
+        """The arguments of the algorithm's class. An adapted algorithm is still a `Method` among them."""
         check_choice("algorithm", self.algorithm, ALGORITHMS)
         known, given = self._known, dict(self.options)
         arguments: dict[str, Any] = {}

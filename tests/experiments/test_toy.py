@@ -7,19 +7,21 @@ import torch
 
 from regtopk.experiments import toy
 from regtopk.experiments.experiment import silent
-from regtopk.experiments.fig1 import FIG1, Fig1Config, published
+from regtopk.experiments.fig1 import FIG1
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.scaling import SCALING, ScalingConfig, grads, risk
+from regtopk.experiments.toy import ToyConfig
 from regtopk.runs import Record
 
 
 def test_published_points_name_their_source() -> None:
-    points = published()
+    points = published_figure(1)
     assert "Bereyhi" in points["source"] and "Figure 1" in points["source"]
     assert points["iteration"] == list(range(101))
 
 
 def test_figure_1_is_the_published_one() -> None:
-    config = Fig1Config()
+    config = ToyConfig()
     records = list(FIG1.run(config, silent))
     assert sum("published" in record for record in records) == 4 * 101
     summary = FIG1.summarise(config, records)
@@ -30,13 +32,13 @@ def test_figure_1_is_the_published_one() -> None:
 
 @pytest.mark.parametrize("mu", [0.1, 4.0])
 def test_figure_1_is_the_same_for_every_mu(mu: float) -> None:
-    config = Fig1Config(mu=mu)
+    config = ToyConfig(mu=mu)
     difference = FIG1.summarise(config, list(FIG1.run(config, silent)))["max_abs_difference"]
     assert difference["regtopk"] <= 1e-12
 
 
 def test_iterations_beyond_the_published_ones() -> None:
-    config = Fig1Config(num_iterations=102)
+    config = ToyConfig(num_iterations=102)
     records = list(FIG1.run(config, silent))
     dense = [record for record in records if record["method"] == "dense"]
     assert [record["iteration"] for record in dense if "published" not in record] == [101, 102]

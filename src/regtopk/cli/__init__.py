@@ -1,4 +1,4 @@
-"""The command line: parse, call, print."""
+"""The command line: the app, and the commands list, demo and report."""
 
 import json
 import shlex

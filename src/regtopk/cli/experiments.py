@@ -65,13 +65,14 @@ def run(
     *,
     seeds: Annotated[
         str | None,
-        typer.Option(help="How many seeds, from 0 on: 3. Or which, of compare and fig3: 3,4,5, 2-6 or 3-3."),
+        typer.Option(help="How many seeds, from 0 on: 3. Compare and fig3 also take which: 3,4,5, 2-6, 3-3."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; a new one in out/ if not given.")
+        Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; repeats.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be given several times."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that the folder holds, or add to it.")
@@ -79,12 +80,12 @@ def run(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment and show what came out; its options are those of every command here."""
+    """Run an experiment and show what came out; every command here has these options."""
     if resume and force:
-        raise ArgumentError("--resume adds to what --force would replace: give one of them, got both")
+        raise ArgumentError("give one of --resume and --force, got both: one adds to a run, one replaces it")
     for key in ("preset", "task"):
         if key in request.base and any(word.startswith(f"{key}=") for word in settings or ()):
-            raise ArgumentError(f"{key} must be chosen by the command's own words, got it with --set")
+            raise ArgumentError(f"{key} must be given as the command's own argument, got it with --set")
     experiment = request.experiment
     if seeds is not None:
         chosen |= _seeds(experiment, seeds)
@@ -117,8 +118,8 @@ def run(
 def runs(config: type, settings: Sequence[str]) -> Callable[[Callable[..., Request]], Any]:
     """Make a command of a function that says what to run.
 
-    It has the function's own options, one for each of some settings (with the setting's type, default and
-    description), and those of `run`.
+    The command has the function's own options, an option for each of some settings, and those of `run`.
+    A setting's option takes its type, default and description from the dataclass of the settings.
 
     Args:
         config: the dataclass of the settings; its docstring describes them.
@@ -146,9 +147,11 @@ def runs(config: type, settings: Sequence[str]) -> Callable[[Callable[..., Reque
 
 
 def _option(config: type, name: str) -> Any:
-    default = next(f.default for f in fields(config) if f.name == name)
+    default: Any = next(f.default for f in fields(config) if f.name == name)
     kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
+    if config is DeepConfig and any(name in preset for preset in PRESETS.values()):
+        shown = "the preset's"
     text = escape(_described(config, name))
     return Annotated[kind | None, typer.Option(flag_of(name), help=text, show_default=shown or False)]
 
@@ -170,7 +173,7 @@ def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
 
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:
-    """out/NAME, or the first of out/NAME-2, out/NAME-3, ... without a run; to resume, the last with one."""
+    """The first of out/NAME, out/NAME-2, out/NAME-3, ... without a run; to resume, the last with one."""
     folder, number = OUT / name, 1
     while not force and _holds_run(folder):
         previous, number = folder, number + 1

@@ -96,7 +96,7 @@ def show(
 
 
 def _add_column(table: Table, name: str, cells: Sequence[str]) -> None:
-    """Numbers to the right; a column is as wide as its longest word at least, of names a part of it."""
+    """Numbers stand to the right. A column is at least as wide as its longest word; names may be folded."""
     if not name:  # the first column: methods or measures
         longest = max((len(cell) for cell in cells), default=0)
         table.add_column("", overflow="fold", min_width=min(longest, _LEAST_NAME))
@@ -106,7 +106,7 @@ def _add_column(table: Table, name: str, cells: Sequence[str]) -> None:
 
 
 def _fit(table: Table, console: Console) -> None:
-    """In a narrow terminal headings break between words, then names; no number is cut, lines may break."""
+    """In a narrow terminal headings break between words, then names. No number is cut; lines may break."""
     anywhere = console.options.update(width=1000)
     if console.measure(table, options=anywhere).maximum <= console.width:
         return

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields, replace
 
 from regtopk.core.timer import Timer
-from regtopk.core.words import counted
+from regtopk.words import counted
 
 PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
 

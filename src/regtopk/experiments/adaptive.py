@@ -1,4 +1,4 @@
-"""RegTop-k with a density that moves: towards an error from two sides, and to a byte budget."""
+"""RegTop-k with a density that moves: towards an error, from above and from below, and to a byte budget."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from regtopk.algorithms import AdaptiveDensity, RegTopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.options import check_integer, check_number, check_positive
-from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
+from regtopk.experiments.compare import CompareConfig, SmallProblem
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
 from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import check_split
-from regtopk.experiments.tasks import TASKS, TaskConfig
 from regtopk.experiments.threads import threads_for
 from regtopk.experiments.trainer import Trainer
 from regtopk.runs import Panel, Record
@@ -80,22 +80,19 @@ def methods(config: AdaptiveConfig, numel: int) -> dict[str, Algorithm[Any]]:
 
 def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
     """Yield every method's density, error, bytes, loss and accuracy along the way, one number per seed."""
-    defaults = TASKS["digits"].defaults
-    task_config = TaskConfig(
-        num_workers=int(defaults["num_workers"]),
+    digits = CompareConfig(
+        task="digits",
+        algorithms="regtopk",
         num_steps=config.num_steps,
-        batch_size=int(defaults["batch_size"]),
+        num_evaluations=config.num_records,
         split=config.split,
-        data=None,
         device=config.device,
     )
-    tasks = [TASKS["digits"](task_config, [seed]) for seed in range(config.num_seeds)]
-    numel = tasks[0].layout.numel
-    stops = sorted(
-        {round(config.num_steps * i / config.num_records) for i in range(1, config.num_records + 1)}
-    )
-    algorithms = methods(config, numel)
-    with threads_for(numel):
+    problem = SmallProblem(digits)
+    tasks = [problem.task([seed]) for seed in range(config.num_seeds)]
+    stops = digits.plan.stops[1:]
+    algorithms = methods(config, problem.numel)
+    with threads_for(problem.numel):
         for place, (method, algorithm) in enumerate(algorithms.items()):
             trainers = [
                 Trainer(task, algorithm, optimizer="sgd", lr=config.lr, index_code=INDEX_CODE)
@@ -110,7 +107,7 @@ def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
 
 
 def measure_step(trainer: Trainer, stop: int) -> dict[str, Any]:
-    """Train one seed up to a step, and look closely at the last: what of ||a_n||^2 stays behind."""
+    """Train one seed up to a step, and measure which share of ||a_n||^2 that last step leaves behind."""
     trainer.run_until(stop - 1)
     accumulated = trainer.task.grads(trainer.models, stop - 1, trainer.lr)[0][0]
     if stop > 1:
@@ -136,14 +133,11 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 def summarise(config: AdaptiveConfig, records: Sequence[Record]) -> Summary:
     """Means over the second half of the training and over seeds, and where the training ended."""
     numbers: dict[str, dict[str, float]] = {}
-    for method in dict.fromkeys(record["method"] for record in records):
-        own = [record for record in records if record["method"] == method]
+    for method, own in by_method(records).items():
         late = own[len(own) // 2 :]
         numbers[method] = {
-            **{
-                f"{name}, second half": _mean(record[name] for record in late)
-                for name in ("density", "error")
-            },
+            "density, second half": _mean(record["density"] for record in late),
+            "error, second half": _mean(record["error"] for record in late),
             "bytes a step": own[-1]["payload_bytes"] / own[-1]["step"],
             "final loss": _mean(record["loss"] for record in own[-3:]),
             "final accuracy": _mean(record["accuracy"] for record in own[-3:]),
@@ -166,15 +160,10 @@ def panels(config: AdaptiveConfig) -> Sequence[Panel]:
         Panel("The density", "step", "density", "iteration", "density", log_y=True),
         Panel("What stays behind", "step", "error", "iteration", "||a - sent||² / ||a||²"),
         Panel(
-            "The training",
-            "payload_bytes",
-            "loss",
-            "bytes a worker has contributed",
-            "training loss",
-            log_x=True,
-            log_y=True,
+            "The training", "payload_bytes", "loss", "bytes a worker has contributed", "training loss",
+            log_x=True, log_y=True,
         ),
-    )
+    )  # fmt: skip
 
 
 ADAPTIVE = WholeExperiment(

@@ -1,13 +1,14 @@
-"""Which density makes a method send a given number of bytes: found by asking the method itself."""
+"""Which density makes a method send a given number of bytes: the method is run to find out."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ArgumentError
 from regtopk.experiments.protocol import Protocol, Run
-from regtopk.experiments.task import Task
+from regtopk.experiments.task import Problem, Task
 from regtopk.method import Method
 from regtopk.simulate import Cluster
 
@@ -29,7 +30,7 @@ class Probe:
         self.layout = task.layout
 
     def payload(self, algorithm: Algorithm[Any], index_code: str) -> float:
-        """Mean payload of a worker and step."""
+        """Mean payload per worker and step."""
         cluster = Cluster(
             algorithm,
             num_workers=len(self.grads[0]),
@@ -47,7 +48,7 @@ class Probe:
         """The largest density whose payload is within the budget, by bisection of its logarithm.
 
         Raises:
-            ArgumentError: a single entry already takes more.
+            ArgumentError: a message of one entry already takes more.
         """
         low, high = math.log(1 / self.layout.numel), 0.0
         smallest = self.payload(make(math.exp(low)), index_code)
@@ -76,28 +77,27 @@ def runs_at_densities(config: Protocol, methods: Sequence[Method]) -> list[Run]:
     ]
 
 
-def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], task: Task) -> list[Run]:
+def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], problem: Problem) -> list[Run]:
     """Every method at the largest density within the budget; those that keep a budget are told it.
 
-    Args:
-        config: says the budget.
-        methods: those to run.
-        task: what they are probed on.
+    Raises:
+        ArgumentError: the budget is too small for one of them.
     """
-    probe, budget = Probe(task), config.plan.budget
+    if not any(method.takes_density or method.with_budget(1) is not method for method in methods):
+        return [Run(method, None) for method in methods]  # nothing to find out
+    probe, budget = Probe(problem.probe()), config.plan.budget
     if budget is None:
         like = Method.parse_like(config.like)
         budget = probe.payload(config.build(Run(like, None)), config.index_code_of(like))
-    told = [method.with_budget(budget) for method in methods]
-    return [Run(method, _density_within(config, method, probe, budget)) for method in told]
+    runs = []
+    for method in (method.with_budget(budget) for method in methods):
+        density = None
+        if method.takes_density:
+            make, index_code = partial(_build, config, method), config.index_code_of(method)
+            density = probe.find_density(make, index_code, budget, name=method.label)
+        runs.append(Run(method, density))
+    return runs
 
 
-def _density_within(config: Protocol, method: Method, probe: Probe, budget: float) -> float | None:
-    if not method.takes_density:
-        return None
-    return probe.find_density(
-        lambda density: config.build(Run(method, density)),
-        config.index_code_of(method),
-        budget,
-        name=method.label,
-    )
+def _build(config: Protocol, method: Method, density: float) -> Algorithm[Any]:
+    return config.build(Run(method, density))

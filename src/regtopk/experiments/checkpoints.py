@@ -1,7 +1,7 @@
 """Trainings in the middle, so that an interrupted run goes on to the same bits: one file for each method."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,15 @@ class Checkpoints:
         for path in self._folder.glob(_PATTERN):
             path.unlink()
 
-    def save(self, trainer: Trainer, method: str, seeds: Sequence[int], time_s: float) -> None:
+    def save(self, trainer: Trainer, method: str, time_s: float) -> None:
         """Keep where a training stands, and how long it took to get there."""
-        state = {"run": self._run(method, seeds), "time_s": time_s, **trainer.state_dict()}
+        state = {"run": self._run(trainer, method), "time_s": time_s, **trainer.state_dict()}
         path = self._path(method)
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
-    def load(self, trainer: Trainer, method: str, seeds: Sequence[int]) -> float:
-        """Go on from a checkpoint, if there is one of this run; returns the time that it had taken."""
+    def load(self, trainer: Trainer, method: str) -> float:
+        """Go on from the checkpoint of this run, if there is one. Returns the time that it had taken."""
         path = self._path(method)
         if not path.exists():
             return 0.0
@@ -48,20 +48,20 @@ class Checkpoints:
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise OutputError(
-                f"checkpoint must be whole, but {path} cannot be read: {reason}; remove it, and that run "
-                "starts over"
+                f"checkpoint must be whole, but {path} cannot be read: {reason}; remove it to start that "
+                "run over"
             ) from error
-        if state["run"] != self._run(method, seeds):
+        if state["run"] != self._run(trainer, method):
             return 0.0
         trainer.load_state_dict(state)
         return float(state["time_s"])
 
     def remove(self, method: str) -> None:
-        """A finished training needs none."""
+        """Remove the checkpoint of a finished training."""
         self._path(method).unlink(missing_ok=True)
 
     def _path(self, method: str) -> Path:
         return self._folder / f"{_PATTERN[:-1]}{sha256(method.encode()).hexdigest()[:12]}.pt"
 
-    def _run(self, method: str, seeds: Sequence[int]) -> dict[str, Any]:
-        return {**self._settings, "method": method, "seeds": list(seeds)}
+    def _run(self, trainer: Trainer, method: str) -> dict[str, Any]:
+        return {**self._settings, "method": method, "seeds": list(trainer.task.seeds)}

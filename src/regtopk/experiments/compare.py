@@ -10,13 +10,14 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_choice, check_integer, check_number, check_positive
 from regtopk.errors import ArgumentError
-from regtopk.experiments.comparison import Comparison, Problem
+from regtopk.experiments.comparison import Comparison
 from regtopk.experiments.experiment import Summary
+from regtopk.experiments.images import load_images, standardised
 from regtopk.experiments.protocol import Plan, Protocol, Run, parse_methods
 from regtopk.experiments.results import summarise
 from regtopk.experiments.settings import format_seeds, parse_seeds
-from regtopk.experiments.task import Task
-from regtopk.experiments.tasks import TASKS, TaskConfig
+from regtopk.experiments.task import Problem, Task
+from regtopk.experiments.tasks import TASKS
 from regtopk.runs import Panel, Record
 
 SIZES = ("num_workers", "num_steps", "batch_size")
@@ -24,14 +25,14 @@ SIZES = ("num_workers", "num_steps", "batch_size")
 
 @dataclass(frozen=True)
 class CompareConfig(Protocol):
-    """Settings of a comparison; 0 and empty words mean the task's own default, and become it.
+    """Settings of a comparison; 0 and empty words become the task's own defaults.
 
     Args:
         task: one of `TASKS`.
-        algorithms: methods with commas, as NAME[:OPTION=VALUE]...; empty: every algorithm.
-        densities: share of the entries sent, k / J; several with commas, each a comparison of its own.
-        bytes_per_step: mean payload per worker and step, instead of densities; 0: off.
-        lr: learning rate; of several with commas, each method takes its best on a seed that is not counted.
+        algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
+        densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
+        bytes_per_step: mean payload per worker and step, instead of a density; 0: off.
+        lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
         num_seeds: seeds 0 to num_seeds - 1.
         seeds: which seeds instead, such as 3,4,5 or 2-6.
         num_steps: how many steps, T.
@@ -72,11 +73,11 @@ class CompareConfig(Protocol):
             )
 
     def _fill_in_defaults(self) -> None:
-        """What is recorded is what is used."""
+        """Put the defaults in, so that the settings that are recorded are those that are used."""
         defaults = TASKS[self.task].defaults
-        used: dict[str, Any] = {name: getattr(self, name) or int(defaults[name]) for name in SIZES}
+        used: dict[str, Any] = {name: getattr(self, name) or getattr(defaults, name) for name in SIZES}
         used["algorithms"] = ",".join(m.label for m in parse_methods(self.algorithms or ",".join(ALGORITHMS)))
-        used["lr"] = self.lr or (defaults["lr"],)
+        used["lr"] = self.lr or (defaults.lr,)
         if self.seeds:
             used["num_seeds"] = len(parse_seeds(self.seeds))
         for name, value in used.items():
@@ -84,7 +85,7 @@ class CompareConfig(Protocol):
 
     @cached_property
     def plan(self) -> Plan:
-        """What is run, and how it is judged; accuracies are noisy, distances are not."""
+        """What is run, and how it is judged. Accuracies are noisy, so the last three are averaged."""
         seeds = parse_seeds(self.seeds or str(self.num_seeds))
         num, task = self.num_evaluations, TASKS[self.task]
         return Plan(
@@ -101,42 +102,40 @@ class CompareConfig(Protocol):
         )
 
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that say so many methods and seeds."""
+        """The settings that name these methods and seeds."""
         words = format_seeds(seeds)
         which = "" if words.isdigit() else words
         return {"algorithms": ",".join(labels), "num_seeds": len(seeds), "seeds": which}
 
     def recorded_density(self, run: Run, algorithm: Algorithm[Any], numel: int) -> float | None:
-        """That of the comparison; None for a method that has its own, and is shown beside every density."""
+        """That of the comparison. A method that has its own says None, and is shown at every density."""
         return run.density
-
-    def task_config(self) -> TaskConfig:
-        """What the task is made from."""
-        return TaskConfig(
-            num_workers=self.num_workers,
-            num_steps=self.num_steps,
-            batch_size=self.batch_size,
-            split=self.split,
-            data=Path(self.data) if self.data else None,
-            device=self.device,
-        )
 
 
 class SmallProblem(Problem):
-    """A small task, for any seeds."""
+    """A small task, for any seeds.
+
+    Raises:
+        ArgumentError: there is no such data, or the task takes none.
+    """
 
     def __init__(self, config: CompareConfig) -> None:
-        self._make = TASKS[config.task]
-        self._config = config.task_config()
-        self._tasks: dict[tuple[int, ...], Task] = {}
+        super().__init__()
+        self._config = config
+        self._make = make = TASKS[config.task]
+        if config.data and not make.data_set:
+            raise ArgumentError(
+                f"data must be empty for {config.task}, which reads none, got {config.data!r}"
+            )
+        self._images = None
+        if make.data_set:
+            path = Path(config.data) if config.data else None
+            self._images = standardised(load_images(make.data_set, path, config.device))
         self.numel = self.task(config.plan.seeds).layout.numel
 
-    def task(self, seeds: Sequence[int]) -> Task:
-        """Made once for each choice of seeds."""
-        key = tuple(seeds)
-        if key not in self._tasks:
-            self._tasks[key] = self._make(self._config, seeds)
-        return self._tasks[key]
+    def make_task(self, seeds: Sequence[int]) -> Task:
+        """All of them on the same images."""
+        return self._make(self._config, seeds, self._images)
 
 
 def summarise_comparison(config: CompareConfig, records: Sequence[Record]) -> Summary:

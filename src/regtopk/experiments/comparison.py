@@ -1,6 +1,6 @@
-"""Methods and seeds on one task, in slices: any methods and seeds, each adding its runs to the same folder.
+"""Methods compared over seeds, in slices: each slice runs some methods and seeds, and adds to one folder.
 
-A (method, seed) that is finished there is never run again, and one that was interrupted goes on from its last
+A (method, seed) that is finished there is never run again. One that was interrupted goes on from its last
 evaluation.
 """
 
@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,39 +17,21 @@ from typing import Any
 import torch
 
 from regtopk._version import __version__
-from regtopk.core.words import counted
+from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.budget import runs_at_densities, runs_at_equal_bytes
 from regtopk.experiments.checkpoints import Checkpoints
-from regtopk.experiments.experiment import Experiment, Mode, Progress, Summary
+from regtopk.experiments.experiment import Experiment, Header, Progress, Summary
 from regtopk.experiments.protocol import Protocol, ProtocolT, Run
 from regtopk.experiments.results import is_finished
 from regtopk.experiments.settings import check_device
-from regtopk.experiments.task import Quality, Task
+from regtopk.experiments.task import Problem, Quality, Task
 from regtopk.experiments.threads import threads_for
 from regtopk.experiments.trainer import Trainer
 from regtopk.method import Method
 from regtopk.runs import Record, RunWriter, check_holds_no_run, read_records
+from regtopk.words import counted
 
 Group = tuple[Run, list[int]]  # a method, and the seeds of it that are trained at once
-
-
-class Problem(ABC):
-    """What a configuration's tasks have in common: the data, and the number of entries J."""
-
-    numel: int
-
-    @abstractmethod
-    def task(self, seeds: Sequence[int]) -> Task:
-        """The task of some seeds."""
-
-    def probe(self) -> Task:
-        """The task that payloads are measured on: the same for all slices."""
-        return self.task([0])
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """What tells its data from others of the same name."""
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +47,26 @@ class Comparison(Experiment[ProtocolT]):
     extras: Callable[[ProtocolT, Method, int], Record] = field(default=lambda config, method, step: {})
 
     def _record(
-        self, config: ProtocolT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+        self,
+        config: ProtocolT,
+        folder: Path,
+        header: Header,
+        progress: Progress,
+        *,
+        force: bool,
+        resume: bool,
     ) -> Summary:
-        """Run what of a slice is not yet in the folder; summarise all that is there."""
-        force, resume = mode
+        """Run the part of a slice that the folder does not hold, and summarise all that it holds."""
         if not (resume or force):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
+        if any("seed" not in record for record in recorded):
+            raise OutputError(
+                f"output folder must hold one record per seed to be resumed, but {folder} was written by an "
+                "older version: choose another"
+            )
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
+        _check_not_tuned_on(config, recorded)
         methods = [method for method in config.plan.methods if _is_open(config, method, recorded)]
         check_device(config.device)
         problem = self.load(config) if methods else None
@@ -109,11 +102,11 @@ class Comparison(Experiment[ProtocolT]):
         for place, (run, seeds) in enumerate(groups):
             label = run.method.label
             progress(place / len(groups), f"{label}, training")
-            lr = _lr(config, problem, run, done)
+            lr, tuning_seed = _tune(config, problem, run, done)
             for new in _train(config, problem.task(seeds), run, lr, checkpoints):
                 fraction = (place + new["step"] / config.plan.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
-                yield {**new, **self.extras(config, run.method, new["step"])}
+                yield {**new, "tuning_seed": tuning_seed, **self.extras(config, run.method, new["step"])}
 
 
 def _all_slices(config: Protocol, records: Sequence[Record]) -> dict[str, Any]:
@@ -140,29 +133,45 @@ def _groups(config: Protocol, runs: Sequence[Run], records: Sequence[Record]) ->
 
 
 def _plan(config: Protocol, methods: Sequence[Method], problem: Problem) -> list[Run]:
-    if not config.is_at_equal_bytes:
-        return runs_at_densities(config, methods)
-    is_open = any(method.takes_density or method.with_budget(1) is not method for method in methods)
-    if not is_open:  # nothing to find out
-        return [Run(method, None) for method in methods]
-    return runs_at_equal_bytes(config, methods, problem.probe())
+    if config.is_at_equal_bytes:
+        return runs_at_equal_bytes(config, methods, problem)
+    return runs_at_densities(config, methods)
 
 
-def _lr(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> float:
-    """The method's own; of several the one of an earlier slice, or the best on a seed that is not counted."""
+def _tuning_seeds(records: Sequence[Record]) -> set[int]:
+    """The seed on which the learning rates in a folder were picked, if any was."""
+    return {r["tuning_seed"] for r in records if r.get("tuning_seed") is not None}
+
+
+def _check_not_tuned_on(config: Protocol, records: Sequence[Record]) -> None:
+    """Refuse to count a seed on which learning rates were picked."""
+    for seed in _tuning_seeds(records) & set(config.plan.seeds):
+        raise ArgumentError(
+            "seeds must not include the one on which the learning rates of the earlier slices were picked, "
+            f"got {seed}"
+        )
+
+
+def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> tuple[float, int | None]:
+    """A run's learning rate, and the seed on which it was picked (None: there was no choice).
+
+    The choice of an earlier slice is kept. A new choice is made on a seed that no slice so far counts, and
+    that no later slice may count.
+    """
     if run.method.lr is not None or len(config.plan.lrs) == 1:
-        return run.method.lr or config.plan.lrs[0]
+        return run.method.lr or config.plan.lrs[0], None
     for record in done:
         if record["method"] == run.method.label and record["density"] == run.density:
-            return float(record["lr"])
-    tuning = problem.task([max(config.plan.seeds) + 1])
+            return float(record["lr"]), record.get("tuning_seed")
+    counted_seeds = {*config.plan.seeds, *(record["seed"] for record in done)}
+    seed = next(iter(_tuning_seeds(done)), max(counted_seeds) + 1)
     quality: dict[float, float] = {}
     for lr in config.plan.lrs:
-        records = list(_train(config, tuning, run, lr))
+        records = list(_train(config, problem.task([seed]), run, lr))
         final = math.fsum(r[config.plan.metric] for r in records[-config.plan.num_last :])
         sign = 1 if config.plan.is_better_higher else -1
         quality[lr] = -math.inf if records[-1]["diverged"] else sign * final
-    return max(quality, key=lambda lr: quality[lr])
+    return max(quality, key=lambda lr: quality[lr]), seed
 
 
 def _train(
@@ -178,17 +187,17 @@ def _train(
     )
     is_exact = config.device == "cpu" or config.deterministic
     kept = checkpoints if is_exact else None
-    spent_s = kept.load(trainer, run.name, task.seeds) if kept else 0.0
+    spent_s = kept.load(trainer, run.name) if kept else 0.0
     start = time.perf_counter()
     for stop in config.plan.stops:
-        if stop < trainer.num_steps or stop == trainer.num_steps > 0:
-            continue
+        if 0 < trainer.num_steps >= stop:
+            continue  # the checkpoint stands there or further
         trainer.run_until(stop)
         qualities = trainer.evaluate()
         time_s = spent_s + time.perf_counter() - start
         yield from _records(config, trainer, run, qualities, time_s)
         if kept:
-            kept.save(trainer, run.name, task.seeds, time_s)
+            kept.save(trainer, run.name, time_s)
     if kept:
         kept.remove(run.name)
 
@@ -196,7 +205,7 @@ def _train(
 def _records(
     config: Protocol, trainer: Trainer, run: Run, qualities: list[Quality], time_s: float
 ) -> Iterator[Record]:
-    """One for each seed; the time of seeds that are trained at once is shared evenly."""
+    """One record per seed. Seeds that are trained at once share the time evenly."""
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
     losses, payloads, diverged = trainer.take_losses(), trainer.payload_bytes, trainer.is_diverged
     for place, seed in enumerate(seeds):
@@ -215,7 +224,7 @@ def _records(
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
-            "compress_s": trainer.compress.total_s / len(seeds),
+            "compress_s": trainer.compress_s / len(seeds),
             "side_by_side": len(seeds),
             "hardware": hardware(config.device),
             "software": f"regtopk {__version__}, torch {torch.__version__}",

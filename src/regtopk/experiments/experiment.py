@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, Protocol
 
-from regtopk.errors import OutputError
 from regtopk.experiments.settings import ConfigT, settings_of
-from regtopk.runs import SUMMARY, Panel, Record, RunWriter, make_header, read_header, read_run
+from regtopk.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
 
 Summary = dict[str, Any]
+Header = dict[str, Any]  # what config.json will say
 
 
 class Progress(Protocol):
@@ -22,13 +22,6 @@ class Progress(Protocol):
 
 def silent(fraction: float, words: str = "") -> None:
     """Progress that nobody watches."""
-
-
-class Mode(NamedTuple):
-    """What happens to a run that the folder holds: it is replaced, gone on with, or refused."""
-
-    force: bool
-    resume: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +75,11 @@ class Experiment(ABC, Generic[ConfigT]):
             config=settings_of(config),
             panels=self.panels(config),
         )
-        return self._record(config, folder, header, Mode(force, resume), progress)
+        return self._record(config, folder, header, progress, force=force, resume=resume)
 
     @abstractmethod
     def _record(
-        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
     ) -> Summary:
         """Run under a header."""
 
@@ -102,13 +95,13 @@ class WholeExperiment(Experiment[ConfigT]):
     run: Callable[[ConfigT, Progress], Iterator[Record]]
 
     def _record(
-        self, config: ConfigT, folder: Path, header: dict[str, Any], mode: Mode, progress: Progress
+        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
     ) -> Summary:
-        if mode.resume and (folder / SUMMARY).exists():
-            _check_same(folder, header["config"])
+        if resume and (folder / SUMMARY).exists():
+            check_same_settings(folder, header["config"])
             return read_run(folder).summary
         records = []
-        with RunWriter(folder, header, force=mode.force or mode.resume) as writer:
+        with RunWriter(folder, header, force=force or resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)
@@ -117,11 +110,9 @@ class WholeExperiment(Experiment[ConfigT]):
         return summary
 
 
-def _check_same(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse a folder that holds a run of other settings."""
-    recorded = read_header(folder)["config"]
-    for key, value in settings.items():
-        if recorded.get(key, value) != value:
-            raise OutputError(
-                f"{key} must be {recorded[key]!r} as in the run that {folder} holds, got {value!r}"
-            )
+def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each method, in the order of the methods."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["method"], []).append(record)
+    return found

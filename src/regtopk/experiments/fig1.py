@@ -1,15 +1,12 @@
 """Figure 1: on the toy problem Top-1 stands still, and RegTop-1 follows training without sparsification."""
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib.resources import files
-from typing import Any
+from dataclasses import replace
 
-from regtopk.core.options import check_integer, check_positive
 from regtopk.experiments import toy
-from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
-from regtopk.experiments.settings import check_device
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
+from regtopk.experiments.published import published_figure
+from regtopk.experiments.toy import ToyConfig
 from regtopk.runs import Panel, Record
 
 # the curve of the paper that each method is held against
@@ -21,76 +18,31 @@ PUBLISHED_AS = {
 }
 
 
-@dataclass(frozen=True)
-class Fig1Config:
-    """Settings of Figure 1.
-
-    Args:
-        num_iterations: T; the paper shows 100.
-        lr: learning rate, > 0.
-        mu: RegTop-k's, > 0; every mu gives the same curve here.
-        device: cpu or cuda.
-    """
-
-    num_iterations: int = 100
-    lr: float = 0.9
-    mu: float = 1.0
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        check_integer("num_iterations", self.num_iterations, at_least=1)
-        check_positive("lr", self.lr)
-        check_positive("mu", self.mu)
-        check_device(self.device)
-
-
-def published() -> dict[str, Any]:
-    """The paper's own points, with their source."""
-    path = files("regtopk.experiments") / "published" / "figure1.json"
-    points: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return points
-
-
-def run(config: Fig1Config, progress: Progress) -> Iterator[Record]:
+def run(config: ToyConfig, progress: Progress) -> Iterator[Record]:
     """Yield the empirical risk of every method at every iteration, beside the published one."""
-    points = published()
-    algorithms = toy.methods(config.mu)
-    for done, (method, algorithm) in enumerate(algorithms.items()):
+    points = published_figure(1)
+    num_iterations = config.num_iterations + 1  # the last w is looked at too
+    for method, iteration, w, _ in toy.descend(config, toy.grads, num_iterations, progress):
+        record: Record = {"method": method, "iteration": iteration, "risk": float(toy.risk(w))}
         curve = points[PUBLISHED_AS[method]]
-        path = toy.descend(
-            algorithm,
-            toy.grads,
-            lr=config.lr,
-            num_iterations=config.num_iterations + 1,  # the last w is looked at too
-            device=config.device,
-        )
-        for iteration, (w, _) in enumerate(path):
-            record: Record = {"method": method, "iteration": iteration, "risk": float(toy.risk(w))}
-            if iteration < len(curve):
-                record["published"] = curve[iteration]
-            yield record
-        progress((done + 1) / len(algorithms))
+        if iteration < len(curve):
+            record["published"] = curve[iteration]
+        yield record
 
 
-PUBLISHED = ("dense", "topk", "regtopk")  # the curves of the figure; Algorithm 1 as printed is none of them
-
-
-def summarise(config: Fig1Config, records: Sequence[Record]) -> Summary:
+def summarise(config: ToyConfig, records: Sequence[Record]) -> Summary:
     """The largest distance of each curve from the published points, and where it ends."""
-    difference: dict[str, float] = {}
-    final: dict[str, float] = {}
-    for record in records:
-        method = record["method"]
-        final[method] = record["risk"]
-        if "published" in record:
-            distance = abs(record["risk"] - record["published"])
-            difference[method] = max(difference.get(method, 0.0), distance)
+    difference = {
+        method: max(abs(r["risk"] - r["published"]) for r in own if "published" in r)
+        for method, own in by_method(records).items()
+    }
+    final = {method: own[-1]["risk"] for method, own in by_method(records).items()}
+    as_printed = "regtopk-current"  # Algorithm 1 as printed is none of the published curves
     return {
-        "max_abs_difference": {method: difference[method] for method in PUBLISHED if method in difference},
-        "difference_as_printed": difference.get("regtopk-current"),
+        "max_abs_difference": {method: x for method, x in difference.items() if method != as_printed},
+        "difference_as_printed": difference[as_printed],
         "final_risk": final,
-        "source": published()["source"],
+        "source": published_figure(1)["source"],
         "table": [
             {"measure": "off published points", **difference},
             {"measure": "final risk", **final},
@@ -98,16 +50,11 @@ def summarise(config: Fig1Config, records: Sequence[Record]) -> Summary:
     }
 
 
-def panels(config: Fig1Config) -> Sequence[Panel]:
+def panels(config: ToyConfig) -> Sequence[Panel]:
     """Risk against iterations with the published points as circles, whole and at its beginning."""
+    title = "Training loss, published points as circles"
     whole = Panel(
-        title="Training loss, published points as circles",
-        x="iteration",
-        y="risk",
-        x_label="iteration",
-        y_label="empirical risk F(w)",
-        log_y=True,
-        dots="published",
+        title, "iteration", "risk", "iteration", "empirical risk F(w)", log_y=True, dots="published"
     )
     return whole, replace(whole, title="The first 20 iterations", x_max=20)
 
@@ -121,7 +68,7 @@ FIG1 = WholeExperiment(
         "points. Algorithm 1 as printed (RegTop-k, current) does not give the published curve; the "
         "distortion of the previous step does."
     ),
-    config=Fig1Config,
+    config=ToyConfig,
     run=run,
     summarise=summarise,
     panels=panels,

@@ -138,21 +138,18 @@ def algorithms(config: Fig2Config) -> Curves:
 
 def run(config: Fig2Config, progress: Progress) -> Iterator[Record]:
     """Yield, every so often, each method's distances from the optimum, one for each seed."""
-    with threads_for(config.numel):
-        yield from _run(config, progress)
-
-
-def _run(config: Fig2Config, progress: Progress) -> Iterator[Record]:
-    problems, table = make_problems(config), algorithms(config)
+    table = algorithms(config)
     halves = [dict(list(table.items())[n::2]) for n in range(2)]
-    steps = side_by_side([partial(_descend, config, problems, half) for half in halves])
-    for iteration, found in zip(_recorded(config), steps, strict=True):
-        distances = {curve: distance for half in found for curve, distance in half.items()}
-        for method, density in table:
-            for shown_at in config.densities if method == "dense" else (density,):
-                record = {"method": method, "density": shown_at, "iteration": iteration}
-                yield {**record, "distance": distances[method, density]}
-        progress(iteration / config.num_iterations)
+    with threads_for(config.numel):
+        problems = make_problems(config)
+        steps = side_by_side([partial(_descend, config, problems, half) for half in halves])
+        for iteration, found in zip(_recorded(config), steps, strict=True):
+            distances = {curve: distance for half in found for curve, distance in half.items()}
+            for method, density in table:
+                for shown_at in config.densities if method == "dense" else (density,):
+                    record = {"method": method, "density": shown_at, "iteration": iteration}
+                    yield {**record, "distance": distances[method, density]}
+            progress(iteration / config.num_iterations)
 
 
 def _recorded(config: Fig2Config) -> list[int]:
@@ -204,17 +201,10 @@ def _num_tracking(distances: list[float], dense: list[float]) -> int:
 
 def panels(config: Fig2Config) -> Sequence[Panel]:
     """One for each density: distance against iterations."""
+    y_label = "distance to the optimum"
     return [
-        Panel(
-            title=f"S = {density}",
-            x="iteration",
-            y="distance",
-            x_label="iteration",
-            y_label="distance to the optimum",
-            where={"density": density},
-            log_y=True,
-        )
-        for density in config.densities
+        Panel(f"S = {d}", "iteration", "distance", "iteration", y_label, where={"density": d}, log_y=True)
+        for d in config.densities
     ]
 
 

@@ -8,11 +8,12 @@ import torch
 
 from regtopk.experiments.comparison import Comparison
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.deep.finding import MOST_BYTES, finding, published_figure
+from regtopk.experiments.deep.finding import MOST_BYTES, finding
 from regtopk.experiments.deep.networks import NETWORKS
 from regtopk.experiments.deep.networks.norm import BatchNorm
 from regtopk.experiments.deep.task import DeepProblem
 from regtopk.experiments.experiment import Summary
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.results import (
     PICKING_SEEDS,
     Finals,
@@ -20,6 +21,7 @@ from regtopk.experiments.results import (
     base_of,
     best_of,
     difference,
+    diverged_of,
     finals_of,
     mean_there,
     summarise,
@@ -35,10 +37,10 @@ def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
     """The comparison, the best method on fresh seeds at equal bytes, and a sentence on what came out."""
     summary = summarise(config, records)
     finals, results = finals_of(config, records), summary["results"]
-    methods = {label: Method.parse(label) for label, _ in finals}
-    base = base_of(config, finals, methods, ("", None))
+    lost = diverged_of(config, records)
+    base = base_of(config, finals, lost, ("", None))
     num_bytes = {r["method"]: r["payload_bytes_per_step"] for r in results}
-    claim = _claim(config, finals, methods, base, num_bytes) if config.like and base else None
+    claim = _claim(config, finals, lost, base, num_bytes) if config.like and base else None
     label = base and base[0]
     return {
         "preset": config.preset,
@@ -50,7 +52,7 @@ def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
 
 
 def _claim(
-    config: DeepConfig, finals: Finals, methods: dict[str, Method], base: Key, num_bytes: dict[str, float]
+    config: DeepConfig, finals: Finals, lost: set[Key], base: Key, num_bytes: dict[str, float]
 ) -> dict[str, Any] | None:
     """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds.
 
@@ -59,10 +61,11 @@ def _claim(
     candidates = [
         key
         for key, own in finals.items()
-        if not config.is_like(methods[key[0]])
+        if key not in lost
+        and not config.is_like(Method.read(key[0]))
         and num_bytes[key[0]] <= MOST_BYTES * num_bytes[base[0]]
         and all(seed in own for seed in PICKING_SEEDS)
-        and methods[key[0]].algorithm not in NOT_PRACTICAL
+        and Method.read(key[0]).algorithm not in NOT_PRACTICAL
     ]
     best = best_of(finals, candidates)
     if best is None:
@@ -82,7 +85,7 @@ def published_accuracy(config: DeepConfig, method: Method, step: int) -> Record:
     """The paper's accuracy at a round, for the protocol and the methods it was published for."""
     if not config.is_as_published or method.label not in PUBLISHED:
         return {}
-    figure = published_figure()
+    figure = published_figure(3)
     curve = dict(zip(figure["iteration"], figure[PUBLISHED[method.label]], strict=True))
     return {"published": curve[step]} if step in curve else {}
 

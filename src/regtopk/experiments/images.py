@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, MissingExtraError
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
@@ -46,8 +47,7 @@ def load_images(name: str, path: Path | None, device: str | torch.device) -> Ima
         ArgumentError: the path does not hold it; the message says what was looked for and what was found.
         MissingExtraError: a package that reads it is not installed.
     """
-    if name not in LOADERS:
-        raise ArgumentError(f"data set must be one of {', '.join(LOADERS)}, got {name!r}")
+    check_choice("data set", name, LOADERS)
     images = Images(*(tensor.to(device) for tensor in LOADERS[name](path)))
     if images.train.is_floating_point():
         return images
@@ -55,10 +55,11 @@ def load_images(name: str, path: Path | None, device: str | torch.device) -> Ima
     return images._replace(train=images.train.float() / 255, test=images.test.float() / 255)
 
 
-def standardised(images: Images) -> Images:
-    """Pixels with mean 0 and variance 1 over the training images, channel by channel."""
+def standardised(images: Images, mean: Tensor | None = None, std: Tensor | None = None) -> Images:
+    """Pixels less their mean, over their deviation: by channel, of the training images if none are given."""
     over = [0, *range(2, images.train.dim())] if images.train.dim() > 2 else [0, 1]
-    mean, std = images.train.mean(over, keepdim=True), images.train.std(over, keepdim=True)
+    mean = images.train.mean(over, keepdim=True) if mean is None else mean
+    std = images.train.std(over, keepdim=True) if std is None else std
     return images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
 
 

@@ -17,7 +17,7 @@ from regtopk.method import Method
 
 
 class Run(NamedTuple):
-    """A method, and the density it runs at where its words leave that open."""
+    """A method, and the density it runs at if its words leave that open."""
 
     method: Method
     density: float | None
@@ -36,14 +36,14 @@ class Plan:
         methods: all of them.
         seeds: all of them.
         num_at_once: how many seeds of a method are trained at once.
-        densities: of the methods whose words leave it open; each is a comparison of its own.
-        lrs: learning rates; each method takes its best of several.
-        stops: the steps after which models are evaluated; the last one ends the training.
-        num_last: how many of the last evaluations the final number of a run is the mean of.
+        densities: for methods whose words name none. Each density is a comparison of its own.
+        lrs: learning rates. If there are several, each method takes its best.
+        stops: models are evaluated after these steps; the last one ends the training.
+        num_last: the final number of a run is the mean of so many of its last evaluations.
         metric: what says how good a model is.
-        is_better_higher: whether more of it is better.
-        budget: bytes per worker and step, where they are given as a number.
-        is_against_like: whether differences are taken from the method that `like` names; else from Top-k.
+        is_better_higher: whether more of the metric is better.
+        budget: bytes per worker and step, if they are given as a number.
+        is_against_like: whether differences are taken from the method that `like` names, not from Top-k.
     """
 
     methods: list[Method]
@@ -66,14 +66,14 @@ class Protocol(ABC):
     Args:
         split: how examples are divided among workers: iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA].
         optimizer: what applies the aggregate: sgd, momentum (0.9) or adam.
-        like: instead of a density, the bytes per step of NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as
-            topk:0.001:raw32:float32.
-        value_code: how values travel, of methods whose words do not say.
-        index_code: how indices travel, of methods whose words do not say.
+        like: instead of a density, the bytes per step that another method sends, written as
+            NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
+        value_code: how values travel, for methods that do not name a code.
+        index_code: how indices travel, for methods that do not name a code.
         num_workers: how many simulated workers, N.
         batch_size: examples per worker and step, B.
         data: where the data set is.
-        deterministic: only bit-reproducible kernels; runs can then be resumed in the middle on a GPU too.
+        deterministic: use only bit-reproducible kernels. On a GPU, a run can then be resumed in its middle.
         device: where to compute: cpu or cuda.
     """
 
@@ -119,10 +119,10 @@ class Protocol(ABC):
 
     @abstractmethod
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that say so many methods and seeds: those of all slices in a folder."""
+        """The settings that name these methods and seeds: those of all slices in a folder."""
 
     def recorded_density(self, run: Run, algorithm: Algorithm[Any], numel: int) -> float | None:
-        """The density that records of a run say."""
+        """The density in the records of a run."""
         k, density = getattr(algorithm, "k", None), getattr(algorithm, "density", None)
         return density if k is None else k / numel
 
@@ -140,7 +140,7 @@ class Protocol(ABC):
         return method.index_code or self.index_code
 
     def is_like(self, method: Method) -> bool:
-        """Whether a method is the one whose bytes all of them have, with any learning rate."""
+        """Whether a method is the one that `like` names; its learning rate does not matter."""
         like, options = Method.parse_like(self.like), method.options
         own = method.algorithm, options.get("density"), self.index_code_of(method)
         return (*own, options.get("value_code", self.value_code)) == (
@@ -148,7 +148,7 @@ class Protocol(ABC):
         )  # fmt: skip
 
     def _identity(self, method: Method) -> tuple[Any, ...]:
-        """What two spellings of a method share; an open density is a number only if there is one for all."""
+        """What two spellings of a method share. An open density is a number only if all methods share it."""
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.plan.densities) > 1)
         algorithm = method.build(density=self.plan.densities[0], value_code=self.value_code)
         lr = method.lr or (self.plan.lrs[0] if len(self.plan.lrs) == 1 else None)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from regtopk.core.words import counted
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.protocol import Protocol, Run
 from regtopk.method import Method
 from regtopk.runs import Record
+from regtopk.words import counted
 
-LEAST_SEEDS = 3  # for an interval; that of two is tens of points wide
+LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
 
 # Student's t, two-sided 95 %, for 1, 2, 3, ... degrees of freedom
@@ -35,10 +35,8 @@ def is_finished(config: Protocol, records: Sequence[Record], run: Run, seed: int
 
 def summarise(config: Protocol, records: Sequence[Record]) -> Summary:
     """Every finished method: its final numbers by seed, mean, spread, bytes, time, and the difference."""
-    finals = finals_of(config, records)
-    methods = {label: Method.parse(label) for label, _ in finals}
-    bases = {key: base_of(config, finals, methods, key) for key in finals}
-    results = [_result(config, records, key, finals, bases[key]) for key in finals]
+    finals, lost = finals_of(config, records), diverged_of(config, records)
+    results = [_result(config, records, key, finals, base_of(config, finals, lost, key)) for key in finals]
     return {
         "metric": config.plan.metric,
         "results": results,
@@ -63,14 +61,21 @@ def finals_of(config: Protocol, records: Sequence[Record]) -> Finals:
     return finals
 
 
-def base_of(config: Protocol, finals: Finals, methods: dict[str, Method], key: Key) -> Key | None:
-    """What a method's difference is taken from: Top-k, or the method whose bytes all have.
+def diverged_of(config: Protocol, records: Sequence[Record]) -> set[Key]:
+    """The methods of which a seed diverged: its final number is from before that, and wins nothing."""
+    return {_key(config, r) for r in records if r["diverged"]}
 
-    Of several Top-k at the same density it is the plain one, or else the first. Of the method that `like`
-    names, with several learning rates, it is the best.
+
+def base_of(config: Protocol, finals: Finals, lost: set[Key], key: Key) -> Key | None:
+    """What a method's difference is taken from: Top-k, or the method that `like` names.
+
+    Of several Top-k at the same density it is the plain one, or else the first. If the method that `like`
+    names ran with several learning rates, it is the best of those that did not diverge.
     """
+    methods = {label: Method.read(label) for label, _ in finals}
     if config.plan.is_against_like:
-        return best_of(finals, [k for k in finals if config.is_like(methods[k[0]])])
+        bases = [k for k in finals if config.is_like(methods[k[0]])]
+        return best_of(finals, [k for k in bases if k not in lost] or bases)
     bases = [k for k in finals if methods[k[0]].algorithm == "topk" and key[1] in (None, k[1])]
     plain = [k for k in bases if methods[k[0]].is_same(Method("topk", "topk"))]
     return next(iter([*plain, *bases]), None)
@@ -85,33 +90,25 @@ def best_of(finals: Finals, keys: Sequence[Key]) -> Key | None:
 
 
 def mean_there(own: dict[int, float]) -> float:
-    """Of the picking seeds."""
+    """The mean over the picking seeds."""
     return fmean(own[seed] for seed in PICKING_SEEDS)
 
 
 def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] | None:
-    """Of the seeds both have; None if there is none."""
+    """Mean of own - base over the seeds that both have, and its 95 % interval by Student's t.
+
+    A single seed has no interval. Without a shared seed there is no difference: None.
+    """
     shared = [seed for seed in own if seed in base]
     if not shared:
         return None
-    found = paired_difference([own[seed] for seed in shared], [base[seed] for seed in shared])
-    return {**found, "seeds": shared}
-
-
-def spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation over seeds; no deviation of a single one."""
-    return fmean(values), stdev(values) if len(values) > 1 else None
-
-
-def paired_difference(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
-    """Mean of value - base, seed by seed, and its 95 % interval by Student's t (None of a single seed)."""
-    differences = [value - other for value, other in zip(values, base, strict=True)]
-    mean = fmean(differences)
-    if len(differences) < 2:
-        return {"mean": mean, "low": None, "high": None}
-    t = _T[len(differences) - 2] if len(differences) - 2 < len(_T) else 1.96
-    margin = t * stdev(differences) / math.sqrt(len(differences))
-    return {"mean": mean, "low": mean - margin, "high": mean + margin}
+    differences = [own[seed] - base[seed] for seed in shared]
+    mean, low, high = fmean(differences), None, None
+    if len(differences) > 1:
+        t = _T[len(differences) - 2] if len(differences) - 2 < len(_T) else 1.96
+        margin = t * stdev(differences) / math.sqrt(len(differences))
+        low, high = mean - margin, mean + margin
+    return {"mean": mean, "low": low, "high": high, "seeds": shared}
 
 
 def _key(config: Protocol, record: Record) -> Key:
@@ -125,7 +122,7 @@ def _result(
     own = finals[key]
     last = {r["seed"]: r for r in records if _key(config, r) == key and r["step"] == config.plan.stops[-1]}
     ends = [last[seed] for seed in own]
-    mean, std = spread(list(own.values()))
+    values = list(own.values())
     return {
         "method": key[0],
         "density": ends[0]["density"],
@@ -133,9 +130,9 @@ def _result(
         "optimizer": config.optimizer,
         "lr": ends[0]["lr"],
         "seeds": list(own),
-        "final": list(own.values()),
-        "mean": mean,
-        "std": std,
+        "final": values,
+        "mean": fmean(values),
+        "std": stdev(values) if len(values) > 1 else None,
         "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.plan.stops[-1],
         "difference_from_topk": None if base in (None, key) else difference(own, finals[base]),
         "diverged": [r["seed"] for r in ends if r["diverged"]],

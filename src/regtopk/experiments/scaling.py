@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core.options import check_integer, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
-from regtopk.experiments.experiment import Progress, Summary, WholeExperiment
-from regtopk.experiments.settings import check_device
+from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
+from regtopk.experiments.toy import ToyConfig
 from regtopk.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -27,35 +26,24 @@ PAPER = {"num_iterations_waited": 50, "first_aggregate": 100, "first_step_scale"
 
 
 @dataclass(frozen=True)
-class ScalingConfig:
+class ScalingConfig(ToyConfig):
     """Settings of the second toy example.
 
     Args:
-        num_iterations: T.
-        lr: learning rate, > 0.
-        mu: RegTop-k's, > 0.
         slope: G'(1), finite; the paper's is 1.
         curvature: G'', >= 0 and finite.
-        device: cpu or cuda.
     """
 
-    num_iterations: int = 100
-    lr: float = 0.9
-    mu: float = 1.0
     slope: float = 1.0
     curvature: float = 0.75
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_integer("num_iterations", self.num_iterations, at_least=1)
-        check_positive("lr", self.lr)
-        check_positive("mu", self.mu)
+        super().__post_init__()
         if not -torch.inf < self.slope < torch.inf:
             raise ArgumentError(f"slope must be finite, got {self.slope}")
         if not 0 <= self.curvature < torch.inf:
             raise ArgumentError(f"curvature must be >= 0 and finite, got {self.curvature}")
-        check_device(self.device)
 
 
 def risk(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
@@ -78,47 +66,30 @@ def run(config: ScalingConfig, progress: Progress) -> Iterator[Record]:
 
     `step_scale` is the length of the step over that of the first step without sparsification.
     """
-    algorithms = toy.methods(config.mu)
     start = torch.tensor(toy.START, dtype=torch.float64, device=config.device)
     unit = config.lr * grads(config)(start).mean(0).norm()
-    for done, (method, algorithm) in enumerate(algorithms.items()):
-        path = toy.descend(
-            algorithm,
-            grads(config),
-            lr=config.lr,
-            num_iterations=config.num_iterations,
-            device=config.device,
-        )
-        for iteration, (w, step) in enumerate(path):
-            yield {
-                "method": method,
-                "iteration": iteration,
-                "risk": float(risk(config)(w)),
-                "w_2": float(w[1]),
-                "step_length": float(step.norm()),
-                "step_scale": float(step.norm() / unit),
-            }
-        progress((done + 1) / len(algorithms))
+    for method, iteration, w, step in toy.descend(config, grads(config), config.num_iterations, progress):
+        yield {
+            "method": method,
+            "iteration": iteration,
+            "risk": float(risk(config)(w)),
+            "w_2": float(w[1]),
+            "step_length": float(step.norm()),
+            "step_scale": float(step.norm() / unit),
+        }
 
 
 def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:
     """How long each method waits, and how long its steps then are."""
-    waited: dict[str, int | None] = {}
-    first_length: dict[str, float] = {}
-    first_scale: dict[str, float] = {}
-    longest_scale: dict[str, float] = {}
-    final_risk: dict[str, float] = {}
-    for record in records:
-        method, scale = record["method"], record["step_scale"]
-        if scale > 0 and waited.get(method) is None:
-            waited[method] = record["iteration"]
-            first_length[method], first_scale[method] = record["step_length"], scale
-        waited.setdefault(method, None)  # it never moved
-        longest_scale[method] = max(longest_scale.get(method, 0.0), scale)
-        final_risk[method] = record["risk"]
+    curves = by_method(records)
+    moves = {method: [r for r in own if r["step_scale"] > 0] for method, own in curves.items()}
+    waited = {method: own[0]["iteration"] if own else None for method, own in moves.items()}
+    first_scale = {method: own[0]["step_scale"] for method, own in moves.items() if own}
+    longest_scale = {method: max(r["step_scale"] for r in own) for method, own in curves.items()}
+    final_risk = {method: own[-1]["risk"] for method, own in curves.items()}
     return {
         "num_iterations_waited": waited,
-        "first_step_length": first_length,
+        "first_step_length": {method: own[0]["step_length"] for method, own in moves.items() if own},
         "first_step_scale": first_scale,
         "longest_step_scale": longest_scale,
         "final_risk": final_risk,
@@ -137,23 +108,11 @@ def panels(config: ScalingConfig) -> Sequence[Panel]:
     """Two: the lengths of the steps, and the model they lead to."""
     return (
         Panel(
-            title="Length of every step, in units of dense's first",
-            x="iteration",
-            y="step_scale",
-            x_label="iteration",
-            y_label="learning step scaled by",
-            log_y=True,
-            marks="stems",
-            y_min=0.1,
+            "Length of every step, in units of dense's first", "iteration", "step_scale", "iteration",
+            "learning step scaled by", log_y=True, marks="stems", y_min=0.1,
         ),
-        Panel(
-            title="The entry that matters",
-            x="iteration",
-            y="w_2",
-            x_label="iteration",
-            y_label="second entry of w",
-        ),
-    )
+        Panel("The entry that matters", "iteration", "w_2", "iteration", "second entry of w"),
+    )  # fmt: skip
 
 
 SCALING = WholeExperiment(

@@ -39,9 +39,9 @@ def check_split(split: str) -> tuple[str, float]:
 def divide(labels: Tensor, num_workers: int, split: str, seed: int) -> list[Tensor]:
     """Which examples each worker has: N lists of indices, on the CPU.
 
-    iid: a shuffle cut evenly. unequal: a shuffle cut in proportion to 1, 2, ... N. sorted: by label, cut into
-    SHARDS N pieces, SHARDS of them a worker at random. dirichlet: each class is divided by a draw from
-    Dirichlet(ALPHA), so sizes differ too.
+    iid: the examples are shuffled and cut evenly. unequal: they are shuffled and cut in proportion to 1, 2,
+    ... N. sorted: they are sorted by label and cut into SHARDS N pieces, and each worker draws SHARDS.
+    dirichlet: each class is divided by a draw from Dirichlet(ALPHA), so sizes differ too.
 
     Raises:
         ArgumentError: the split is not one of these, or there are too few examples for so many workers.

@@ -1,6 +1,6 @@
 """What methods are compared on: gradients of N simulated workers, and numbers that say how good a model is.
 
-A model is a flat vector; R seeds are R rows, and all workers of all seeds give their gradients in one call.
+A model is a flat vector. R seeds are R rows, and all workers of all seeds give their gradients in one call.
 """
 
 from abc import ABC, abstractmethod
@@ -51,3 +51,36 @@ class Task(ABC):
     def outer_lr(self, lr: float) -> float:
         """The learning rate that the aggregate is applied with."""
         return lr
+
+
+class Problem(ABC):
+    """What the tasks of a comparison share, such as the data.
+
+    Attributes:
+        numel: J.
+    """
+
+    numel: int
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[int, ...], Task] = {}
+
+    def task(self, seeds: Sequence[int]) -> Task:
+        """The task of some seeds, made once."""
+        key = tuple(seeds)
+        if key not in self._tasks:
+            self._tasks[key] = self.make_task(seeds)
+        return self._tasks[key]
+
+    @abstractmethod
+    def make_task(self, seeds: Sequence[int]) -> Task:
+        """Make the task of some seeds."""
+
+    def probe(self) -> Task:
+        """The task that payloads are measured on: the same for all slices."""
+        return self.task([0])
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """What tells its data from others of the same name."""
+        return {}

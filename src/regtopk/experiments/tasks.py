@@ -2,58 +2,48 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
+from regtopk.core.layers import layer_kinds
 from regtopk.core.worker import Layout
-from regtopk.distributed.layout import layout_of
-from regtopk.distributed.parameters import Parameters
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
-from regtopk.experiments.fig2 import Fig2Config, make_problems
-from regtopk.experiments.images import Images, load_images, standardised
+from regtopk.experiments.fig2 import Fig2Config, Problems, make_problems
+from regtopk.experiments.images import Images
+from regtopk.experiments.protocol import Protocol
 from regtopk.experiments.splits import batch_order, divide, weights_of
 from regtopk.experiments.task import Task
 
 
-@dataclass(frozen=True)
-class TaskConfig:
-    """What all small tasks are made from; `data` is None where the task knows a place."""
+class Defaults(NamedTuple):
+    """What a comparison on a task uses where its settings say nothing."""
 
     num_workers: int
     num_steps: int
     batch_size: int
-    split: str
-    data: Path | None
-    device: str
-    _images: dict[str, Images] = field(default_factory=dict, compare=False, repr=False)
-
-    def images(self, data_set: str) -> Images:
-        """A data set with standardised pixels, read once."""
-        if data_set not in self._images:
-            self._images[data_set] = standardised(load_images(data_set, self.data, self.device))
-        return self._images[data_set]
+    lr: float
 
 
 class SmallTask(Task):
-    """A task that fits in one call of torch."""
+    """A task that fits in one call of torch.
+
+    Args:
+        config: sizes, split and device.
+        seeds: R of them.
+        images: what is learned, for tasks that have a `data_set`.
+    """
 
     metric: ClassVar[str]  # what `evaluate` gives
     is_better_higher: ClassVar[bool]
-    defaults: ClassVar[dict[str, float]]  # num_workers, num_steps, batch_size, lr
+    defaults: ClassVar[Defaults]
     data_set: ClassVar[str] = ""  # what it is learned from, if anything is read
 
-    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
-        if config.data is not None and not self.data_set:
-            raise ArgumentError(
-                f"data must be empty for a {type(self).__name__} task, which reads none, got '{config.data}'"
-            )
+    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
         self.config = config
         self.num_workers = config.num_workers
         self.seeds = list(seeds)
@@ -72,20 +62,15 @@ class LinearRegression(SmallTask):
 
     metric = "distance"
     is_better_higher = False
-    defaults: ClassVar[dict[str, float]] = {
-        "num_workers": 20,
-        "num_steps": 2500,
-        "batch_size": 500,
-        "lr": 0.01,
-    }
+    defaults = Defaults(num_workers=20, num_steps=2500, batch_size=500, lr=0.01)
 
-    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
         super().__init__(config, seeds)
         if config.split != "iid":
             raise ArgumentError(
                 f"split must be iid for linreg, whose workers differ anyway, got {config.split!r}"
             )
-        self.problems = make_problems(
+        drawn = make_problems(
             Fig2Config(
                 num_seeds=max(seeds) + 1,
                 num_workers=config.num_workers,
@@ -93,18 +78,18 @@ class LinearRegression(SmallTask):
                 device=config.device,
             )
         )
+        own = self.seeds
+        self.problems = Problems(drawn.gram[own], drawn.moment[own], drawn.optimum[own])
         self.layout = Layout.anonymous(self.problems.optimum.shape[-1])
         self.weights = [[1 / config.num_workers] * config.num_workers] * len(self.seeds)
 
     def start(self) -> Tensor:
         """From zero, in float64."""
-        return torch.zeros_like(self.problems.optimum[self.seeds])
+        return torch.zeros_like(self.problems.optimum)
 
     def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Full batches: A_n w - b_n."""
-        moment = self.problems.moment[self.seeds]
-        grads = (models.unsqueeze(1) @ self.problems.gram[self.seeds]).view(moment.shape) - moment
-        return grads, self._distance(models)
+        return self.problems.grads(models.unsqueeze(1)).squeeze(1), self._distance(models)
 
     def measure(self, models: Tensor) -> list[float]:
         """||w - w*||."""
@@ -112,7 +97,7 @@ class LinearRegression(SmallTask):
         return distances
 
     def _distance(self, models: Tensor) -> Tensor:
-        distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum[self.seeds], dim=-1)
+        distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum, dim=-1)
         return distance
 
 
@@ -121,9 +106,9 @@ class Toy(SmallTask):
 
     metric = "risk"
     is_better_higher = False
-    defaults: ClassVar[dict[str, float]] = {"num_workers": 2, "num_steps": 100, "batch_size": 1, "lr": 0.9}
+    defaults = Defaults(num_workers=2, num_steps=100, batch_size=1, lr=0.9)
 
-    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
         super().__init__(config, seeds)
         if (config.num_workers, config.split) != (len(toy.POINTS), "iid"):
             raise ArgumentError(
@@ -157,19 +142,22 @@ class Classification(SmallTask):
     metric = "accuracy"
     is_better_higher = True
 
-    def __init__(self, config: TaskConfig, seeds: Sequence[int]) -> None:
+    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
         super().__init__(config, seeds)
-        self.images = config.images(self.data_set)
+        assert images is not None
+        self.images = images
         divided = [divide(self.images.train_labels, config.num_workers, config.split, s) for s in seeds]
         orders = [
-            batch_order(parts, config.batch_size, config.num_steps, seed)
+            batch_order(parts, config.batch_size, config.plan.stops[-1], seed)
             for parts, seed in zip(divided, seeds, strict=True)
         ]
         self.order = torch.stack(orders).to(config.device)  # (R, T, N, B)
         self.weights = [weights_of(parts, config.split) for parts in divided]
         self.network = self.make_network()
-        parameters = Parameters(self.network)
-        self.layout = layout_of(parameters.named, parameters)
+        kinds = layer_kinds(self.network)
+        self.layout = Layout.of_shapes(
+            (name, tuple(p.shape), kinds[name]) for name, p in self.network.named_parameters()
+        )
         self._grads = vmap(vmap(grad_and_value(self._loss), (None, 0, 0)), (0, 0, 0))
 
     @abstractmethod
@@ -219,7 +207,7 @@ class Digits(Classification):
     """scikit-learn's digits with a perceptron 64-64-10."""
 
     data_set = "digits"
-    defaults: ClassVar[dict[str, float]] = {"num_workers": 8, "num_steps": 300, "batch_size": 16, "lr": 0.2}
+    defaults = Defaults(num_workers=8, num_steps=300, batch_size=16, lr=0.2)
 
     def make_network(self) -> nn.Module:
         """One hidden layer."""
@@ -230,7 +218,7 @@ class FashionMnist(Classification):
     """Fashion-MNIST with a perceptron 784-256-128-10."""
 
     data_set = "fashion-mnist"
-    defaults: ClassVar[dict[str, float]] = {"num_workers": 8, "num_steps": 1500, "batch_size": 20, "lr": 0.1}
+    defaults = Defaults(num_workers=8, num_steps=1500, batch_size=20, lr=0.1)
 
     def make_network(self) -> nn.Module:
         """Two hidden layers: J = 235,146."""
@@ -243,7 +231,7 @@ class Cifar10(Classification):
     """CIFAR-10 with a small convolutional network."""
 
     data_set = "cifar10"
-    defaults: ClassVar[dict[str, float]] = {"num_workers": 8, "num_steps": 2000, "batch_size": 20, "lr": 0.05}
+    defaults = Defaults(num_workers=8, num_steps=2000, batch_size=20, lr=0.05)
 
     def make_network(self) -> nn.Module:
         """Three convolutions and two linear layers."""

@@ -7,6 +7,7 @@ The first entries are large and cancel; all there is to learn is in the second.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,37 @@ from torch import Tensor
 
 from regtopk.algorithms import Dense, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_integer, check_positive
+from regtopk.experiments.experiment import Progress
+from regtopk.experiments.settings import check_device
 from regtopk.simulate import Cluster
 
 POINTS = ((100.0, 1.0), (-100.0, 1.0))
 START = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Settings of an experiment on the toy problem.
+
+    Args:
+        num_iterations: T; the paper shows 100.
+        lr: learning rate, > 0.
+        mu: RegTop-k's, > 0; in Figure 1 every mu gives the same curve.
+        device: cpu or cuda.
+    """
+
+    num_iterations: int = 100
+    lr: float = 0.9
+    mu: float = 1.0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_integer("num_iterations", self.num_iterations, at_least=1)
+        check_positive("lr", self.lr)
+        check_positive("mu", self.mu)
+        check_device(self.device)
 
 
 def methods(mu: float) -> dict[str, Algorithm[Any]]:
@@ -42,20 +70,18 @@ def grads(w: Tensor) -> Tensor:
 
 
 def descend(
-    algorithm: Algorithm[Any],
-    gradients: Callable[[Tensor], Tensor],
-    *,
-    lr: float,
-    num_iterations: int,
-    device: str,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """w^{t+1} = w^t - lr g^t: yields w^t and the step lr g^t that is taken from it."""
-    cluster = Cluster(algorithm, num_workers=len(POINTS))
-    w = torch.tensor(START, dtype=torch.float64, device=device)
-    for _ in range(num_iterations):
-        step = lr * cluster.step(gradients(w))
-        yield w, step
-        w = w - step
+    config: ToyConfig, gradients: Callable[[Tensor], Tensor], num_iterations: int, progress: Progress
+) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """w^{t+1} = w^t - lr g^t by every method: yields its name, t, w^t and the step lr g^t taken from it."""
+    algorithms = methods(config.mu)
+    for done, (method, algorithm) in enumerate(algorithms.items(), start=1):
+        cluster = Cluster(algorithm, num_workers=len(POINTS))
+        w = torch.tensor(START, dtype=torch.float64, device=config.device)
+        for iteration in range(num_iterations):
+            step = config.lr * cluster.step(gradients(w))
+            yield method, iteration, w, step
+            w = w - step
+        progress(done / len(algorithms))
 
 
 def _points(w: Tensor) -> Tensor:

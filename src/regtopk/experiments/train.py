@@ -38,16 +38,16 @@ class TrainConfig:
     """Settings of a training.
 
     Args:
-        algorithm: NAME[:OPTION=VALUE]... of an algorithm; dense is trained beside it.
+        algorithm: what to train with, as NAME[:OPTION=VALUE]...; dense is trained too.
         density: share of the entries that a worker sends, k / J in (0, 1].
         value_code: how values travel.
-        scope: what is selected over: model or bucket.
-        dataset: what is learned: digits.
+        scope: select entries over the whole model, or over each DDP bucket: model or bucket.
+        dataset: what to learn: digits.
         num_workers: how many processes on this machine, N >= 2.
         num_steps: how many steps, T.
         batch_size: digits per worker and step.
         lr: learning rate, > 0.
-        num_seeds: how many seeds, from 0 on, of the first weights and of the batches.
+        num_seeds: how many seeds, from 0 on. A seed fixes the first weights and the batches.
         record_every: steps between records.
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
@@ -221,13 +221,7 @@ def _table(measures: Mapping[str, Mapping[str, float | None]]) -> list[dict[str,
 
 def panels(config: TrainConfig) -> Sequence[Panel]:
     """Accuracy and loss, against steps and against bytes sent."""
-    accuracy = Panel(
-        title="Accuracy, by steps",
-        x="step",
-        y="accuracy",
-        x_label="step",
-        y_label="test digits read right, %",
-    )
+    accuracy = Panel("Accuracy, by steps", "step", "accuracy", "step", "test digits read right, %")
     loss = replace(accuracy, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)
     bytes_sent: dict[str, Any] = {"x": "sent_bytes", "x_label": "bytes sent by a worker", "log_x": True}
     return (

@@ -1,7 +1,6 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.link import Link
+from regtopk.core.timer import Timer
 from regtopk.experiments.task import Quality, Task
 from regtopk.simulate import Cluster
 
@@ -25,8 +25,9 @@ LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods th
 class Trainer:
     """R models (R, J), their optimizer, and the clusters that aggregate what their workers send.
 
-    A seed whose loss, gradients or model are not finite any more has diverged: it keeps its last finite
-    model, and the others go on. This is computed on the device, so that the host never waits for a GPU.
+    A seed has diverged once its loss or its model is not finite. It then keeps the model of the last stop
+    before that, and the other seeds go on. A step looks at losses alone: models are looked at where
+    `run_until` stops, so that steps stay as fast as they are and the host never waits for a GPU.
 
     Args:
         task: gives gradients and judges models.
@@ -58,8 +59,10 @@ class Trainer:
             for weights in (task.weights[:1] if is_batch else task.weights)
         ]
         self.lr = lr
-        self.compress = Timer(self.models.device)
         self._optimizer = OPTIMIZERS[optimizer]([self.models], lr=task.outer_lr(lr))
+        self._timer = Timer(self.models.device)
+        self._spent_s = 0.0  # in exchanges, before the state was loaded
+        self._at_stop = self.models.clone()  # the models at the last stop, all finite
         self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
         self._losses: Tensor | None = None  # of the last step
         self._loss_sum: Tensor | None = None  # since they were last taken
@@ -67,12 +70,15 @@ class Trainer:
         self._seen: list[Quality] = [{} for _ in task.seeds]  # the last finite numbers of each seed
 
     def run_until(self, step: int) -> None:
-        """Train up to a step."""
+        """Train up to a step, and put back the models of seeds that diverged on the way."""
         while self.num_steps < step:
             self._step()
+        self._is_diverged |= ~torch.isfinite(self.models).all(-1)
+        self.models.copy_(self.models.where(~self._is_diverged[:, None], self._at_stop))
+        self._at_stop.copy_(self.models)
 
     def evaluate(self) -> list[Quality]:
-        """How good each seed's model is; a number that is not finite is replaced by the last finite one."""
+        """How good each seed's model is; instead of a number that is not finite, the last finite one."""
         now = self.task.evaluate(self.models)
         is_lost = [not all(map(math.isfinite, quality.values())) for quality in now]
         self._is_diverged |= torch.tensor(is_lost, device=self.models.device)
@@ -83,7 +89,7 @@ class Trainer:
         return self._seen
 
     def take_losses(self) -> list[float | None]:
-        """Training loss of each seed: the mean since this was last asked, or that of the last step."""
+        """Training loss of each seed: the mean since the last call, or the last step's, as the task wants."""
         if self._losses is None or self._loss_sum is None:  # before the first step
             losses = self.task.grads(self.models, self.num_steps, self.lr)[1]
         else:
@@ -99,6 +105,11 @@ class Trainer:
         return counts
 
     @property
+    def compress_s(self) -> float:
+        """Seconds spent in exchanges so far; waits for the GPU."""
+        return self._spent_s + self._timer.seconds()["compress"]
+
+    @property
     def is_diverged(self) -> list[bool]:
         """Which seeds diverged."""
         flags: list[bool] = self._is_diverged.tolist()
@@ -112,7 +123,7 @@ class Trainer:
             "is_diverged": self._is_diverged,
             "losses": self._losses,
             "seen": self._seen,
-            "compress_s": self.compress.total_s,
+            "compress_s": self.compress_s,
             "optimizer": self._optimizer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
         }
@@ -120,26 +131,23 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` saved."""
         self.models.copy_(state["models"])
+        self._at_stop.copy_(state["models"])
         self.num_steps = state["num_steps"]
         self._is_diverged.copy_(state["is_diverged"])
         self._losses = state["losses"]
         self._seen = state["seen"]
-        self.compress = Timer(self.models.device, spent_s=state["compress_s"])
+        self._spent_s = state["compress_s"]
         self._optimizer.load_state_dict(state["optimizer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self.models, self.num_steps, self.lr)
-        self._is_diverged |= ~torch.isfinite(losses) | ~torch.isfinite(grads.sum((1, 2)))
-        grads = grads.masked_fill_(self._is_diverged[:, None, None], 0.0)
-        before = self.models.clone()
-        with self.compress:
+        with self._timer.phase("compress"):
             self.models.grad = self._aggregate(grads)
         self._report(losses)
         self._optimizer.step()
-        self._is_diverged |= ~torch.isfinite(self.models.sum(-1))
-        self.models.copy_(self.models.where(~self._is_diverged[:, None], before))
+        self._is_diverged |= ~torch.isfinite(losses)
         self._count(losses)
         self.num_steps += 1
 
@@ -159,37 +167,3 @@ class Trainer:
         self._losses = losses.where(~self._is_diverged, kept)
         self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
         self._num_summed += 1
-
-
-class Timer:
-    """Adds up the time of `with` blocks; on a GPU by events, without waiting for it."""
-
-    def __init__(self, device: torch.device, spent_s: float = 0.0) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._pairs: list[tuple[Any, Any]] = []
-        self._total_s = spent_s
-
-    def __enter__(self) -> None:
-        self._start = self._now()
-
-    def __exit__(self, *error: object) -> None:
-        if self._is_cuda:
-            self._pairs.append((self._start, self._now()))
-        else:
-            self._total_s += self._now() - self._start
-
-    @property
-    def total_s(self) -> float:
-        """Seconds so far; waits for the GPU."""
-        if self._pairs:
-            torch.cuda.synchronize()
-            self._total_s += sum(start.elapsed_time(end) for start, end in self._pairs) / 1e3
-            self._pairs.clear()
-        return self._total_s
-
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

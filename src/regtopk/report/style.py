@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regtopk.core.words import counted
 from regtopk.method import Method
+from regtopk.words import counted
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,14 @@ from regtopk.runs.run import (
     make_header,
     versions,
 )
-from regtopk.runs.writer import RunWriter, check_holds_no_run, claim_folder, write_json, writing_to
+from regtopk.runs.writer import (
+    RunWriter,
+    check_holds_no_run,
+    check_same_settings,
+    claim_folder,
+    write_json,
+    writing_to,
+)
 
 __all__ = [
     "CONFIG",
@@ -39,6 +46,7 @@ __all__ = [
     "Run",
     "RunWriter",
     "check_holds_no_run",
+    "check_same_settings",
     "claim_folder",
     "make_header",
     "merge_seeds",

@@ -145,6 +145,23 @@ def check_holds_no_run(folder: Path) -> None:
             raise RunExistsError(f"output folder must not hold a run, but {folder} holds {name}")
 
 
+def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make sure that the folder's run has these settings; one that it does not record is not compared.
+
+    Returns:
+        The header of the run.
+
+    Raises:
+        OutputError: a setting differs, or there is no run.
+    """
+    header = read_header(folder)
+    for key, value in settings.items():
+        was = header.get("config", {}).get(key, value)
+        if was != value:
+            raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
+    return header
+
+
 def claim_folder(folder: Path, *, force: bool) -> None:
     """Make a folder for the parts of a run; with `force`, remove the run that it holds.
 
@@ -188,19 +205,14 @@ def _open_locked(folder: Path) -> TextIO:
 
 def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
     """The old header with the new settings; the new command stands below the old ones."""
-    old = read_header(folder)
-    config = old.get("config", {})
-    for key, value in shared.items():
-        was = config.get(key, value)
-        if was != value:
-            raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
+    old = check_same_settings(folder, shared)
     commands = [*old["command"].splitlines(), header["command"]]
     return {
         **old,
         **header,
         "versions": old["versions"],
         "command": "\n".join(dict.fromkeys(commands)),
-        "config": {**config, **header["config"]},
+        "config": {**old.get("config", {}), **header["config"]},
     }
 
 

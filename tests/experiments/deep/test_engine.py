@@ -77,10 +77,12 @@ def test_evaluation_counts_what_the_network_gets_right() -> None:
     for network, quality in zip(networks, engine.evaluate(params), strict=True):
         with torch.no_grad():
             scores = network(examples.test.permute(0, 3, 1, 2))
-        assert quality.accuracy == pytest.approx(
+        assert quality["accuracy"] == pytest.approx(
             100 * float((scores.argmax(-1) == examples.test_targets).double().mean())
         )
-        assert quality.loss == pytest.approx(float(F.cross_entropy(scores, examples.test_targets)), rel=1e-5)
+        assert quality["test_loss"] == pytest.approx(
+            float(F.cross_entropy(scores, examples.test_targets)), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("sends", ["mean-gradient", "last-gradient", "difference"])

@@ -138,6 +138,16 @@ def test_what_diverged_is_said() -> None:
     assert finding.endswith(" Diverged: regtopk (2 seeds).")
 
 
+def test_what_diverged_is_neither_picked_nor_the_base() -> None:
+    """However good it was before."""
+    finals = {BASE: 40.0, f"{BASE}:lr=0.3": 45.0, "topk": 50.0, "consensus": 60.0}
+    records = [r for m, final in finals.items() for seed in range(3) for r in curve(m, seed, final)]
+    lost = [(f"{BASE}:lr=0.3", 2), ("consensus", 1)]
+    records = [{**r, "diverged": (r["method"], r["seed"]) in lost} for r in records]
+    claim = FIG3.summarise(EQUAL_BYTES, records)["claim"]
+    assert (claim["method"], claim["against"]) == ("topk", BASE)
+
+
 def test_what_sends_more_is_not_said_to_be_within_the_bytes() -> None:
     finals = {"topk": [50.0], BASE: [40.0], "dense": [60.0]}  # the base in whatever order
     summary = summary_of(finals, {"dense": 50.0 * BUDGET})

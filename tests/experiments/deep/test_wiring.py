@@ -153,7 +153,7 @@ def test_norms_are_evaluated_by_the_statistics_asked_for(batch_statistics: bool)
     expected = F.cross_entropy(network(examples.test.permute(0, 3, 1, 2)), examples.test_targets)
     problem = DeepProblem(config, examples)
     (quality,) = problem.engine(1).evaluate(problem.first_model(0).unsqueeze(0))
-    assert quality.loss == pytest.approx(float(expected), rel=1e-5)
+    assert quality["test_loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
 def own_weights(folder: Path) -> Path:

@@ -24,28 +24,29 @@ class DeepConfig(Protocol):
 
     Args:
         preset: the protocol that the other settings started from; see `PRESETS`.
-        methods: NAME[:OPTION=VALUE]... with commas; beside an algorithm's options also lr and index_code.
-        seeds: how many, from 0: 3; or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
+        methods: NAME[:OPTION=VALUE]..., with commas between them. Options are the algorithm's own, lr and
+            index_code.
+        seeds: how many, from 0 on: 3. Or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
         network: one of `NETWORKS`.
         data_set: cifar10, digits or text.
-        weights: file of weights to start from, with a new last layer; published: those that the extra
-            [pretrained] brings, of efficientnet-lite0; empty: from scratch.
-        uniform_weights: w_n = 1/N whatever the shards' sizes are, instead of w_n = D_n / D.
-        num_rounds: T, exchanges.
-        local_steps: H, steps of SGD that every worker takes by itself before an exchange.
-        sends: what of them is sent: mean-gradient, last-gradient, or difference (of the parameters).
-        lr: learning rate, of local steps and of the aggregate (which is 1 for differences).
-        density: k / J, of methods whose words do not say.
+        weights: file of weights to start from; the last layer is new. "published" stands for the weights
+            of efficientnet-lite0 that the extra [pretrained] brings. Empty: start from scratch.
+        uniform_weights: all workers weigh w_n = 1/N, instead of w_n = D_n / D by the sizes of their shards.
+        num_rounds: how many exchanges, T.
+        local_steps: how many steps of SGD every worker takes by itself before an exchange, H.
+        sends: what a worker sends after them: mean-gradient, last-gradient, or difference (of parameters).
+        lr: learning rate of local steps and of the aggregate. Differences are applied with 1.
+        density: k / J, for methods whose words name none.
         evaluate_every: rounds between evaluations.
-        image_size: images are resized to it; 0: as they are.
-        double_softmax: the loss takes softmax before cross-entropy, which takes it again.
-        batch_statistics: evaluate batch norm by the test batch's own statistics; otherwise by those of
-            2,000 training images under the evaluated weights.
-        precision: of convolutions and linear layers: float32 (TF32 where the GPU has it) or bfloat16.
-        num_branches: workers side by side in one CUDA graph; 0: one after another, without a graph.
-        compiled: let torch.compile fuse the network's small operations on a GPU (half a minute at the start;
-            group norm is then twice as fast).
-        side_by_side: seeds of a method that are trained at once.
+        image_size: images are resized to this width; 0: they stay as they are.
+        double_softmax: take softmax before cross-entropy, which takes it again.
+        batch_statistics: evaluate batch norm with the statistics of each test batch, not with those of
+            2,000 training images.
+        precision: of convolutions and linear layers: float32 (TF32 if the GPU has it) or bfloat16.
+        num_branches: how many workers run side by side in one CUDA graph; 0: no graph, one after another.
+        compiled: let torch.compile fuse the network's small operations on a GPU. It takes half a minute at
+            the start, and group norm is then twice as fast.
+        side_by_side: how many seeds of a method are trained at once.
     """
 
     preset: str = "paper"
@@ -100,7 +101,7 @@ class DeepConfig(Protocol):
 
     @cached_property
     def plan(self) -> Plan:
-        """What is run, and how it is judged: at equal bytes against the method that they are taken from."""
+        """What is run, and how it is judged: at equal bytes, against the method that `like` names."""
         every, last = self.evaluate_every, self.num_rounds
         return Plan(
             methods=parse_methods(self.methods),
@@ -114,12 +115,12 @@ class DeepConfig(Protocol):
         )
 
     def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that say so many methods and seeds."""
+        """The settings that name these methods and seeds."""
         return {"methods": ",".join(labels), "seeds": format_seeds(seeds)}
 
     @property
     def is_as_published(self) -> bool:
-        """Whether this is the paper's protocol, whatever it is computed with."""
+        """Whether this is the paper's protocol, however it is computed."""
         preset, own = DeepConfig(**PRESETS["paper"]).shared, self.shared
         return all(own[key] == value for key, value in preset.items() if key not in HOW)
 

@@ -6,7 +6,6 @@ in which they are parallel branches; a step is then a single launch. On a CPU th
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,6 @@ from regtopk.experiments.deep.networks.norm import record_statistics
 
 NUM_WARM_UPS = 3  # passes before a capture, in which libraries choose their kernels
 NUM_RECORDED = 2000  # training examples that batch norm's statistics are taken from before an evaluation
-
-
-class Quality(NamedTuple):
-    """Of a model on the test examples: percent right, and mean loss."""
-
-    accuracy: float
-    loss: float
 
 
 class Engine:
@@ -73,7 +65,9 @@ class Engine:
         networks = [copy.deepcopy(network).to(device) for _ in range(num_owners)]
         for row, one in enumerate(networks):
             self._weights.bind(one, row)
-        self._apply = [_compile(one) if is_compiled else one for one in networks]
+        self._apply: list[Callable[[Tensor], Tensor]] = [
+            torch.compile(one, dynamic=False) if is_compiled else one for one in networks
+        ]
         self._networks = networks
         self._shape = num_models, num_workers
         self._rows = torch.zeros(num_in_all, batch_size, dtype=torch.int64, device=device)
@@ -109,11 +103,11 @@ class Engine:
         return self._grads.unflatten(0, self._shape), self._losses.view(self._shape)
 
     @torch.no_grad()
-    def evaluate(self, params: Tensor) -> list[Quality]:
-        """How good each of R models (R, J) is."""
+    def evaluate(self, params: Tensor) -> list[dict[str, float]]:
+        """How good each of R models (R, J) is on the test examples: percent right, and mean loss."""
         return [self._evaluate(model) for model in params]
 
-    def _evaluate(self, params: Tensor) -> Quality:
+    def _evaluate(self, params: Tensor) -> dict[str, float]:
         self._weights.load_(params)
         network, apply, examples = self._networks[0], self._apply[0], self.examples
         if not self.batch_statistics:
@@ -128,7 +122,7 @@ class Engine:
             loss += self._loss(scores, y.flatten()) * len(x)
         network.train()
         num, num_each = len(examples.test), examples.test_targets[0].numel()
-        return Quality(100 * float(num_right) / (num * num_each), float(loss) / num)
+        return {"accuracy": 100 * float(num_right) / (num * num_each), "test_loss": float(loss) / num}
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
@@ -173,8 +167,3 @@ class Engine:
 
     def _read(self, inputs: Tensor) -> Tensor:
         return self.examples.read(inputs, self.image_size, self._weights.low.dtype)
-
-
-def _compile(network: nn.Module) -> Callable[[Tensor], Tensor]:
-    compiled: Callable[[Tensor], Tensor] = torch.compile(network, dynamic=False)
-    return compiled

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.text import load_text, windows
-from regtopk.experiments.images import Images, load_images, standardised
+from regtopk.experiments.images import load_images, standardised
 
 DATA_SETS = ("cifar10", "digits", "text")
 NUM_FINGERPRINTED = 500  # images
@@ -70,16 +70,13 @@ def _of_images(data_set: str, path: Path | None, device: str, pixels: Pixels | N
         mean, std = (torch.tensor(of, device=device).view(-1, 1, 1) for of in pixels)
         if len(pixels.mean) not in (1, images.train.shape[1]):
             raise ArgumentError(f"data_set must have {len(pixels.mean)} channels, got {data_set!r}")
-        images = images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
+        images = standardised(images, mean, std)
     if data_set == "digits":
         images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))
     labels = images.train_labels.cpu()
-    return Examples(*_channels_last(images), labels, int(labels.max()) + 1, fingerprint)
-
-
-def _channels_last(images: Images) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    train, test = (x.permute(0, 2, 3, 1).contiguous() for x in (images.train, images.test))
-    return train, images.train_labels, test, images.test_labels
+    train, test = (x.permute(0, 2, 3, 1).contiguous() for x in (images.train, images.test))  # channels last
+    targets = images.train_labels, images.test_labels
+    return Examples(train, targets[0], test, targets[1], labels, int(labels.max()) + 1, fingerprint)
 
 
 def _of_text(path: Path | None, device: str) -> Examples:

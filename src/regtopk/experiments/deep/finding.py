@@ -1,15 +1,14 @@
-"""What came out of deep trainings, in a sentence; what was published and did not come out is said first."""
+"""What came out of deep trainings, in a sentence. A published result that did not come out is said first."""
 
-import json
 from collections.abc import Sequence
-from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from regtopk.core.words import counted
 from regtopk.experiments.deep.config import DeepConfig
+from regtopk.experiments.published import published_figure
 from regtopk.experiments.results import LEAST_SEEDS
 from regtopk.method import Method
+from regtopk.words import counted
 
 MOST_BYTES = 1.02  # times the bytes of the method that others are compared with: equal bytes
 NUM_PUBLISHED = 5  # how many of the figure's last points are averaged
@@ -20,7 +19,7 @@ Result = dict[str, Any]
 def finding(
     config: DeepConfig, results: Sequence[Result], base: str | None, claim: dict[str, Any] | None
 ) -> str:
-    """The sentence, and after it what diverged."""
+    """The sentence, and then which methods diverged."""
     sentence = (
         _at_equal_bytes(config, results, base, claim) if config.like else _by_rounds(config, results, base)
     )
@@ -37,7 +36,7 @@ def _at_equal_bytes(
     if claim is not None and claim["gain"] is not None and len(claim["gain"]["seeds"]) > 1:
         both = " and ".join(f"{claim['bytes_per_step'][claim[key]]:,.0f}" for key in ("method", "against"))
         return (
-            f"Within the same bytes ({both} a worker and step), {claim['method']}, the best practical "
+            f"Within the same bytes ({both} per worker and step), {claim['method']}, the best practical "
             f"method on seeds 0 and 1, against {claim['against']} on fresh seeds: {_points(claim['gain'])}."
         )
     sizes = {r["method"]: r["payload_bytes_per_step"] for r in results}
@@ -52,7 +51,7 @@ def _at_equal_bytes(
 
 
 def _by_rounds(config: DeepConfig, results: Sequence[Result], base: str | None) -> str:
-    """RegTop-k's variants against Top-k with the same lr."""
+    """RegTop-k's variants against Top-k with the same learning rate."""
     topk = next((r for r in results if r["method"] == base), None)
     ours = [r for r in results if Method.read(r["method"]).algorithm == "regtopk"]
     if topk is None or not ours:
@@ -76,16 +75,9 @@ def _by_rounds(config: DeepConfig, results: Sequence[Result], base: str | None) 
 
 def published_gap() -> float:
     """RegTop-k's accuracy less Top-k's in the paper's Figure 3, the mean of its last five points."""
-    figure = published_figure()
+    figure = published_figure(3)
     pairs = zip(figure["regtopk"][-NUM_PUBLISHED:], figure["topk"][-NUM_PUBLISHED:], strict=True)
     return fmean(own - base for own, base in pairs)
-
-
-def published_figure() -> dict[str, Any]:
-    """The data points of the paper's Figure 3."""
-    path = files("regtopk.experiments") / "published" / "figure3.json"
-    figure: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return figure
 
 
 def _compared(results: Sequence[Result]) -> list[Result]:
@@ -105,5 +97,5 @@ def _points(found: dict[str, Any]) -> str:
 
 
 def _signed(number: float) -> str:
-    """With one digit, and nothing below zero that rounds to it."""
+    """With a sign and one digit; what rounds to zero is never negative."""
     return f"{round(number, 1) + 0.0:+.1f}"

@@ -13,7 +13,6 @@ from regtopk.core.algorithm import WithDensity
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
 from regtopk.experiments.budget import NUM_STEPS
-from regtopk.experiments.comparison import Problem
 from regtopk.experiments.deep.config import PUBLISHED, DeepConfig
 from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples, load_examples
@@ -23,7 +22,7 @@ from regtopk.experiments.deep.networks.efficientnet import published_weights
 from regtopk.experiments.deep.networks.weights import load_weights
 from regtopk.experiments.protocol import Run
 from regtopk.experiments.splits import batch_order, divide, weights_of
-from regtopk.experiments.task import Task
+from regtopk.experiments.task import Problem, Task
 
 
 class DeepTask(Task):
@@ -64,10 +63,10 @@ class DeepTask(Task):
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """Accuracy in percent and mean loss, on the test examples."""
-        return [{"accuracy": q.accuracy, "test_loss": q.loss} for q in self.engine.evaluate(models)]
+        return self.engine.evaluate(models)
 
     def outer_lr(self, lr: float) -> float:
-        """Differences of parameters are taken as they are."""
+        """The learning rate that the aggregate is applied with; differences of parameters need none."""
         return 1.0 if self.config.sends == "difference" else lr
 
     def _local_steps(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
@@ -100,39 +99,37 @@ class DeepProblem(Problem):
     """
 
     def __init__(self, config: DeepConfig, examples: Examples | None = None) -> None:
+        super().__init__()
         self.config = config
         pixels = PIXELS.get(config.network)
         self.examples = examples or load_examples(config.data_set, config.data, config.device, pixels)
-        self.numel = _num_entries(config.network, self.examples.num_classes)
         self._engines: dict[int, Engine] = {}
-        self._tasks: dict[tuple[int, ...], DeepTask] = {}
-        check_takes(config, self.examples)
+        network = make_network(config, self.examples.num_classes, config.plan.seeds[0])
+        self.numel = sum(p.numel() for p in network.parameters())
+        check_takes(config, self.examples, network)
         check_fits(config, self.examples.labels, self.numel)
 
     @property
     def contents(self) -> dict[str, str]:
-        """Another file under the same name is another start."""
+        """What tells its examples and first weights from others of the same name."""
         found, path = {"examples": self.examples.fingerprint}, weights_file(self.config)
         if path is not None:
             found["weights_sha256"] = sha256(path.read_bytes()).hexdigest()[:16]
         return found
 
-    def task(self, seeds: Sequence[int]) -> DeepTask:
-        """Made once for each choice of seeds."""
-        key = tuple(seeds)
-        if key not in self._tasks:
-            start = torch.stack([self.first_model(seed) for seed in seeds])
-            self._tasks[key] = DeepTask(self.config, self.engine(len(seeds)), start, seeds)
-        return self._tasks[key]
+    def make_task(self, seeds: Sequence[int]) -> Task:
+        """On an engine that is shared with other seeds, if there are as many."""
+        start = torch.stack([self.first_model(seed) for seed in seeds])
+        return DeepTask(self.config, self.engine(len(seeds)), start, seeds)
 
-    def probe(self) -> DeepTask:
+    def probe(self) -> Task:
         """Of seed 0: plain gradients, without a graph, which would be captured for a few calls."""
         one_step = {"num_rounds": NUM_STEPS, "local_steps": 1, "sends": "mean-gradient"}
         config = replace(self.config, **one_step, num_branches=0, compiled=False)  # type: ignore[arg-type]
         return DeepProblem(config, self.examples).task([0])
 
     def engine(self, num_models: int) -> Engine:
-        """What all methods share, for so many seeds at once."""
+        """The engine that all methods share, by the number of seeds at once."""
         config = self.config
         if num_models not in self._engines:
             self._engines[num_models] = Engine(
@@ -175,9 +172,8 @@ def weights_file(config: DeepConfig) -> Path | None:
     return Path(config.weights) if config.weights else None
 
 
-def check_takes(config: DeepConfig, examples: Examples) -> None:
+def check_takes(config: DeepConfig, examples: Examples, network: nn.Module) -> None:
     """Refuse a network that does not take these examples."""
-    network = make_network(config, examples.num_classes, config.plan.seeds[0])
     try:
         with torch.no_grad():
             network.to(config.device)(examples.read(examples.train[:2], config.image_size, torch.float32))
@@ -197,9 +193,3 @@ def check_fits(config: DeepConfig, labels: Tensor, numel: int) -> None:
         algorithm = config.build(Run(method, config.density))
         if isinstance(algorithm, WithDensity):
             algorithm.num_selected(worker)
-
-
-def _num_entries(network: str, num_classes: int) -> int:
-    """J, without making the weights."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in NETWORKS[network](num_classes).parameters())

@@ -1,4 +1,4 @@
-from regtopk.core.words import counted
+from regtopk.words import counted
 
 
 def test_one_thing_is_singular() -> None:
