@@ -175,7 +175,11 @@ def refuse_model(case: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("scope", ["model", "bucket"])
 def test_attached_twice(two_ranks: Ranks, scope: Scope) -> None:
-    expected = "ClusterError", "attach must be called once for a model: this one is attached already"
+    expected = (
+        "ClusterError",
+        "attach must be called once for a model: this one has been attached already (after detach(), wrap "
+        "the network in a new DistributedDataParallel)",
+    )
     assert two_ranks.run(attach_twice, scope) == [expected] * 2
 
 

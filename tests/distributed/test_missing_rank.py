@@ -12,7 +12,7 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
-ADVICE = "; if all do, and one is only slow, give them a longer timeout"
+ADVICE = "; if all do, and one is only slow, give them a longer handshake_timeout_s"
 
 
 def test_attach(two_ranks: Ranks) -> None:
@@ -62,6 +62,7 @@ def forget_exchange() -> Any:
 
 def test_gather_state_dict(two_ranks: Ranks) -> None:
     said = "ClusterError", f"did every rank call gather_state_dict? rank 1 has not after 0.5 s{ADVICE}"
+    said = said[0], said[1].replace("handshake_timeout_s", "timeout_s")
     assert two_ranks.run(forget_to_gather) == [(said, ["0", "1"]), (None, None)]
 
 

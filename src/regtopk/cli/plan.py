@@ -102,7 +102,9 @@ def plan(
     if out is not None:
         page.write_run(out, found, costs, summary, command=_as_typed(context), force=force)
         written = write_report(out)
-    answer = [page.verdict(found), *summary["notes"]]
+    where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
+    source = f"Measured costs: {calibration or machine.path} ({where})"
+    answer = [page.verdict(found), *summary["notes"], source]
     show(summary, {"plan": {"table": page.table(found)}}, written, as_json=as_json, notes=answer)
 
 

@@ -87,7 +87,7 @@ class ExchangeBase:
         """
         check_positive("timeout_s", timeout_s)
         mine = self._steps.state_dict()
-        roll_call(self._collectives, "gather_state_dict", timeout_s)
+        roll_call(self._collectives, "gather_state_dict", "timeout_s", timeout_s)
         parts = self._collectives.gather_objects(mine, dst)
         return None if parts is None else merge_state_dicts(parts)
 

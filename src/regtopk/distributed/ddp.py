@@ -211,7 +211,10 @@ def attach(
         return OneProcess(inner, algorithm, options)
     ddp = _wrapped(model)
     if ddp in _attached:
-        raise ClusterError("attach must be called once for a model: this one is attached already")
+        raise ClusterError(
+            "attach must be called once for a model: this one has been attached already (after detach(), "
+            "wrap the network in a new DistributedDataParallel)"
+        )
     state = SparseHookState(ddp, algorithm, **vars(options))
     try:
         ddp.register_comm_hook(state, sparse_hook)

@@ -21,7 +21,7 @@ from regtopk.errors import ArgumentError, ClusterError, OracleError
 _num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # roll calls of each group
 
 
-def roll_call(collectives: Collectives, call: str, timeout_s: float) -> None:
+def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float) -> None:
     """See that every rank has made a call, before a collective that would wait for a missing one.
 
     Such a collective ends with the process group's timeout (half an hour unless it was set), and does not say
@@ -48,7 +48,7 @@ def roll_call(collectives: Collectives, call: str, timeout_s: float) -> None:
         ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(missing)} have"
         raise ClusterError(
             f"did every rank call {call}? {ranks} not after {timeout_s:g} s; if all do, and one is only "
-            "slow, give them a longer timeout"
+            f"slow, give them a longer {option}"
         )
     _num_calls[collectives.group] = number + 1
 

@@ -64,7 +64,7 @@ class Steps:
         )
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
-        roll_call(collectives, call, options.handshake_timeout_s)
+        roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
         weights = agree(collectives, algorithm, options.weight, self._settings(skipped))
         self.rank = Rank(
             collectives,

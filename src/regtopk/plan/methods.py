@@ -39,6 +39,11 @@ class Method(NamedTuple):
         return self not in (DENSE, FP16)
 
     @property
+    def is_blind(self) -> bool:
+        """Whether it sends entries without a look at the gradient: at equal density it learns less."""
+        return self.name in ALGORITHMS and probe(self.name, self.density, self.value_code).is_blind
+
+    @property
     def label(self) -> str:
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
         return "dense, coded" if self.name == DENSE.name and self != DENSE else self.name

@@ -20,7 +20,6 @@ from regtopk.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a step's computation
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
-NOT_ADVISED = "randomk"  # it looks at no gradient, and at equal density learns less
 EQUAL = 1.05  # steps whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
@@ -121,19 +120,20 @@ class Plan(NamedTuple):
         return dense.step_time_s / prediction.step_time_s
 
     def fastest_by_label(self) -> list[Prediction]:
-        """Each method in its fastest way: dense, then the others, fastest first."""
+        """Each method in its fastest way, the best as advised: dense, then the others, fastest first."""
         found: dict[str, Prediction] = {}
-        for p in sorted(self.predictions, key=lambda p: (p.method != DENSE, p.step_time_s)):
+        for p in sorted(self.predictions, key=lambda p: p.step_time_s):
             found.setdefault(p.method.label, p)
-        return list(found.values())
+        found[self.best.method.label] = self.best
+        return sorted(found.values(), key=lambda p: (p.method != DENSE, p.step_time_s))
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
     """The fastest step; of those within 5 % of it the one that sends most, since it learns most.
 
-    A support drawn at random is predicted but not advised.
+    A method that sends entries without a look at the gradient is predicted but not advised.
     """
-    advised = [p for p in predictions if p.method.name != NOT_ADVISED]
+    advised = [p for p in predictions if not p.method.is_blind]
     fastest = min(p.step_time_s for p in advised)
     near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
     return max(near, key=lambda p: p.exchange.payload_bytes)
