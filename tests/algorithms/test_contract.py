@@ -11,6 +11,7 @@ from regtopk.algorithms import Dense, TopK
 from regtopk.core.algorithm import Promise
 from regtopk.core.codes import is_lossless
 from regtopk.core.state import State, accumulation_dtype
+from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError, GradientError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import (
@@ -86,6 +87,18 @@ def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype
         assert batch.dtype in (torch.int64, accumulation_dtype(dtype))
         for rank, single in enumerate(singles):
             assert torch.equal(single, batch if rule == "shared" else batch[rank]), name
+
+
+@all_cases
+def test_a_long_batch_equals_single_workers(case: Case) -> None:
+    """torch adds long rows of a batch in another order than one row alone."""
+    layout = Layout.of_shapes([("weight", (300, 333), "linear"), ("bias", (333,), "bias")])
+    algorithm = case.make(density=None if "k" in case.options else 0.45)
+    ranks = LockStep(algorithm, WEIGHTS, layout, torch.float32)
+    cluster = Cluster(algorithm, num_workers=N, weights=WEIGHTS, layout=layout)
+    for grads in random_grads(2, N, layout.numel):
+        aggregates, _ = ranks.step(grads)
+        assert torch.equal(aggregates[0], cluster.step(grads))
 
 
 @that_promise("replicates")

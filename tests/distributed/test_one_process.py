@@ -72,8 +72,9 @@ def load(state: dict[str, Any]) -> None:
     assert exchange.num_steps == 3
 
 
-def test_forgotten_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_forgotten_under_a_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several processes, none of which joined a process group or wrapped its model."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ClusterError, match=r"^model must be a DistributedDataParallel, got Net: wrap it"):
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ClusterError, match="model must be a DistributedDataParallel, got Net: wrap it first"):
         regtopk.attach(make_net(), REGTOPK)

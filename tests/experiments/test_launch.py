@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from regtopk.errors import ClusterError
-from regtopk.experiments.launch import launch
+from regtopk.experiments.launch import _paths, launch
 from tests.experiments import ranks
 from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 CALLER = """
-from regtopk.experiments.launch import launch
+from regtopk.experiments.launch import _paths, launch
 from tests.experiments import ranks
 for record in launch(ranks.sleep, {}, 2):
     print(record["pid"], flush=True)
@@ -25,6 +25,12 @@ def wait_until_gone(pids: list[int], timeout_s: float = 60) -> None:
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"one of {pids} is still there"
         time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks import this folder's tests, which they find by PYTHONPATH alone."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
 
 def is_running(pid: int) -> bool:
@@ -55,6 +61,16 @@ def test_ranks_listen_on_loopback_alone_and_import_nothing_from_the_current_fold
     records = list(launch(ranks.listen, {}, 2))
     assert records and {record["address"] for record in records} == {"0100007F"}  # 127.0.0.1
     assert all(Path(record["html"]).parent != tmp_path for record in records)
+
+
+def test_the_current_folder_is_no_path_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # as `python -c` has it; `python -m` has the folder's name
+    assert str(tmp_path) not in _paths() and str(ROOT) in _paths()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert str(tmp_path) in _paths()
 
 
 def test_every_rank_is_heard_and_ends_when_nobody_listens() -> None:

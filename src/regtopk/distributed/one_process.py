@@ -15,13 +15,14 @@ from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.step import Steps
 
 _log = logging.getLogger("regtopk")
+WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
 
 
 def is_one_process() -> bool:
     """Whether this process trains alone: no launcher started others, and no process group holds others."""
     if dist.is_initialized():
         return dist.get_world_size() == 1
-    return os.environ.get("WORLD_SIZE", "1") == "1"
+    return all(os.environ.get(name, "1") == "1" for name in WORLD_SIZES)
 
 
 class OneProcess(ExchangeBase):

@@ -80,7 +80,7 @@ class Steps:
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
         self.is_closed = False
-        self.lock = threading.RLock()  # held by whoever changes or reads the state
+        self.lock = threading.RLock()  # keeps savers and the thread of scope="bucket" apart
         self._shared_report: Report | None = None
         self._writer = options.writer
 

@@ -108,7 +108,7 @@ class CompareConfig(Protocol):
         return {"algorithms": ",".join(labels), "num_seeds": len(seeds), "seeds": which}
 
     def recorded_density(self, run: Run, algorithm: Algorithm[Any], numel: int) -> float | None:
-        """That of the comparison. A method that has its own says None, and is shown at every density."""
+        """The density of the comparison. It is None for a method that has its own, shown at every density."""
         return run.density
 
 

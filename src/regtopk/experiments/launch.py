@@ -78,8 +78,8 @@ def emit(record: Record) -> None:
 def join_group(backend: str) -> None:
     """Initialise torch.distributed on a rank."""
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = f"file://{os.environ[STORE]}"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_workers)
+    store = dist.FileStore(os.environ[STORE], num_workers)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_workers)
 
 
 def run_rank(entry: str, settings: str) -> None:
@@ -104,10 +104,9 @@ def _start(
         "WORLD_SIZE": num_workers,
         STORE: os.path.join(folder, "store"),
     }
-    paths = json.dumps([os.path.abspath(path) for path in sys.path])
     name = f"{entry.__module__}:{entry.__qualname__}"
     return subprocess.Popen(
-        [sys.executable, "-c", START, paths, name, json.dumps(settings)],
+        [sys.executable, "-c", START, json.dumps(_paths()), name, json.dumps(settings)],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -115,6 +114,13 @@ def _start(
         env={**os.environ, **loopback, **{key: str(value) for key, value in place.items()}},
         start_new_session=True,  # Ctrl-C reaches the caller alone, which then closes our standard input
     )
+
+
+def _paths() -> list[str]:
+    """Where this process looks for modules, without the current folder unless PYTHONPATH names it."""
+    named = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [path for path in paths if path != os.getcwd() or path in named]
 
 
 def _listen(rank: int, process: subprocess.Popen[str], lines: "queue.SimpleQueue[tuple[int, str]]") -> None:

@@ -14,7 +14,7 @@ from regtopk.kernels.reference import take_above_, take_largest_per_chunk_
 
 __all__ = ["sum_dense_in_rank_order", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
-_SCARCE = 64  # where at most one of so many entries is taken, torch is as fast
+_SCARCE = 64  # if at most one of 64 entries is taken, torch is as fast
 
 
 def take_largest_(

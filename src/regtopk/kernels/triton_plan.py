@@ -11,7 +11,7 @@ from torch import Tensor
 from regtopk.kernels.triton_words import words_per_row
 
 _MAX_SAMPLES = 1 << 15
-_PER_KEY = 8  # of so many samples, the largest stands for all
+_PER_KEY = 8  # samples per key: the largest of them is the key
 _LEAST_CAPACITY = 1 << 12
 _ENTRIES_PER_BYTE = 16  # memory for candidates takes J / 16 bytes at most
 

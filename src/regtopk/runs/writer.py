@@ -40,7 +40,8 @@ class RunWriter:
     ) -> None:
         self.folder = folder
         self.is_continued = resume and (folder / CONFIG).exists()
-        self._carried: Record = {}
+        # of the record before; unknown, so that it is written, where a run goes on
+        self._carried: Record | None = None if self.is_continued else dict.fromkeys(CARRIED)
         if not self.is_continued:
             _check_free(folder, force=force)
         self._metrics = _open_locked(folder)
@@ -87,7 +88,8 @@ class RunWriter:
         """
         carried = {name: record.get(name) for name in CARRIED}
         fields = {name: value for name, value in record.items() if name not in CARRIED}
-        fields |= {name: value for name, value in carried.items() if value != self._carried.get(name)}
+        before = self._carried
+        fields |= {name: value for name, value in carried.items() if before is None or value != before[name]}
         try:
             line = json.dumps(fields, allow_nan=False)
         except ValueError:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from regtopk.errors import ArgumentError
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.text import library_sources, load_text, windows
 
 
@@ -52,3 +53,8 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         load_text(path)
     with pytest.raises(ArgumentError, match=r"this Python has no library sources in .*: give a text file"):
         library_sources(tmp_path)
+
+
+def test_text_has_no_classes_to_split_by() -> None:
+    with pytest.raises(ArgumentError, match="split must be iid, sorted or unequal for text"):
+        DeepConfig(**{**PRESETS["gpt"], "preset": "gpt", "split": "dirichlet:0.1"})
