@@ -78,7 +78,7 @@ def emit(record: Record) -> None:
 def join_group(backend: str) -> None:
     """Initialise torch.distributed on a rank."""
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ[STORE], num_workers)
+    store = dist.FileStore(os.environ[STORE], num_workers)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_workers)
 
 
