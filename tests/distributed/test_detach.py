@@ -45,6 +45,9 @@ def train_detached_and_plain(scope: Scope, **options: object) -> tuple[Tensor, T
         train(trained, 3, 6)
     assert exchange.num_steps == 3 and exchange.total.sent_bytes == sent_bytes
     assert exchange.total.residual_norm == 0  # what was not sent is dropped
+    assert exchange.summary().endswith(
+        "\n  detached  the residual was dropped; the dense steps since are not counted here"
+    )
     refused = "ClusterError", "the exchange must not be used after detach()"
     assert refusal(exchange.state_dict) == refused
     return flat_parameters(model), flat_parameters(plain)

@@ -86,6 +86,11 @@ class SparseHookState(ExchangeBase):
         self._steps.buckets.all = []  # sets the memory of the residuals free
         self._is_detached = True
 
+    def summary(self) -> str:
+        """What this rank sent until it was detached, if it was, and where the time went."""
+        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
+        return super().summary() + (dense if self._is_detached else "")
+
     def _on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""
         if self._is_detached:
