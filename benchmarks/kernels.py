@@ -33,7 +33,6 @@ from reporting import give, parser_for
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.kernels import reference
 from regtopk.kernels.dispatch import kernel_named
 
 FLOOR, TOPK, REGTOPK = "in-place add", "Top-k", "RegTop-k"
@@ -77,7 +76,8 @@ class Vectors:
         self.damped = self.topk(self.residual, 0)[0]
         for turn in range(case.num_warm_up):
             self.damped = self.topk(self.residual, turn)[0]
-        self.damping = torch.rand(self.damped.shape, device=case.device)
+        size = self.residual.gather(-1, self.damped).abs()
+        self.scores = size * torch.rand(size.shape, device=case.device)
 
     def steps(self) -> dict[str, list[Step]]:
         """Of each kind, one step for every gradient."""
@@ -97,20 +97,23 @@ class Vectors:
 
     def regtopk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         return self.kernel.take_largest_(
-            residual, self.grads[turn], self.k, damped=self.damped, damping=self.damping
+            residual, self.grads[turn], self.k, damped=self.damped, scores=self.scores
         )
 
     def plain_topk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         residual.add_(self.grads[turn])
-        indices = residual.abs().topk(self.k, sorted=False).indices
+        return self._move_out(residual, residual.abs())
+
+    def _move_out(self, residual: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+        indices = score.topk(self.k, sorted=False).indices
         values = residual.gather(-1, indices)
         residual.scatter_(-1, indices, 0.0)
         return indices, values
 
     def plain_regtopk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        return reference.take_largest_(
-            residual, self.grads[turn], self.k, damped=self.damped, damping=self.damping
-        )
+        residual.add_(self.grads[turn])
+        score = residual.abs().scatter_(-1, self.damped, self.scores)
+        return self._move_out(residual, score)
 
 
 def time_on_cpu(case: Case, rounds: int) -> Times:

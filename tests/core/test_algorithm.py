@@ -84,6 +84,7 @@ def test_options_are_plain_and_name_functions() -> None:
         "k": None,
         "value_code": "float32",
         "mu": 4.0,
+        "damping": "factor",
         "reference": "previous",
         "q": "inf",
         "regularizer": "tanh",

@@ -73,8 +73,8 @@ def test_finding_the_largest_leaves_them_there() -> None:
     residual, grad = torch.tensor([1.0, 0.0, 5.0]), torch.tensor([1.0, -4.0, 0.0])
     assert find_largest_(residual, grad, 2).tolist() == [1, 2]
     assert residual.tolist() == [2.0, -4.0, 5.0]
-    damped, damping = torch.tensor([2]), torch.tensor([0.1])
-    assert find_largest_(residual, torch.zeros(3), 2, damped=damped, damping=damping).tolist() == [0, 1]
+    damped, scores = torch.tensor([2]), torch.tensor([0.5])
+    assert find_largest_(residual, torch.zeros(3), 2, damped=damped, scores=scores).tolist() == [0, 1]
 
 
 def test_what_a_mask_takes_and_what_is_sent_in_its_place() -> None:

@@ -53,12 +53,12 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     residual = torch.zeros(num_rows, numel, dtype=residual_dtype)
     grad = torch.zeros(num_rows, numel, dtype=grad_dtype)
     damped = torch.arange(k).expand(num_rows, k)
-    damping = torch.zeros(num_rows, k, dtype=residual_dtype)
-    cuda.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    scores = torch.zeros(num_rows, k, dtype=residual_dtype)
+    cuda.take_largest_(residual, grad, k, damped=damped, scores=scores)
     cuda.take_largest_(residual, grad, numel // 2)
     cuda.take_above_(residual, grad, 1.0, k)
     cuda.take_above_(residual, None, 1.0, k)
-    cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped=damped, damping=damping)
+    cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped=damped, scores=scores)
     cuda.take_largest_per_chunk_(residual, grad, 4096, 4)
 
 

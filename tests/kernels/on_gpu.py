@@ -115,10 +115,12 @@ def a_captured_graph() -> None:
     numel, k = 1_000_003, 1000
     residual, grad = normal(numel), normal(numel)
     damped, damping = choose_damped(numel, k, device="cuda")
+    scores = torch.empty_like(damping)
 
     def step() -> tuple[Tensor, Tensor]:
-        return kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
+        return kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
 
+    scores.copy_((residual + grad)[damped].abs() * damping)
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -131,6 +133,7 @@ def a_captured_graph() -> None:
     for new in inputs:  # both the usual path and the one for many equal entries
         residual.zero_()
         grad.copy_(new)
+        scores.copy_(new[damped].abs() * damping)
         expected = torch.zeros_like(residual)
         graph.replay()
         torch.cuda.synchronize()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import dispatch, reference, small_rows
-from tests.kernels.checks import ADVERSARIAL, bits, choose_damped
+from tests.kernels.checks import ADVERSARIAL, bits, choose_damped, scores_of
 
 DTYPES = [torch.float32, torch.float64]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -15,8 +15,9 @@ def check(
     residual: Tensor, grad: Tensor, k: int, damped: Tensor | None = None, damping: Tensor | None = None
 ) -> None:
     of_reference = residual.clone()
-    expected = reference.take_largest_(of_reference, grad, k, damped=damped, damping=damping)
-    taken = small_rows.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    scores = scores_of(residual.clone().add_(grad), damped, damping)
+    expected = reference.take_largest_(of_reference, grad, k, damped=damped, scores=scores)
+    taken = small_rows.take_largest_(residual, grad, k, damped=damped, scores=scores)
     assert torch.equal(taken[0], expected[0]) and taken[0].dtype == torch.int64
     assert torch.equal(bits(taken[1]), bits(expected[1]))
     assert torch.equal(bits(residual), bits(of_reference))

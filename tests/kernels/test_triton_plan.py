@@ -15,7 +15,7 @@ from regtopk.kernels.triton_plan import Plan, plan_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SAMPLES = 1 << 15
-GIVEN_OR_K_LONG = {"residual", "grad", "damped", "damping", "saved", "indices", "values"}
+GIVEN_OR_K_LONG = {"residual", "grad", "damped", "scores", "saved", "indices", "values"}
 
 
 @pytest.mark.parametrize("item_bytes", [4, 8])
@@ -42,8 +42,8 @@ def test_no_temporary_is_larger_than_promised(
 
     monkeypatch.setattr(cuda, "launch", note_sizes)
     residual, k = torch.empty(numel, dtype=dtype, device="meta"), round(density * numel)
-    damped, damping = torch.empty(k, dtype=torch.int64, device="meta"), residual[:k]
-    cuda.take_largest_(residual, residual, k, damped=damped, damping=damping)
+    damped, scores = torch.empty(k, dtype=torch.int64, device="meta"), residual[:k]
+    cuda.take_largest_(residual, residual, k, damped=damped, scores=scores)
     assert {"work", "keys", "offsets", "slots", "tile_counts", "tile_stops", "num_above"} <= set(temporaries)
     for name, num_bytes in temporaries.items():
         assert num_bytes <= max(math.ceil(numel / 2048) * 128, 1 << 15), name

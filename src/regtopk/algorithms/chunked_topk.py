@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damping_of
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
     Promises,
@@ -75,8 +75,8 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         """One step of chunked Top-k."""
         chunk, k_per_chunk = self._sizes(worker)
         residual = state.residual.mul_(self.decay)
-        damping = damping_of(self.score, state, residual, grad, worker)
-        sent = take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, code=self.value_code, **damping)
+        damped = damped_by(self.score, state, residual, grad, worker)
+        sent = take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, code=self.value_code, **damped)
         aggregate = yield from SparseSum(sent, worker.weight)
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damping_of
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     VALUE_CODES,
     Conversation,
@@ -81,8 +81,8 @@ class Consensus(Sparsifier[ScoredState]):
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of consensus."""
         k, residual, senders = self.num_selected(worker), state.residual, worker.senders
-        damping = damping_of(self.score, state, residual, grad, worker)
-        own = find_largest_(residual, grad, -(-k // len(senders)), **damping)
+        damped = damped_by(self.score, state, residual, grad, worker)
+        own = find_largest_(residual, grad, -(-k // len(senders)), **damped)
         gathered = yield from Gather(own, numel=worker.numel)
         drawn = random_sequence(worker.numel, k, self.seed, worker.step, grad.device)
         support = first_distinct(gathered.joined(senders), drawn, k)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damping_of
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
     Promises,
@@ -112,8 +112,8 @@ class DGC(Sparsifier[DGCState]):
         if self.selection == "sampled":
             sent = self._take_sampled_(v, u, k, worker.step)
         else:
-            damping = damping_of(self.score, state, v, u, worker)
-            sent = take_largest_(v, u, k, code=self.value_code, **damping)
+            damped = damped_by(self.score, state, v, u, worker)
+            sent = take_largest_(v, u, k, code=self.value_code, **damped)
         clear_at_(u, sent)
         aggregate = yield from SparseSum(sent, worker.weight)
         if self.score is not None:

@@ -53,20 +53,31 @@ class ScoredState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class PosteriorScore:
-    """score_j = |a_j^t| · u_mu(|1 + D_j^t|) / u_mu(|1 + Q|) if entry j was sent last, else |a_j^t|.
+    """The score of an entry is |a_j^t| if it was not sent last, and otherwise less.
 
-        "previous":  D = (g^{t-1} - w a^{t-1}) / (w a^{t-1}),   so 1 + D = g^{t-1} / (w a^{t-1})
-        "current":   D = (g^{t-1} - w a^{t-1}) / (w a^t)        (as Algorithm 1 is printed)
+        "factor":  |a_j^t| · u_mu(|1 + D_j^t|) / u_mu(|1 + Q|)      (Algorithm 1)
+
+            "previous":  D = (g^{t-1} - w a^{t-1}) / (w a^{t-1}),   so 1 + D = g^{t-1} / (w a^{t-1})
+            "current":   D = (g^{t-1} - w a^{t-1}) / (w a^t)        (as Algorithm 1 is printed)
+
+        "cap":     min(|a_j^t|, |g_j^{t-1}| / mu)
+
+    Where an entry cancels among workers, the factor makes its score almost |g| / (w mu), which is almost the
+    same on all of them, so that they send it together or not at all. The cap is the same on all of them to
+    the bit, whatever they hold and weigh (docs/why.md).
 
     Args:
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
-        reference: which a the distortion is measured against.
-        q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
+        damping: what the score of an entry sent last is: "factor" or "cap".
+        reference: which a the distortion is measured against; a cap has none.
+        q: the paper's Q, > -1; inf gives entries not sent last the factor 1; a cap has none.
         regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
-            finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
+            finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu; a cap has
+            none.
     """
 
     mu: float = 4.0
+    damping: Literal["factor", "cap"] = "factor"
     reference: Literal["previous", "current"] = "previous"
     q: float = math.inf
     regularizer: str | Regularizer = "tanh"
@@ -74,6 +85,7 @@ class PosteriorScore:
     def __post_init__(self) -> None:
         """Check the options."""
         check_number("mu", self.mu, "positive and finite", lambda x: 0 < x < math.inf)
+        check_choice("damping", self.damping, ("factor", "cap"))
         check_choice("reference", self.reference, ("previous", "current"))
         check_number("q", self.q, "greater than -1 (inf is allowed)", lambda x: x > -1)
         is_known = isinstance(self.regularizer, str) and self.regularizer in REGULARIZERS
@@ -83,24 +95,38 @@ class PosteriorScore:
                 f"got {self.regularizer!r}"
             )
         self._check_regularizer()
+        of_a_factor = {"reference": "previous", "q": math.inf, "regularizer": "tanh"}
+        for option, default in of_a_factor.items():
+            if self.damping == "cap" and getattr(self, option) != default:
+                raise ArgumentError(
+                    f"{option} belongs to damping='factor' and must be left out with damping='cap', "
+                    f"got {getattr(self, option)!r}"
+                )
 
-    def damping(self, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker) -> Tensor:
-        """u_mu(|1 + D|) / u_mu(|1 + Q|) of the entries sent last: O(k), computed in float64."""
-        if self.reference == "previous":
-            above, below = last.aggregate, last.own
+    def scores(self, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker) -> Tensor:
+        """The scores of the entries sent last, (..., k), in the residual's dtype: O(k)."""
+        accumulated = residual.gather(-1, last.indices) + grad.gather(-1, last.indices)
+        size = accumulated.abs().to(residual.dtype)
+        if self.damping == "cap":
+            damped = size.minimum(last.aggregate.abs() / self.mu)
         else:
-            accumulated = residual.gather(-1, last.indices) + grad.gather(-1, last.indices)
-            below = worker.weight * accumulated
-            above = below + (last.aggregate - last.own)
-        distance = above.double().div_(below).abs_()  # |1 + D|
-        if below is not last.own:
-            distance.masked_fill_(below == 0, 0.0)  # where a^t = 0 the score is 0, whatever D is
+            damped = size * self._factor(last, accumulated, worker)
+        # An entry sent as exactly zero counts as not sent.
+        return torch.where(last.own == 0, size, damped)
+
+    def _factor(self, last: ScoredState, accumulated: Tensor, worker: Worker) -> Tensor:
+        """u_mu(|1 + D|) / u_mu(|1 + Q|), computed in float64; anything where zero was sent."""
+        if self.reference == "previous":
+            distance = last.aggregate.double().div_(last.own).abs_()  # |1 + D|
+        else:
+            own_now = worker.weight * accumulated
+            distance = (own_now + (last.aggregate - last.own)).double().div_(own_now).abs_()
+            distance.masked_fill_(own_now == 0, 0.0)  # where a^t = 0 the score is 0, whatever D is
         factor = self._u(distance)
         if self.q != math.inf or callable(self.regularizer):  # otherwise the factor is at most 1
             largest = torch.finfo(last.own.dtype).max  # finite, so that 0 · factor is 0
             factor = (factor / self._factor_elsewhere()).clamp_(max=largest)
-        # An entry sent as exactly zero counts as not sent.
-        return torch.where(last.own == 0, 1.0, factor).to(last.own.dtype)
+        return factor.to(last.own.dtype)
 
     def _u(self, x: Tensor) -> Tensor:
         if isinstance(self.regularizer, str):
@@ -136,10 +162,10 @@ def check_score(score: object) -> None:
         raise ArgumentError(f"score must be None (magnitude) or a PosteriorScore, got {score!r}")
 
 
-def damping_of(
+def damped_by(
     score: PosteriorScore | None, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker
 ) -> dict[str, Tensor]:
-    """The arguments `damped` and `damping` of a selection from residual + grad; none without a score."""
+    """The arguments `damped` and `scores` of a selection from residual + grad; none without a score."""
     if score is None:
         return {}
-    return {"damped": last.indices, "damping": score.damping(last, residual, grad, worker)}
+    return {"damped": last.indices, "scores": score.scores(last, residual, grad, worker)}

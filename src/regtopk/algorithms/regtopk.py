@@ -22,6 +22,9 @@ class RegTopK(Sparsifier[ScoredState]):
         "current":   (g^{t-1} - w a^{t-1}) / (w a^t)        (as Algorithm 1 is printed)
 
     s^t = Top_k(|a^t| · u_mu(|1 + D^t|)), plain Top-k at t = 0        u_mu(x) = tanh(x / mu)
+
+        damping="cap":  Top_k(min(|a^t|, |g^{t-1}| / mu) where s^{t-1} = 1, and |a^t| elsewhere)
+
     send s^t * a^t, receive g^t = sum_n w_n (s_n^t * a_n^t)
     e^{t+1} = a^t - s^t * a^t
 
@@ -34,6 +37,8 @@ class RegTopK(Sparsifier[ScoredState]):
         k: entries a worker sends.
         value_code: how values are coded on the wire.
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
+        damping: "factor" is the paper's. With "cap" RegTop-k stays at an optimum it has reached
+            (docs/why.md); it knows no reference, q and regularizer.
         reference: which a the distortion is measured against.
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
         regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
@@ -47,6 +52,7 @@ class RegTopK(Sparsifier[ScoredState]):
     name: ClassVar[str] = "regtopk"
     promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
     mu: float = 4.0
+    damping: Literal["factor", "cap"] = "factor"
     reference: Literal["previous", "current"] = "previous"
     q: float = math.inf
     regularizer: str | Regularizer = "tanh"
@@ -58,8 +64,10 @@ class RegTopK(Sparsifier[ScoredState]):
 
     @cached_property
     def score(self) -> PosteriorScore:
-        """|a| · u_mu(|1 + D|), what the largest k are chosen by."""
-        return PosteriorScore(mu=self.mu, reference=self.reference, q=self.q, regularizer=self.regularizer)
+        """|a| · u_mu(|1 + D|), or min(|a|, |g| / mu): what the largest k are chosen by."""
+        return PosteriorScore(
+            mu=self.mu, damping=self.damping, reference=self.reference, q=self.q, regularizer=self.regularizer
+        )
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
@@ -68,8 +76,8 @@ class RegTopK(Sparsifier[ScoredState]):
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
-        damping = self.score.damping(state, residual, grad, worker)
-        sent = take_largest_(residual, grad, k, code=self.value_code, damped=state.indices, damping=damping)
+        scores = self.score.scores(state, residual, grad, worker)
+        sent = take_largest_(residual, grad, k, code=self.value_code, damped=state.indices, scores=scores)
         aggregate = yield from SparseSum(sent, worker.weight)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -15,14 +15,14 @@ def take_largest_(
     *,
     code: str = "float32",
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> SparseGradient:
     """residual := residual + grad - sent, where sent holds the k entries of largest score.
 
-    score_j = |a_j| · damping_j (1 where j is not in ``damped``), a = residual + grad.
+    a = residual + grad, score_j = |a_j|, or what ``scores`` says where j is in ``damped``.
     """
     kernel = kernels.kernel_for(residual, grad)
-    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
     sent = _code_(residual, indices, values, code)
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
@@ -35,12 +35,12 @@ def take_largest_per_chunk_(
     *,
     code: str = "float32",
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> SparseGradient:
     """The same with the k largest scores of every chunk; all of a last chunk that is shorter."""
     kernel = kernels.kernel_for(residual, grad)
     indices, values = kernel.take_largest_per_chunk_(
-        residual, grad, chunk, k_per_chunk, damped=damped, damping=damping
+        residual, grad, chunk, k_per_chunk, damped=damped, scores=scores
     )
     sent = _code_(residual, indices, values, code)
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
@@ -116,11 +116,11 @@ def find_largest_(
     k: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
     kernel = kernels.kernel_for(residual, grad)
-    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, damping=damping)
+    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
     residual.scatter_(-1, indices, values)
     return indices
 

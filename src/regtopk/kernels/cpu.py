@@ -39,10 +39,10 @@ def take_largest_(
     k: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
-    rows = rows_of(residual, grad, damped, damping)
+    rows = rows_of(residual, grad, damped, scores)
     indices, values = outputs(residual, k)
 
     def take_row(n: int, num_threads: int) -> None:
@@ -77,17 +77,17 @@ def take_largest_per_chunk_(
     k_per_chunk: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_per_chunk_`."""
-    rows = rows_of(residual, grad, damped, damping)
+    rows = rows_of(residual, grad, damped, scores)
     whole, rest = divmod(residual.shape[-1], chunk)
     indices, values = outputs(residual, whole * k_per_chunk + min(k_per_chunk, rest))
 
     def take_stretch(n: int, start: int, stop: int) -> None:
         row, at = rows[n], slice(start // chunk * k_per_chunk, math.ceil(stop / chunk) * k_per_chunk)
         loops.take_per_chunk_(
-            row.accumulated, row.bits, row.grad, row.kind, row.mask, row.damped, row.damping, row.saved,
+            row.accumulated, row.bits, row.grad, row.kind, row.mask, row.damped, row.scores, row.saved,
             start, stop, chunk, k_per_chunk, indices[n, at], values[n, at],
         )  # fmt: skip
 

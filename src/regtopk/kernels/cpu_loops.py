@@ -103,11 +103,11 @@ def is_ascending(indices: Array) -> bool:
 
 
 @_compiled
-def damp_(accumulated: Array, damped: Array, damping: Array, saved: Array, d: Any, stop: int) -> Any:
-    """Put scores |a| · damping in the place of a, for the damped entries from the d-th up to `stop`."""
+def damp_(accumulated: Array, damped: Array, scores: Array, saved: Array, d: Any, stop: int) -> Any:
+    """Put scores in the place of a, for the damped entries from the d-th up to `stop`."""
     while d < damped.size and damped[d] < stop:
         saved[d] = accumulated[damped[d]]
-        accumulated[damped[d]] = abs(saved[d]) * damping[d]
+        accumulated[damped[d]] = scores[d]
         d += 1
     return d
 
@@ -151,7 +151,7 @@ def accumulate_and_collect_(
     mask: Any,
     guess: Any,
     damped: Array,
-    damping: Array,
+    scores: Array,
     saved: Array,
     start: int,
     stop: int,
@@ -164,7 +164,7 @@ def accumulate_and_collect_(
     for block in range(start, stop, BLOCK):
         end = min(block + BLOCK, stop)
         add_(accumulated[block:end], grad[block:end], kind)
-        d = damp_(accumulated, damped, damping, saved, d, end)
+        d = damp_(accumulated, damped, scores, saved, d, end)
         num = collect(bits, block, end, mask, guess, num, positions, keys)
     return num
 
@@ -276,7 +276,7 @@ def take_per_chunk_(
     kind: int,
     mask: Any,
     damped: Array,
-    damping: Array,
+    scores: Array,
     saved: Array,
     start: int,
     stop: int,
@@ -291,7 +291,7 @@ def take_per_chunk_(
     for first in range(start, stop, chunk):
         last = min(first + chunk, stop)
         add_(accumulated[first:last], grad[first:last], kind)
-        d = damp_(accumulated, damped, damping, saved, d, last)
+        d = damp_(accumulated, damped, scores, saved, d, last)
         num_taken = min(k, last - first)
         threshold = kth_largest_key(bits[first:last], mask, num_taken)
         num_above = num_at_least(bits[first:last], mask, bits.dtype.type(threshold + 1))

@@ -26,7 +26,7 @@ class Row:
     kind: int
     mask: Any
     damped: Array
-    damping: Array
+    scores: Array
     saved: Array
     stretches: tuple[tuple[int, int], ...] = ()
 
@@ -40,27 +40,25 @@ class Row:
         return replace(self, stretches=tuple(cut(self.numel, num_threads, multiple_of)))
 
 
-def rows_of(
-    residual: Tensor, grad: Tensor | None, damped: Tensor | None, damping: Tensor | None
-) -> list[Row]:
+def rows_of(residual: Tensor, grad: Tensor | None, damped: Tensor | None, scores: Tensor | None) -> list[Row]:
     """Each row's memory; the damped entries in ascending order."""
     key_type = np.uint32 if residual.dtype == torch.float32 else np.uint64
     mask = key_type((1 << (8 * residual.itemsize - 1)) - 1)
     accumulated = flat(residual)
-    if damped is None or damping is None:
+    if damped is None or scores is None:
         damped = residual.new_empty(*residual.shape[:-1], 0, dtype=torch.int64)
-        damping = residual.new_empty(*residual.shape[:-1], 0)
-    damped, damping = damped.contiguous(), damping.contiguous()
+        scores = residual.new_empty(*residual.shape[:-1], 0)
+    damped, scores = damped.contiguous(), scores.contiguous()
     if not all(loops.is_ascending(where) for where in flat(damped)):
         damped, order = damped.sort(dim=-1)
-        damping = damping.gather(-1, order)
+        scores = scores.gather(-1, order)
     kind = loops.NOTHING if grad is None else _HALF_KINDS.get(grad.dtype, loops.NATIVE)
     if grad is not None and kind != loops.NATIVE:
         grad = grad.view(torch.uint16)
     grads = accumulated if grad is None else flat(grad)
     return [
-        Row(a, a.view(key_type), g, kind, mask, where, by, np.empty(where.size, a.dtype))
-        for a, g, where, by in zip(accumulated, grads, flat(damped), flat(damping), strict=True)
+        Row(a, a.view(key_type), g, kind, mask, where, score, np.empty(where.size, a.dtype))
+        for a, g, where, score in zip(accumulated, grads, flat(damped), flat(scores), strict=True)
     ]
 
 

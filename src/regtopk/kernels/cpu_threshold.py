@@ -48,7 +48,7 @@ def collect_(row: Row, guess: Any, capacity: int) -> list[tuple[int, Array, Arra
         keys = np.empty(room, row.bits.dtype)
         num = loops.accumulate_and_collect_(
             row.accumulated, row.bits, row.grad, row.kind, row.mask, guess,
-            row.damped, row.damping, row.saved, start, stop, positions, keys,
+            row.damped, row.scores, row.saved, start, stop, positions, keys,
         )  # fmt: skip
         return num, positions, keys
 

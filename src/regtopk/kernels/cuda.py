@@ -49,12 +49,12 @@ def take_largest_(
     k: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
-        damp = _damped(rows, damped, damping)
+        damp = _damped(rows, damped, scores)
         plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
         if plan.rank > 0:
             _guess(rows, plan)
@@ -94,16 +94,16 @@ def take_largest_per_chunk_(
     k_per_chunk: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_per_chunk_`."""
     if chunk > _MAX_CHUNK:
         return reference.take_largest_per_chunk_(
-            residual, grad, chunk, k_per_chunk, damped=damped, damping=damping
+            residual, grad, chunk, k_per_chunk, damped=damped, scores=scores
         )
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
-        damp = _damped(rows, damped, damping)
+        damp = _damped(rows, damped, scores)
         if damp is not None:
             residual.add_(grad)
             rows = replace(rows, grad=None)
@@ -182,11 +182,11 @@ def _move_out_(rows: Rows, k: int, candidates: Candidates) -> tuple[Tensor, Tens
     return indices, values
 
 
-def _damped(rows: Rows, damped: Tensor | None, damping: Tensor | None) -> Damped | None:
-    if damped is None or damping is None or damped.shape[-1] == 0:
+def _damped(rows: Rows, damped: Tensor | None, scores: Tensor | None) -> Damped | None:
+    if damped is None or scores is None or damped.shape[-1] == 0:
         return None
-    indices, factors = as_rows(damped).contiguous(), as_rows(damping).contiguous()
-    return Damped(indices, factors, rows.empty(damped.shape[-1], rows.residual.dtype), _SMALL_BLOCK)
+    indices, given = as_rows(damped).contiguous(), as_rows(scores).contiguous()
+    return Damped(indices, given, rows.empty(damped.shape[-1], rows.residual.dtype), _SMALL_BLOCK)
 
 
 def _damp_before_(rows: Rows, damp: Damped) -> None:

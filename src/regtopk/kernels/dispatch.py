@@ -35,7 +35,7 @@ class Kernel(Protocol):
         k: int,
         *,
         damped: Tensor | None = None,
-        damping: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Accumulate, and take the k entries of largest score."""
 
@@ -47,7 +47,7 @@ class Kernel(Protocol):
         k_per_chunk: int,
         *,
         damped: Tensor | None = None,
-        damping: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same for every chunk of the vector."""
 

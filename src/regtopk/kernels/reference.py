@@ -38,38 +38,50 @@ def take_largest_(
     k: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Accumulate, take the k entries of largest score, and clear them from the residual.
 
-    a = residual + grad · score_j = |a_j| · damping_j (1 where j is not in ``damped``)
+    a = residual + grad · score_j = |a_j|, or what ``scores`` says where j is in ``damped``
     s = the k largest scores · residual := a - a[s], that is: zero on s.
 
     Args:
         residual: (..., J), float32 or float64; changed in place.
         grad: (..., J), any floating dtype; not changed.
         k: how many entries to take, 1 <= k <= J.
-        damped: (..., m) int64, distinct entries whose score is rescaled.
-        damping: (..., m), their factors >= 0, in the residual's dtype.
+        damped: (..., m) int64, distinct entries whose score is given.
+        scores: (..., m), their scores >= 0, in the residual's dtype.
 
     Returns:
         The indices, (..., k) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
-    indices = largest(score_of(residual, damped, damping), k)
+    indices = largest(score_of(residual, damped, scores), k)
     return indices, take_at_(residual, None, indices)
 
 
 def largest(score: Tensor, k: int) -> Tensor:
-    """The indices of the k largest of each row, (..., J) gives (..., k), ascending."""
-    return score.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    """The indices of the k largest of each row, (..., J) gives (..., k), ascending; of equal ones the first.
+
+    Workers that rank entries by a number they share must break a tie alike, and `topk` promises nothing.
+    """
+    found = score.topk(k, dim=-1)
+    lowest = found.values[..., -1:]
+    if score.device.type == "cpu" and int((score >= lowest).sum()) == found.values.numel():  # no tie
+        return found.indices.sort(dim=-1).values
+    is_above, is_equal = ~(score <= lowest), score == lowest  # NaN is above all, as topk has it
+    is_taken = is_above | (is_equal & (is_equal.cumsum(-1) <= k - is_above.sum(-1, keepdim=True)))
+    place = is_taken.cumsum(-1)
+    place = torch.where(is_taken & (place <= k), place - 1, k)
+    entries = torch.arange(score.shape[-1], device=score.device).expand_as(score)
+    return place.new_empty(*score.shape[:-1], k + 1).scatter_(-1, place, entries)[..., :k]
 
 
-def score_of(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Tensor:
-    """|a_j| · damping_j, where damping_j is 1 unless j is in ``damped``."""
+def score_of(accumulated: Tensor, damped: Tensor | None, scores: Tensor | None) -> Tensor:
+    """|a_j|, or what ``scores`` says where j is in ``damped``."""
     score = accumulated.abs()
-    if damped is not None and damping is not None and damped.shape[-1] > 0:
-        score.scatter_(-1, damped, score.gather(-1, damped) * damping)
+    if damped is not None and scores is not None:
+        score.scatter_(-1, damped, scores)
     return score
 
 
@@ -80,7 +92,7 @@ def take_largest_per_chunk_(
     k_per_chunk: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `take_largest_`, but takes the k largest scores of every chunk of the vector.
 
@@ -89,14 +101,14 @@ def take_largest_per_chunk_(
         grad: (..., J), any floating dtype; not changed.
         chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
         k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
-        damped: (..., m) int64, distinct entries of the row whose score is rescaled.
-        damping: (..., m), their factors >= 0, in the residual's dtype.
+        damped: (..., m) int64, distinct entries of the row whose score is given.
+        scores: (..., m), their scores >= 0, in the residual's dtype.
 
     Returns:
         The indices into the row, (..., m) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
-    score = score_of(residual, damped, damping)
+    score = score_of(residual, damped, scores)
     numel = residual.shape[-1]
     whole = numel - numel % chunk
     taken = [_largest_per_chunk(score[..., :whole], chunk, k_per_chunk)] if whole else []

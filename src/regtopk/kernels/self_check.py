@@ -52,14 +52,15 @@ def _agrees(kernel: Kernel, grad: Tensor, k: int, generator: torch.Generator) ->
     """One step from residual zero: the same scores taken, the values right, and the rest left."""
     numel = grad.shape[-1]
     damped = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values
-    damped, damping = damped.to(grad.device), torch.rand(2, k, generator=generator).to(grad.device)
+    damped, scores = damped.to(grad.device), torch.rand(2, k, generator=generator).to(grad.device)
     accumulated = torch.zeros(2, numel, device=grad.device).add_(grad)
     score = accumulated.abs()
-    score.scatter_(-1, damped, score.gather(-1, damped) * damping)
+    scores *= score.gather(-1, damped)
+    score.scatter_(-1, damped, scores)
     taken = []
     for take_largest_ in (kernel.take_largest_, reference.take_largest_):
         residual = torch.zeros_like(accumulated)
-        indices, values = take_largest_(residual, grad, k, damped=damped, damping=damping)
+        indices, values = take_largest_(residual, grad, k, damped=damped, scores=scores)
         is_right = torch.equal(values, accumulated.gather(-1, indices)) and torch.equal(
             residual, accumulated.scatter(-1, indices, 0.0)
         )

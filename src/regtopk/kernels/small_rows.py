@@ -23,25 +23,25 @@ def take_largest_(
     k: int,
     *,
     damped: Tensor | None = None,
-    damping: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     numel = residual.shape[-1]
     if _SCARCE * k <= numel:
-        return reference.take_largest_(residual, grad, k, damped=damped, damping=damping)
+        return reference.take_largest_(residual, grad, k, damped=damped, scores=scores)
     residual.add_(grad)
-    score = reference.score_of(residual, damped, damping)
-    scores = score.numpy().reshape(-1, numel)
-    ordered = scores.copy()
+    score = reference.score_of(residual, damped, scores)
+    rows = score.numpy().reshape(-1, numel)
+    ordered = rows.copy()
     ordered.partition(numel - k)
-    reaching = (scores >= ordered[:, numel - k, None]).ravel().nonzero()[0]
-    if reaching.size != len(scores) * k:
+    reaching = (rows >= ordered[:, numel - k, None]).ravel().nonzero()[0]
+    if reaching.size != len(rows) * k:
         indices = reference.largest(score, k)
         return indices, reference.take_at_(residual, None, indices)
     accumulated = residual.view(-1).numpy()
     values = accumulated[reaching]
     accumulated[reaching] = 0.0
-    indices_by_row = reaching.reshape(-1, k) - np.arange(0, scores.size, numel)[:, None]
+    indices_by_row = reaching.reshape(-1, k) - np.arange(0, rows.size, numel)[:, None]
     shape = *residual.shape[:-1], k
     return torch.from_numpy(indices_by_row).view(shape), torch.from_numpy(values).view(shape)
 

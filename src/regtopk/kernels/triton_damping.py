@@ -36,7 +36,7 @@ def damp_before(
     residual,
     grad,
     damped,
-    damping,
+    scores,
     saved,
     work,
     num_damped,
@@ -48,7 +48,7 @@ def damp_before(
 ):
     """Save a where it is damped, and leave a residual there that `accumulate` cannot overlook.
 
-    With score = |a| · damping, the residual becomes ±score with the gradient's sign, so that what
+    The residual becomes ±score with the gradient's sign, so that what
     `accumulate` finds, |±score + g|, is at least the score. Count where only that sum reaches the guess.
     """
     row = tl.program_id(1).to(tl.int64)
@@ -61,7 +61,7 @@ def damp_before(
     r = tl.load(here, mask=mask, other=0.0)
     g = tl.load(grad + row * grad_stride + j, mask=mask, other=0.0)
     a = (r + g).to(r.dtype)
-    score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+    score = tl.load(scores + d, mask=mask, other=0.0)
     announced = tl.where(g < 0, -score, score)
     tl.store(saved + d, a, mask=mask)
     tl.store(here, announced, mask=mask)
@@ -77,7 +77,7 @@ def damp_before(
 def damp_after(
     residual,
     damped,
-    damping,
+    scores,
     saved,
     work,
     tile_counts,
@@ -105,7 +105,7 @@ def damp_after(
     d = row * num_damped + d
     j = tl.load(damped + d, mask=mask, other=0)
     a = tl.load(saved + d, mask=mask, other=0.0)
-    score = tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0)
+    score = tl.load(scores + d, mask=mask, other=0.0)
     here = residual + row * residual_stride + j
     if is_enough(work + row * num_words, k, capacity):
         tl.store(here, a, mask=mask)
@@ -122,7 +122,7 @@ def damp_after(
 def damp_here(
     residual,
     damped,
-    damping,
+    scores,
     saved,
     num_damped,
     residual_stride,
@@ -136,7 +136,7 @@ def damp_here(
     here = residual + row * residual_stride + tl.load(damped + d, mask=mask, other=0)
     a = tl.load(here, mask=mask, other=0.0)
     tl.store(saved + d, a, mask=mask)
-    tl.store(here, tl.abs(a) * tl.load(damping + d, mask=mask, other=0.0), mask=mask)
+    tl.store(here, tl.load(scores + d, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)

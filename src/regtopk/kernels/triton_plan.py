@@ -187,10 +187,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Damped:
-    """The damped entries of each row, (rows, m), and memory to save what they hold."""
+    """The entries of each row whose score is given, (rows, m), and memory to save what they hold."""
 
     indices: Tensor
-    factors: Tensor
+    scores: Tensor
     saved: Tensor
     block: int
 
@@ -203,7 +203,7 @@ class Damped:
         """Arguments of the programs that read them."""
         return {
             "damped": self.indices,
-            "damping": self.factors,
+            "scores": self.scores,
             "saved": self.saved,
             "num_damped": self.indices.shape[1],
             "BLOCK": self.block,
