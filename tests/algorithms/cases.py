@@ -31,7 +31,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "randomk": [{}, {"seed": -3}],
     "chunked-topk": [{"chunk": 20}, {}, {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)}],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
-    "dgc": [{}, {"clip": 100.0, "score": CURRENT}, {"selection": "sampled", "sample": 0.3, "momentum": 0.5}],
+    "dgc": [
+        {},
+        {"clip": 100.0, "score": CURRENT},
+        {"selection": "sampled", "sample": 0.3, "momentum": 0.5},
+        {"dense_vectors": True, "score": CURRENT},
+    ],
     "ef21": [{}, {"eta": 0.3}],
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
     "scalecom": [{}, {"beta": 0.1}],
