@@ -94,7 +94,12 @@ def test_regtopk_score_looks_at_the_corrected_momentum() -> None:
 
 
 LAYOUT = Layout.of_shapes(
-    [("matrix", (1, 3), "linear"), ("scalar", (), "other"), ("bias", (2,), "bias"), ("last", (2, 1), "linear")]
+    [
+        ("matrix", (1, 3), "linear"),
+        ("scalar", (), "other"),
+        ("bias", (2,), "bias"),
+        ("last", (2, 1), "linear"),
+    ]
 )
 
 
