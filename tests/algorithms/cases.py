@@ -49,7 +49,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"bytes_per_step": 200.0, "every": 2, "algorithm": Consensus(density=0.05)},
     ],
     "fair-topk": [{"trial": 2}, {"trial": 2, "rounding": "stochastic", "patience": 0, "seed": 3}],
-    "mipd": [{}, {"decay": 0.9}],
+    "mipd-style": [{}, {"decay": 0.9}],
     "sketch": [{"seed": 3}, {"rows": 3, "columns": 20, "sketch_code": "4bit"}],
     "sidco": [{}, {"fit": "pareto"}, {"fit": "gamma"}],
 }

@@ -72,6 +72,8 @@ class DGC(Sparsifier[DGCState]):
     and selected from as a whole, not layer by layer. By default this includes biases and norms. What a value
     code loses of a sent entry stays in v. Nesterov's form of the momentum is left out. If the whole vector is
     sent (k = J), factor masking leaves no momentum.
+
+    Checked against the authors' code: with the exact k, the same entries and values in every step.
     """
 
     name: ClassVar[str] = "dgc"

@@ -76,8 +76,10 @@ class SIDCo(Sparsifier[SIDCoState]):
     two helps depends on the tail, so it is learned here (the authors' code has a similar option). Each worker
     decides on its own number of stages by what it found itself. That needs no message, and the number starts
     from 1 when the number of ranks changes. At least the largest entry is sent, at most 2 k are, and zeros
-    never are. Beside the authors' code, with their stages, 70 of 72 thresholds found as many entries, and two
-    one more or less.
+    never are.
+
+    Checked against the authors' code on the same vectors, with all three fits and several stages: thresholds
+    select as many entries, or one more or less.
     """
 
     name: ClassVar[str] = "sidco"
