@@ -120,16 +120,17 @@ class DGC(Sparsifier[DGCState]):
         """One step of DGC."""
         k = self.num_selected(worker)
         u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
-        vectors = self._dense_entries(worker)
-        if vectors.numel() == 0:
+        vectors = [x for x in worker.layout.layers if self.dense_vectors and len(x.shape) < 2 and x.numel > 0]
+        if not vectors:
             return (yield from self._exchange_largest(u, k, state, worker))
-        own = u[..., vectors]
+        dense = torch.cat([torch.arange(x.start, x.start + x.numel, device=u.device) for x in vectors])
+        own = u[..., dense]
         total = yield from DenseSum(own, worker.weight)
         if own.shape[-1] == worker.numel:
             return total
-        u[..., vectors] = 0.0  # so that v stays zero there, and other entries are selected
+        u[..., dense] = 0.0  # so that v stays zero there, and other entries are selected
         aggregate = yield from self._exchange_largest(u, k, state, worker)
-        u[..., vectors], aggregate[..., vectors] = own, total
+        u[..., dense], aggregate[..., dense] = own, total
         return aggregate
 
     def _exchange_largest(self, u: Tensor, k: int, state: DGCState, worker: Worker) -> Conversation:
@@ -144,13 +145,6 @@ class DGC(Sparsifier[DGCState]):
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
-
-    def _dense_entries(self, worker: Worker) -> Tensor:
-        """The entries that are sent dense, ascending, (m,) int64."""
-        device = worker.weight.device
-        vectors = [layer for layer in worker.layout.layers if self.dense_vectors and len(layer.shape) < 2]
-        entries = [torch.arange(x.start, x.start + x.numel, device=device) for x in vectors]
-        return torch.cat([torch.arange(0, device=device), *entries])
 
     def _clipped(self, grad: Tensor, worker: Worker) -> Tensor:
         if self.clip is None:
