@@ -5,6 +5,7 @@ cluster is asked what the algorithm sends and keeps.
 """
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from regtopk.simulate.driver import SimulatedDriver
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 NUM_WORKERS, LAYER, NUM_LAYERS, DENSITY = 8, 100, 10, 0.001
 USE = "Use it for: "
-DIFFERS = "Differs from"
+NOTES = re.compile("(Differs from|Checked against).*", re.DOTALL)  # the end of a class docstring
 
 
 class Facts(NamedTuple):
@@ -72,7 +73,8 @@ def describe(name: str) -> str:
     summary, _, rest = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
     equations, _, after = rest.partition("\n\nArgs:\n")
     equations = "\n\n".join(part for part in equations.split("\n\n") if not part.startswith(USE))
-    differs = after[after.index(DIFFERS) :] if DIFFERS in after else ""
+    found = NOTES.search(after)
+    notes = found[0].split("\n\n") if found else []
     kept = ", ".join(f"{field} ({rule.replace('_', ' ')})" for field, rule in facts.fields.items())
     promised = ", ".join(sorted(algorithm.promises)).replace("_", " ")
     return "\n".join(
@@ -90,7 +92,7 @@ def describe(name: str) -> str:
             f"- **Keeps**: {kept or 'nothing'}.",
             f"- **Promises**: {promised or 'nothing'}.",
             f"- **Use it for**: {use_of(kind)}.",
-            *([f"- {' '.join(differs.split())}"] if differs else []),
+            *(f"- {' '.join(note.split())}" for note in notes),
             "",
         ]
     )

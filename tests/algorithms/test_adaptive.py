@@ -9,13 +9,13 @@ import torch
 from regtopk import (
     ALGORITHMS,
     EF21,
-    MIPD,
     AdaptiveDensity,
     ChunkedTopK,
     Consensus,
     Dense,
     FairTopK,
     GradientDropping,
+    MIPDStyle,
     RegTopK,
     ScaleCom,
     Strom,
@@ -173,7 +173,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "option"),
     [
-        (MIPD(density=0.05, decay=0.1), "decay=0.1"),
+        (MIPDStyle(density=0.05, decay=0.1), "decay=0.1"),
         (ChunkedTopK(density=0.05, decay=0.5), "decay=0.5"),
         (ScaleCom(density=0.05, beta=0.1), "beta=0.1"),
         (Consensus(density=0.05, sum_code="4bit"), "sum_code='4bit'"),

@@ -9,6 +9,7 @@ import torch
 from regtopk.algorithms import DGC, TopK
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.warm_up import WarmUp
+from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import random_grads
@@ -92,6 +93,49 @@ def test_regtopk_score_looks_at_the_corrected_momentum() -> None:
     assert second.tolist() == [0.0, 3.0 / 2, 3.0 / 2]
 
 
+LAYOUT = Layout.of_shapes(
+    [
+        ("matrix", (1, 3), "linear"),
+        ("scalar", (), "other"),
+        ("bias", (2,), "bias"),
+        ("last", (2, 1), "linear"),
+    ]
+)
+
+
+def test_vectors_sent_dense_by_hand() -> None:
+    cluster = Cluster(DGC(k=1, momentum=0.5, dense_vectors=True), num_workers=2, layout=LAYOUT)
+    grads = torch.tensor([[4.0, 2, 0, 9, -8, 7, 0, 1], [0.0, 2, 0, 1, 0, 7, 8, 0]])
+    # the scalar and the bias by all: 9 + 1, -8 + 0, 7 + 7. Of the rest 4 by worker 0 and 8 by worker 1
+    assert cluster.step(grads).tolist() == [2.0, 0.0, 0.0, 5.0, -4.0, 7.0, 4.0, 0.0]
+    assert cluster.last_step.num_entries.tolist() == [1 + 3, 1 + 3]
+    # dense entries keep their momentum and have no residual; what was sent of the rest has neither
+    momentum, residual = state_of(cluster)
+    assert momentum == [0.0, 2.0, 0.0, 9.0, -8.0, 7.0, 0.0, 1.0]
+    assert residual == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    # u = 0.5 u there; of the rest v is 2 + 1 of entry 1 in both workers
+    assert cluster.step(torch.zeros(2, 8)).tolist() == [0.0, 3.0, 0.0, 2.5, -2.0, 3.5, 0.0, 0.0]
+
+
+def test_vectors_sent_dense_have_the_momentum_of_sgd() -> None:
+    cluster = Cluster(DGC(k=3, momentum=0.9, dense_vectors=True), num_workers=4, layout=Layout.anonymous(20))
+    momentum = torch.zeros(20)
+    for grads in random_grads(10, 4, 20):  # one vector and no matrix: nothing is selected
+        momentum = 0.9 * momentum + grads.mean(0)
+        torch.testing.assert_close(cluster.step(grads), momentum)
+        assert cluster.last_step.num_entries.tolist() == [20] * 4
+
+
+def test_without_vectors_nothing_is_sent_dense() -> None:
+    layout = Layout.of_shapes([("matrix", (10, 15), "linear")])
+    one, other = (
+        Cluster(DGC(k=7, dense_vectors=is_dense), num_workers=4, layout=layout) for is_dense in (True, False)
+    )
+    for grads in random_grads(5):
+        assert torch.equal(one.step(grads), other.step(grads))
+    assert one.last_step.num_entries.tolist() == [7] * 4
+
+
 def test_the_warm_up_of_the_paper() -> None:
     warm_up = WarmUp(density=0.001, num_steps=400)
     stages = [warm_up(step) for step in (0, 99, 100, 200, 300, 399, 400, 10**6)]
@@ -114,6 +158,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip": 0.0}, "clip must be None or a finite norm > 0, got 0.0"),
     ({"clip": math.inf}, "clip must be None or a finite norm > 0, got inf"),
     ({"selection": "topk"}, "selection must be one of exact, sampled, got 'topk'"),
+    ({"dense_vectors": 1}, "dense_vectors must be True or False, got 1"),
     ({"sample": 0}, "sample must be in (0, 1], got 0"),
     ({"score": 4.0}, "score must be None (magnitude) or a PosteriorScore, got 4.0"),
     (

@@ -86,11 +86,32 @@ def test_the_number_of_stages_settles_where_about_k_are_found(fit: str, k: int) 
     assert bool(((late > 0.8 * k) & (late < 1.2 * k)).all())
 
 
-def test_more_than_twice_k_wait_in_the_residual() -> None:
-    grad = torch.cat([torch.full((5,), 3.0), torch.zeros(95)])
-    cluster = Cluster(SIDCo(k=2), num_workers=1)  # eta = 0.15 ln 50 = 0.59
-    assert cluster.step(grad[None])[:5].tolist() == [3.0, 3.0, 3.0, 3.0, 0.0]
-    assert cluster.step(torch.zeros(1, 100))[:5].tolist() == [0.0, 0.0, 0.0, 0.0, 3.0]
+def test_of_more_than_twice_k_the_largest_are_sent_and_the_others_wait() -> None:
+    grad = torch.cat([torch.tensor([3.0, -2.0, 2.5, 3.0, 3.0, -5.0]), torch.zeros(94)])
+    cluster = Cluster(SIDCo(k=2), num_workers=1)  # eta = 0.185 ln 50 = 0.72: all six reach it
+    assert cluster.step(grad[None])[:6].tolist() == [3.0, 0.0, 0.0, 3.0, 3.0, -5.0]
+    assert cluster.step(torch.zeros(1, 100))[:6].tolist() == [0.0, -2.0, 2.5, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("numel", [10_000, 100_000])  # rows that are short to the kernels, and long ones
+def test_a_first_step_that_finds_too_many_sends_the_largest(numel: int) -> None:
+    """Tails heavier than the fit's: several times 2 k reach the threshold, all over the vector."""
+    k, generator = numel // 1000, torch.Generator().manual_seed(0)
+    grads = torch.randn(3, numel, generator=generator)
+    grads[:2] /= torch.rand(2, numel, generator=generator).sqrt()  # |g| > x in about 1 / x^2 of them
+    num_found = (grads.abs() >= grads.abs().mean(-1, keepdim=True) * math.log(1000)).sum(-1)
+    assert bool((num_found[:2] > 4 * k).all()) and int(num_found[2]) < k  # the last row stays within 2 k
+    batch = Worker(torch.ones(3, 1) / 3, torch.arange(3)[:, None], 3, 0, Layout.anonymous(numel), (3,))
+    state = SIDCo(k=k).init(batch)
+    request = next(SIDCo(k=k).exchange(grads, state, batch))
+    assert isinstance(request, SparseSum)
+    sent = request.sparse
+    assert sent.counts.tolist() == [2 * k, 2 * k, max(1, int(num_found[2]))]
+    for grad, indices, count in zip(grads, sent.indices, sent.counts.tolist(), strict=True):
+        support = indices[:count].tolist()
+        assert support == grad.abs().topk(count).indices.sort().values.tolist()
+        assert count < k or support[0] < numel / 2 < support[-1]
+    assert torch.equal(state.residual.scatter_add(-1, *sent.without_padding()), grads)
 
 
 def test_large_densities_take_one_stage() -> None:

@@ -232,12 +232,13 @@ def test_a_probe_measures_what_is_sent() -> None:
 
 
 def test_paired_differences() -> None:
-    # differences 1, 2, 3: mean 2, deviation 1, t(2) = 4.303: 2 ± 4.303 / sqrt(3)
+    # differences 1, 2, 3: mean 2, deviation 1; two degrees of freedom: t = sqrt(2) 0.95 / sqrt(1 - 0.95^2)
+    margin = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)
     found = difference({0: 2.0, 1: 4.0, 2: 6.0, 3: 9.0}, {0: 1.0, 1: 2.0, 2: 3.0, 4: 9.0})
     assert found is not None and found["seeds"] == [0, 1, 2]
     assert found["mean"] == 2.0
-    assert found["low"] == pytest.approx(2 - 4.303 / math.sqrt(3))
-    assert found["high"] == pytest.approx(2 + 4.303 / math.sqrt(3))
+    assert found["low"] == pytest.approx(2 - margin)
+    assert found["high"] == pytest.approx(2 + margin)
     assert difference({1: 1.0}, {1: 0.5}) == {"mean": 0.5, "low": None, "high": None, "seeds": [1]}
     assert difference({1: 1.0}, {2: 0.5}) is None
 

@@ -53,6 +53,14 @@ def test_gradients_are_those_of_the_risks() -> None:
     torch.testing.assert_close(grads(config)(w.detach()).mean(0), grad)
 
 
+def test_a_large_risk_does_not_overflow() -> None:
+    w = torch.tensor([20.0, 1.0], dtype=torch.float64, requires_grad=True)  # <w, x_n> = 2001 and -1999
+    found = toy.risk(w)
+    assert float(found.detach()) == 1999 / 2
+    (grad,) = torch.autograd.grad(found, w)
+    assert grad.tolist() == [50.0, -0.5]
+
+
 def scaling_records(config: ScalingConfig) -> list[Record]:
     return list(SCALING.run(config, silent))
 

@@ -21,6 +21,13 @@ def test_a_section_holds_equations_and_state() -> None:
     assert section.count("Use it for") == 1
 
 
+def test_differences_and_checks_are_points_of_their_own() -> None:
+    points = [line for line in describe("strom").splitlines() if line.startswith("- ")]
+    assert [point.split()[1] for point in points[-2:]] == ["Differs", "Checked"]
+    assert "Differs from" not in describe("hard-threshold")
+    assert "\n- Checked against the authors' loop" in describe("hard-threshold")
+
+
 def test_an_algorithm_must_say_what_to_use_it_for() -> None:
     class Silent(TopK):
         """Top-k again."""

@@ -17,7 +17,7 @@ from regtopk.algorithms.global_topk import GlobalTopK
 from regtopk.algorithms.gradient_dropping import GradientDropping
 from regtopk.algorithms.gtopk import GTopK
 from regtopk.algorithms.hard_threshold import HardThreshold
-from regtopk.algorithms.mipd import MIPD
+from regtopk.algorithms.mipd_style import MIPDStyle
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.algorithms.random_candidates import RandomCandidates
 from regtopk.algorithms.randomk import RandomK
@@ -43,7 +43,7 @@ __all__ = [  # noqa: RUF022
     "ScaleCom",
     "FairTopK",
     "Sketch",
-    "MIPD",
+    "MIPDStyle",
     "ChunkedTopK",
     "Strom",
     "Dryden",

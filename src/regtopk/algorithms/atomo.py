@@ -40,6 +40,8 @@ class Atomo(WithDensity[NoState]):
         seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
 
     Values are not coded, since rounding would bias them. Differs from the paper: k = J sends everything.
+
+    Checked against the sequential rule, programmed a second time: the same probabilities to rounding.
     """
 
     name: ClassVar[str] = "atomo"

@@ -11,6 +11,7 @@ from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
+    DenseSum,
     Promises,
     SparseGradient,
     SparseSum,
@@ -64,11 +65,15 @@ class DGC(Sparsifier[DGCState]):
             1.3 k reach it then, the k largest are sent.
         sample: share of the entries that the threshold is estimated on, in (0, 1].
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v (with "exact" only).
+        dense_vectors: whether parameters of fewer than two dimensions (biases, norms) are sent dense, as u_n,
+            uncoded and without factor masking. The authors' code does so.
 
     Differs from the paper: the exact k is the default, since it takes no longer here. The vector is clipped
-    and selected from as a whole, not layer by layer. What a value code loses of a sent entry stays in v.
-    Nesterov's form of the momentum is left out. If the whole vector is sent (k = J), factor masking leaves no
-    momentum.
+    and selected from as a whole, not layer by layer. By default this includes biases and norms. What a value
+    code loses of a sent entry stays in v. Nesterov's form of the momentum is left out. If the whole vector is
+    sent (k = J), factor masking leaves no momentum.
+
+    Checked against the authors' code: with the exact k, the same entries and values in every step.
     """
 
     name: ClassVar[str] = "dgc"
@@ -77,6 +82,7 @@ class DGC(Sparsifier[DGCState]):
     selection: Literal["exact", "sampled"] = "exact"
     sample: float = 0.01
     score: PosteriorScore | None = None
+    dense_vectors: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -87,13 +93,18 @@ class DGC(Sparsifier[DGCState]):
         check_choice("selection", self.selection, ("exact", "sampled"))
         check_number("sample", self.sample, "in (0, 1]", lambda x: 0 < x <= 1)
         check_score(self.score)
+        if type(self.dense_vectors) is not bool:
+            raise ArgumentError(f"dense_vectors must be True or False, got {self.dense_vectors!r}")
         if self.score is not None and self.selection == "sampled":
             raise ArgumentError("selection must be 'exact' with a score, got 'sampled'")
 
     @property
     def promises(self) -> Promises:
-        """A clipped gradient is not the dense one, and a sampled threshold is not reached by exactly k."""
-        if self.selection == "sampled":
+        """A clipped gradient is not the dense one, and a sampled threshold is not reached by exactly k.
+
+        Vectors that are sent dense are not among the k, and keep their momentum.
+        """
+        if self.selection == "sampled" or self.dense_vectors:
             return frozenset({"replicates"})
         if self.clip is not None:
             return frozenset({"exact_k", "replicates"})
@@ -107,8 +118,23 @@ class DGC(Sparsifier[DGCState]):
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         """One step of DGC."""
-        k, v = self.num_selected(worker), state.residual
+        k = self.num_selected(worker)
         u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
+        vectors = [x for x in worker.layout.layers if self.dense_vectors and len(x.shape) < 2 and x.numel > 0]
+        if not vectors:
+            return (yield from self._exchange_largest(u, k, state, worker))
+        dense = torch.cat([torch.arange(x.start, x.start + x.numel, device=u.device) for x in vectors])
+        own = u[..., dense]
+        total = yield from DenseSum(own, worker.weight)
+        if own.shape[-1] == worker.numel:
+            return total
+        u[..., dense] = 0.0  # so that v stays zero there, and other entries are selected
+        aggregate = yield from self._exchange_largest(u, k, state, worker)
+        u[..., dense], aggregate[..., dense] = own, total
+        return aggregate
+
+    def _exchange_largest(self, u: Tensor, k: int, state: DGCState, worker: Worker) -> Conversation:
+        v = state.residual
         if self.selection == "sampled":
             sent = self._take_sampled_(v, u, k, worker.step)
         else:

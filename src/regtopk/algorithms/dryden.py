@@ -25,9 +25,11 @@ class Dryden(WithDensity[ResidualState]):
             ``k``.
         k: entries of both signs together, up to rounding.
 
-    Differs from the paper, which was known from memory only: the shares are exact, not those above a sampled
-    threshold. There are two means per 128 entries sent, in the order of their indices, not two per matrix: a
-    value costs one bit and a half.
+    Differs from the paper: the shares are exact, not those above a sampled threshold. There are two means per
+    128 entries sent, in the order of their indices, not two per matrix: a value costs one bit and a half.
+
+    Checked against the equations, programmed a second time: the same entries and the same means. The paper's
+    full text was not at hand.
     """
 
     name: ClassVar[str] = "dryden"

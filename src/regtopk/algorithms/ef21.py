@@ -52,8 +52,9 @@ class EF21(Sparsifier[EF21State]):
         value_code: how values are coded on the wire; what it loses stays in v_n - h_n.
         eta: weight of the new gradient in the running mean, in (0, 1].
 
-    Differs from the paper: h and v start at zero, not at a first gradient sent in full. Written from memory
-    of the papers.
+    Differs from the paper: h and v start at zero, not at a first gradient sent in full.
+
+    Checked against the authors' loop, transcribed, for eta = 1 and from the same start: the same to rounding.
     """
 
     name: ClassVar[str] = "ef21"

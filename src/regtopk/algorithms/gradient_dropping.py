@@ -43,9 +43,9 @@ class GradientDropping(Sparsifier[ResidualState]):
             where layer normalisation makes gradients comparable.
         sample: share of the entries that a threshold is estimated on, in (0, 1].
 
-    Differs from the paper, which was known from its abstract and from memory: a sample is evenly spaced and
-    starts from another entry each step. It is made larger, up to all entries, where fewer than 16 of its
-    entries would reach the threshold. Zeros are not sent.
+    Differs from the paper, of which only the abstract was at hand: a sample is evenly spaced and starts from
+    another entry each step. It is made larger, up to all entries, where fewer than 16 of its entries would
+    reach the threshold. Zeros are not sent.
     """
 
     name: ClassVar[str] = "gradient-dropping"

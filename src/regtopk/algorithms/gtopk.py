@@ -39,6 +39,9 @@ class GTopK(Sparsifier[ResidualState]):
     The paper merges pairs of workers along a tree, in log2(N) rounds of k entries; on the way it drops
     entries that the sum would have kept. Ok-Topk chooses from the sum, region by region, with less than 6 k
     of traffic at any N. What is chosen here is what Ok-Topk chooses with exact thresholds.
+
+    Checked against the authors' tree, transcribed: the tree chooses about half to nine tenths of the entries
+    that are chosen here.
     """
 
     name: ClassVar[str] = "gtopk"

@@ -43,6 +43,8 @@ class ScaleCom(Sparsifier[ResidualState]):
 
     Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk. Workers of
     weight zero do not lead. There is no filter by default, since it loses part of the gradient.
+
+    Checked against the equations, programmed a second time: the same to rounding, for beta < 1 and beta = 1.
     """
 
     name: ClassVar[str] = "scalecom"

@@ -62,8 +62,11 @@ class Sketch(Sparsifier[ResidualState]):
         sketch_code: how the cells are coded; what a lossy code loses only blurs the estimate.
         seed: an integer; hashes are a function of (seed, t), so that other entries share cells in each step.
 
-    Differs from the paper, which was known from memory: the paper keeps its hash functions, corrects
-    momentum, and recovers 4 k candidates; it sends the exact values of all of them but uses only the best k.
+    Differs from the paper, which keeps its hash functions, corrects momentum, and recovers 4 k candidates; it
+    sends the exact values of all of them but uses only the best k.
+
+    Checked against a count sketch with independent hashes: both find about the same share of the largest
+    entries. The paper's full text was not at hand.
     """
 
     name: ClassVar[str] = "sketch"

@@ -7,18 +7,13 @@ from typing import Any
 
 from regtopk.experiments.experiment import Summary
 from regtopk.experiments.protocol import Protocol, Run
+from regtopk.experiments.student import student_t
 from regtopk.method import Method
 from regtopk.runs import Record
 from regtopk.words import counted
 
 LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
-
-# Student's t, two-sided 95 %, for 1, 2, 3, ... degrees of freedom
-_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 Key = tuple[str, float | None]  # a method's label, and its density where several are compared
 Finals = dict[Key, dict[int, float]]  # the final number of each finished run, by seed
@@ -105,8 +100,7 @@ def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] 
     differences = [own[seed] - base[seed] for seed in shared]
     mean, low, high = fmean(differences), None, None
     if len(differences) > 1:
-        t = _T[len(differences) - 2] if len(differences) - 2 < len(_T) else 1.96
-        margin = t * stdev(differences) / math.sqrt(len(differences))
+        margin = student_t(len(differences) - 1) * stdev(differences) / math.sqrt(len(differences))
         low, high = mean - margin, mean + margin
     return {"mean": mean, "low": low, "high": high, "seeds": shared}
 

@@ -60,7 +60,8 @@ def methods(mu: float) -> dict[str, Algorithm[Any]]:
 
 def risk(w: Tensor) -> Tensor:
     """F(w), the mean of the F_n."""
-    return torch.log1p(torch.exp(-(_points(w) @ w))).mean()
+    x = -(_points(w) @ w)
+    return (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).mean()  # log(1 + exp x), but exp may overflow
 
 
 def grads(w: Tensor) -> Tensor:

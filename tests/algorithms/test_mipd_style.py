@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from regtopk.algorithms import MIPD
-from regtopk.algorithms.mipd import layer_budgets
+from regtopk.algorithms import MIPDStyle
+from regtopk.algorithms.mipd_style import layer_budgets
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
@@ -29,7 +29,7 @@ def test_budgets_follow_the_mean_magnitude(accumulated: list[float], k: int, bud
 
 def test_one_step() -> None:
     """Worker 0 sends 4 and -2 of the wide layer and 3 of the narrow one, worker 1 one and two."""
-    cluster = Cluster(MIPD(k=3, decay=0.5), num_workers=2, layout=LAYOUT)
+    cluster = Cluster(MIPDStyle(k=3, decay=0.5), num_workers=2, layout=LAYOUT)
     aggregate = cluster.step(torch.tensor([[4.0, -2, 1, 1, 3, -1], [1, 3, 1, 1, -20, 10]]))
     assert aggregate.tolist() == [2.0, 0.5, 0.0, 0.0, -8.5, 5.0]
     # left are (0, 0, 1, 1, 0, -1) and (1, 0, 1, 1, 0, 0), and next time half of it: 0.5 of means 0.25 and
@@ -40,4 +40,4 @@ def test_one_step() -> None:
 
 def test_decay_must_be_a_share() -> None:
     with pytest.raises(ArgumentError, match=r"decay must be in \[0, 1\], got 1\.5"):
-        MIPD(k=1, decay=1.5)
+        MIPDStyle(k=1, decay=1.5)

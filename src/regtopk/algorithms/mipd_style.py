@@ -1,4 +1,4 @@
-"""MIPD-style: every layer gets the share of the entries that its gradient makes significant."""
+"""A stand-in for MIPD: every layer gets the share of the entries that its gradient makes significant."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,8 +23,8 @@ _INSIGNIFICANT = 2.0**-500  # the significance of a layer of zeros, which gets w
 
 
 @dataclass(frozen=True, kw_only=True)
-class MIPD(Sparsifier[ResidualState]):
-    """Top-k with a budget for every layer, in the manner of MIPD (Zhang and Wang 2022).
+class MIPDStyle(Sparsifier[ResidualState]):
+    """A stand-in in the style of MIPD (Zhang and Wang 2022): Top-k with a budget for every layer.
 
     a_n = e_n + g_n
     m_l = mean |a_n| over the J_l entries of layer l: how significant the layer is
@@ -43,13 +43,13 @@ class MIPD(Sparsifier[ResidualState]):
         value_code: how values are coded on the wire.
         decay: the part of the residual that is kept per step, in [0, 1]; 1 keeps all of it.
 
-    Differs from the paper, which was known from its abstract: in the paper significance comes from model
-    interpretability, not from gradients; a parameter server smooths dropped gradients in asynchronous
-    training; values are coded by their distribution; half of the parameters change per step. By default
-    nothing fades here, since a fading residual loses part of the gradient.
+    Differs from the paper, of which only the abstract was at hand, so this is not MIPD: in the paper
+    significance comes from model interpretability, not from gradients; a parameter server smooths dropped
+    gradients in asynchronous training; values are coded by their distribution; half of the parameters change
+    per step. By default nothing fades here, since a fading residual loses part of the gradient.
     """
 
-    name: ClassVar[str] = "mipd"
+    name: ClassVar[str] = "mipd-style"
     decay: float = 1.0
 
     def __post_init__(self) -> None:
