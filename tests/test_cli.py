@@ -83,7 +83,7 @@ def test_reproduce_as_json(tmp_path: Path) -> None:
     summary = json.loads(printed)
     assert summary == json.loads((out / "summary.json").read_text())
     final = summary["final_distance"]
-    assert list(final) == ["dense", "topk", "regtopk", "regtopk-current", "global-topk"]
+    assert list(final) == ["dense", "topk", "regtopk", "regtopk-cap", "regtopk-current", "global-topk"]
     assert all(list(by_density) == ["0.4", "0.5", "0.6"] for by_density in final.values())
     assert all(len(seeds) == 2 for by_density in final.values() for seeds in by_density.values())
     config = json.loads((out / "config.json").read_text())

@@ -27,6 +27,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"reference": "current"},
         {"q": 0.5, "mu": 0.7, "regularizer": "sigmoid"},
         {"q": -0.5, "reference": "current"},
+        {"damping": "cap", "mu": 0.2},
     ],
     "randomk": [{}, {"seed": -3}],
     "chunked-topk": [{"chunk": 20}, {}, {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)}],

@@ -97,6 +97,35 @@ def test_a_finite_q_is_the_factor_of_all_other_entries() -> None:
         assert step([1.0, -0.5, 0.0], [4.0, 4.0, 0.0]) == aggregate
 
 
+def test_a_cap_by_hand() -> None:
+    step = two_workers([0.75, 0.25], mu=2.0, damping="cap")
+    # t = 0: both send entry 0, g = 0.75 · 4 - 0.25 · 4 = 2, so its cap is 1.   e_0 = (0, 1, 0) = e_1
+    assert step([4.0, 1.0, 0.0], [-4.0, 1.0, 0.0]) == [2.0, 0.0, 0.0]
+    # t = 1: a_0 = (8, -1.5, 0), a_1 = (0.5, 0.25, 0). Scores: worker 0 (1, 1.5, 0), worker 1 (0.5, 0.25, 0).
+    assert step([8.0, -2.5, 0.0], [0.5, -0.75, 0.0]) == [0.125, -1.125, 0.0]
+
+
+def test_caps_are_the_same_on_all_workers_and_ties_go_to_the_first() -> None:
+    # Both entries cancel to 0.25 at t = 0, so both have the cap 0.0625 on every worker, whatever it holds.
+    weights = [0.5, 0.3, 0.2]
+    cluster = Cluster(RegTopK(k=2, damping="cap"), num_workers=3, weights=weights)
+    sent = torch.tensor([[4.0, 4.0, 0.0], [-5.0, -5.0, 0.0], [-1.25, -1.25, 0.0]])
+    assert cluster.step(sent).tolist() == pytest.approx([0.25, 0.25, 0.0])
+    now = torch.tensor([[1.0, 2.0, 9.0], [8.0, 1.0, 9.0], [1.0, 3.0, 9.0]])
+    aggregate = cluster.step(now)
+    assert aggregate[1] == 0 and aggregate[0] != 0 and aggregate[2] == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("reference", "current"), ("q", 1.0), ("regularizer", "sigmoid")]
+)
+def test_a_cap_knows_no_option_of_a_factor(option: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"{option} belongs to damping='factor' .*, got {value!r}"):
+        RegTopK(k=1, damping="cap", **{option: value})
+    with pytest.raises(ArgumentError, match="damping must be one of factor, cap, got 'caps'"):
+        RegTopK(k=1, damping="caps")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("reference", READINGS)
 @pytest.mark.parametrize("regularizer", ["tanh", "sigmoid"])
 def test_the_first_iteration_is_topk(reference: Any, regularizer: str) -> None:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from regtopk.errors import ArgumentError
 from regtopk.experiments.experiment import silent
 from regtopk.experiments.fig2 import FIG2, METHODS, Fig2Config, make_problems
 from regtopk.runs import Record
@@ -59,7 +60,7 @@ def test_records_and_progress() -> None:
     fractions: list[float] = []
     records = list(FIG2.run(SMALL, lambda fraction, words="": fractions.append(fraction)))
     assert sorted({record["iteration"] for record in records}) == [0, 20, 30]
-    assert len(records) == 3 * 5 * 3  # iterations, methods, densities
+    assert len(records) == 3 * len(METHODS) * 3  # iterations, methods, densities
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
 
 
@@ -89,3 +90,57 @@ def test_seed_0_at_density_06() -> None:
     assert final["global-topk"]["0.6"][0] <= 3 * dense
     assert final["topk"]["0.6"][0] > 1e-3
     assert final["regtopk-current"]["0.6"][0] > 1e-3
+
+
+LONG = Fig2Config(num_iterations=4000, densities=(0.6,), methods="dense,regtopk,regtopk-cap")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_factor_jumps_and_a_cap_stays(dtype: str) -> None:
+    config = Fig2Config(**{**vars(LONG), "dtype": dtype})
+    summary = FIG2.summarise(config, records_of(config))
+    jumps = {method: counts["0.6"][0] for method, counts in summary["num_jumps"].items()}
+    assert jumps["dense"] == jumps["regtopk-cap"] == 0 and jumps["regtopk"] > 0
+    assert summary["num_tracking_dense"]["regtopk-cap"]["0.6"] == 1
+    if dtype == "float64":  # in float32 a seed may be back at dense's floor by then
+        assert summary["num_tracking_dense"]["regtopk"]["0.6"] == 0
+
+
+def test_the_authors_guard_undoes_long_steps() -> None:
+    base = {**vars(LONG), "num_iterations": 1500, "dtype": "float32", "loss": "mse", "start": "linear"}
+    jumps = {}
+    for guard in (False, True):
+        config = Fig2Config(**{**base, "guard": guard})
+        jumps[guard] = FIG2.summarise(config, records_of(config))["num_jumps"]["regtopk"]["0.6"][0]
+    assert jumps[False] > 0 and jumps[True] == 0
+
+
+def test_the_authors_loss_and_start() -> None:
+    ours, theirs = make_problems(SMALL), make_problems(Fig2Config(**{**vars(SMALL), "loss": "mse"}))
+    assert torch.equal(theirs.gram, 2 * ours.gram) and torch.equal(theirs.optimum, ours.optimum)
+    start = make_problems(Fig2Config(**{**vars(SMALL), "start": "linear"})).start
+    assert not ours.start.any() and bool((start != 0).all()) and float(start.abs().max()) <= 12**-0.5
+    assert not torch.equal(start[0], start[1])
+
+
+def test_seeds_may_be_chosen() -> None:
+    both = make_problems(SMALL)
+    second = make_problems(Fig2Config(**{**vars(SMALL), "seeds": "1-1"}))
+    assert torch.equal(second.moment[0], both.moment[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"methods": "dense,topkk"}, "methods must be one of .*, got 'topkk'"),
+        ({"methods": "topk"}, "methods must be different, and dense among them, got 'topk'"),
+        ({"methods": "dense,dense"}, "methods must be different"),
+        ({"seeds": "5-3"}, "seeds must be a number of them, or different ones"),
+        ({"loss": "square"}, "loss must be one of half, mse, got 'square'"),
+        ({"start": "one"}, "start must be one of zero, linear, got 'one'"),
+        ({"dtype": "float16"}, "dtype must be one of float64, float32, got 'float16'"),
+    ],
+)
+def test_bad_settings(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Fig2Config(**settings)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def run(
     *,
     seeds: Annotated[
         str | None,
-        typer.Option(help="How many seeds, from 0 on: 3. Compare and fig3 also take which: 3,4,5, 2-6, 3-3."),
+        typer.Option(help="How many seeds, from 0 on: 3. Compare, fig2, fig3 also take which: 3,4,5, 2-6."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")

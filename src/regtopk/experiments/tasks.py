@@ -13,7 +13,7 @@ from regtopk.core.layers import layer_kinds
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
-from regtopk.experiments.fig2 import Fig2Config, Problems, make_problems
+from regtopk.experiments.fig2 import Fig2Config, make_problems
 from regtopk.experiments.images import Images
 from regtopk.experiments.protocol import Protocol
 from regtopk.experiments.splits import batch_order, divide, weights_of
@@ -70,22 +70,20 @@ class LinearRegression(SmallTask):
             raise ArgumentError(
                 f"split must be iid for linreg, whose workers differ anyway, got {config.split!r}"
             )
-        drawn = make_problems(
+        self.problems = make_problems(
             Fig2Config(
-                num_seeds=max(seeds) + 1,
+                seeds=",".join(map(str, self.seeds)) + ",",
                 num_workers=config.num_workers,
                 num_points=config.batch_size,
                 device=config.device,
             )
         )
-        own = self.seeds
-        self.problems = Problems(drawn.gram[own], drawn.moment[own], drawn.optimum[own])
         self.layout = Layout.anonymous(self.problems.optimum.shape[-1])
         self.weights = [[1 / config.num_workers] * config.num_workers] * len(self.seeds)
 
     def start(self) -> Tensor:
         """From zero, in float64."""
-        return torch.zeros_like(self.problems.optimum)
+        return self.problems.start.clone()
 
     def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Full batches: A_n w - b_n."""
