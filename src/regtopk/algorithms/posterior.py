@@ -117,12 +117,12 @@ class PosteriorScore:
     def _factor(self, last: ScoredState, accumulated: Tensor, worker: Worker) -> Tensor:
         """u_mu(|1 + D|) / u_mu(|1 + Q|), computed in float64; anything where zero was sent."""
         if self.reference == "previous":
-            distance = last.aggregate.double().div_(last.own).abs_()  # |1 + D|
+            distance = last.aggregate.double() / last.own  # 1 + D
         else:
             own_now = worker.weight * accumulated
-            distance = (own_now + (last.aggregate - last.own)).double().div_(own_now).abs_()
+            distance = (own_now + (last.aggregate - last.own)).double() / own_now
             distance.masked_fill_(own_now == 0, 0.0)  # where a^t = 0 the score is 0, whatever D is
-        factor = self._u(distance)
+        factor = self._u(distance.abs_())
         if self.q != math.inf or callable(self.regularizer):  # otherwise the factor is at most 1
             largest = torch.finfo(last.own.dtype).max  # finite, so that 0 · factor is 0
             factor = (factor / self._factor_elsewhere()).clamp_(max=largest)

@@ -14,6 +14,7 @@ PUBLISHED_AS = {
     "dense": "no_sparsification",
     "topk": "topk",
     "regtopk": "regtopk",
+    "regtopk-cap": "regtopk",
     "regtopk-current": "regtopk",
 }
 

@@ -241,7 +241,9 @@ class Descent:
         self.num_steps += 1
 
     def _distances(self) -> Tensor:
-        return torch.linalg.vector_norm(self.models - self.problems.optimum.unsqueeze(1), dim=-1)
+        off = self.models - self.problems.optimum.unsqueeze(1)
+        distances: Tensor = torch.linalg.vector_norm(off, dim=-1)
+        return distances
 
 
 def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:

@@ -49,11 +49,12 @@ class ToyConfig:
 
 
 def methods(mu: float) -> dict[str, Algorithm[Any]]:
-    """The four methods compared on it, sending one of two entries."""
+    """The methods compared on it, sending one of two entries."""
     return {
         "dense": Dense(),
         "topk": TopK(k=1),
         "regtopk": RegTopK(k=1, mu=mu, reference="previous"),
+        "regtopk-cap": RegTopK(k=1, mu=mu, damping="cap"),
         "regtopk-current": RegTopK(k=1, mu=mu, reference="current"),
     }
 
