@@ -21,7 +21,7 @@ from regtopk.core import to_dense
 from regtopk.errors import RegtopkError
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.task import DeepProblem
-from regtopk.experiments.fig2 import Fig2Config, Problems, make_problems
+from regtopk.experiments.fig2 import JUMP, Fig2Config, Problems, make_problems
 from regtopk.experiments.threads import threads_for
 from regtopk.experiments.trainer import Trainer
 from regtopk.report.figure import Drawing, draw_all, save_png
@@ -39,10 +39,10 @@ CASES = {
     "Top-k, S = 0.6": RegTopK(density=0.6, mu=PLAIN),
     "RegTop-k, S = 0.4": RegTopK(density=0.4, mu=FIG2.mu),
     "RegTop-k, S = 0.5": RegTopK(density=0.5, mu=FIG2.mu),
+    "RegTop-k with a cap, S = 0.6": RegTopK(density=0.6, mu=FIG2.mu, damping="cap"),
     "RegTop-k, S = 0.6": RegTopK(density=0.6, mu=FIG2.mu),
 }
 END = 2500  # where the paper's figure ends
-JUMP = 10.0  # times the distance before the step, or more
 PANEL_INCHES = (4.5, 3.3)
 NOTE_POINTS = 8.5  # size of words in a panel
 SEEDS = [Style(f"seed {seed}", *SPARE[spare], width=1.6) for seed, spare in enumerate((4, 0, 1, 9))]
@@ -96,7 +96,7 @@ class Watched:
 def watch(config: Fig2Config, problems: Problems, algorithm: RegTopK) -> Watched:
     """Run RegTop-k on Figure 2's regressions, and look at every step as no worker can."""
     cluster, seen = Cluster(algorithm, num_workers=config.num_workers), Watched()
-    models = torch.zeros_like(problems.optimum)
+    models = problems.start.clone()
     last = None
     for _ in range(config.num_iterations):
         grads = problems.grads(models.unsqueeze(1)).squeeze(1)
@@ -136,7 +136,7 @@ def _errors(step: Step, last: Step) -> dict[str, float]:
 def jumps_of(distance: list[list[float]], step: Step, last: Step) -> Iterator[Jump]:
     """The seeds whose last step was a jump."""
     for seed, (before, after) in enumerate(zip(*distance[-2:], strict=True)):
-        if after >= JUMP * before:
+        if after > JUMP * before:
             there = step.is_partly_sent[seed]
             num_senders = step.is_sent[seed].sum(0)[there]
             num_gathered = (last.own / step.own)[seed].median(0).values.round()
@@ -259,9 +259,9 @@ def explain_figure_2(folder: Path) -> None:
             watched = watch(FIG2, problems, algorithm)
             by_all = sum(watched.num_by_all[END - 1]) / FIG2.num_seeds
             distance = max(watched.distance[END - 1])
-            print(
-                f"{name}: at iteration {END}, all send the same {by_all:g} entries; distance {distance:.1e}"
-            )
+            print(f"{name}, iteration {END}: all send {by_all:g} entries, distance up to {distance:.1e}")
+            num_jumps, last = len(watched.jumps), max(watched.distance[-1])
+            print(f"    by iteration {FIG2.num_iterations}: {counted(num_jumps, 'jump')}, up to {last:.1e}")
     draw_consensus(watched, folder / "why-consensus.png")  # of the last of them
     for iteration in (10, 100, 1000, END):
         errors = [f"{reading} {error:.1e}" for reading, error in watched.error[iteration - 2].items()]

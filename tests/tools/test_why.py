@@ -47,7 +47,7 @@ def test_a_jump_names_the_entries_that_parted_the_workers() -> None:
         aggregate=torch.tensor([[[1.0, -1.0, 0.0]]]),
         is_sent=torch.tensor([[[True, False, True], [False, True, True]]]),
     )
-    assert list(jumps_of([[1e-3], [1e-2]], step, last)) == [Jump(0, 2, 1e-3, 1e-2, [1, 1], [0.25, 0.25])]
+    assert list(jumps_of([[1e-3], [2e-2]], step, last)) == [Jump(0, 2, 1e-3, 2e-2, [1, 1], [0.25, 0.25])]
     assert list(jumps_of([[1e-3], [9e-3]], step, last)) == []
 
 
