@@ -156,6 +156,7 @@ State NoState ResidualState per_worker shared Worker Layer Layout Report
 find_largest_ kth_largest put_back_ send_ send_instead_ take_above_ take_all_above_ take_at_ take_largest_
 take_largest_per_chunk_ take_where_ random_sequence random_subset uniform exact_sum to_integers
 VALUE_CODES check_value_code is_lossless quantise check_choice check_integer check_number
+aggregate_from_parameters
 """
 
 

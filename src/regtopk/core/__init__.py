@@ -16,6 +16,7 @@ from regtopk.core.algorithm import (
 from regtopk.core.codes import VALUE_CODES, check_value_code, is_lossless, quantise
 from regtopk.core.exact import exact_sum, to_integers
 from regtopk.core.options import check_choice, check_integer, check_number
+from regtopk.core.parameters import aggregate_from_parameters
 from regtopk.core.random import random_sequence, random_subset, uniform
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
 from regtopk.core.selection import (
@@ -61,6 +62,7 @@ __all__ = [
     "WarmUp",
     "WithDensity",
     "Worker",
+    "aggregate_from_parameters",
     "check_choice",
     "check_integer",
     "check_number",

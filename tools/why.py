@@ -1,0 +1,299 @@
+"""Draw and count what docs/why.md explains.
+
+``python tools/why.py --out docs/figures`` draws its figures and prints what it says about Figure 2.
+``python tools/why.py --senders PRESET`` counts how many workers send the same entry of a deep network, with
+RegTop-k in a preset of ``regtopk reproduce fig3``.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import RegTopK
+from regtopk.core import to_dense
+from regtopk.errors import RegtopkError
+from regtopk.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.experiments.deep.task import DeepProblem
+from regtopk.experiments.fig2 import JUMP, Fig2Config, Problems, make_problems
+from regtopk.experiments.threads import threads_for
+from regtopk.experiments.trainer import Trainer
+from regtopk.report.figure import Drawing, draw_all, save_png
+from regtopk.report.panels import label_log_axis, line_of
+from regtopk.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style
+from regtopk.simulate import Cluster
+from regtopk.words import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FIG2 = Fig2Config(num_seeds=4, num_iterations=4000, densities=(0.6,))
+PLAIN = 1e-30  # a mu so small that RegTop-k is Top-k
+CASES = {
+    "Top-k, S = 0.6": RegTopK(density=0.6, mu=PLAIN),
+    "RegTop-k, S = 0.4": RegTopK(density=0.4, mu=FIG2.mu),
+    "RegTop-k, S = 0.5": RegTopK(density=0.5, mu=FIG2.mu),
+    "RegTop-k with a cap, S = 0.6": RegTopK(density=0.6, mu=FIG2.mu, damping="cap"),
+    "RegTop-k, S = 0.6": RegTopK(density=0.6, mu=FIG2.mu),
+}
+END = 2500  # where the paper's figure ends
+PANEL_INCHES = (4.5, 3.3)
+NOTE_POINTS = 8.5  # size of words in a panel
+SEEDS = [Style(f"seed {seed}", *SPARE[spare], width=1.6) for seed, spare in enumerate((4, 0, 1, 9))]
+READINGS = {
+    "previous": Style("previous", METHODS["regtopk"].light, METHODS["regtopk"].dark, width=2.0),
+    "current": METHODS["regtopk-current"],
+}
+FACTORS = {  # by mu
+    PLAIN: Style("Top-k (mu to 0)", METHODS["topk"].light, METHODS["topk"].dark, DOTS, width=2.4),
+    1.0: Style("mu = 1", *SPARE[1], DASH_DOT, width=2.0),
+    4.0: Style("mu = 4", METHODS["regtopk"].light, METHODS["regtopk"].dark, width=2.0),
+}
+
+
+class Step(NamedTuple):
+    """What happened in one iteration, on R seeds."""
+
+    own: Tensor  # w a^t of each worker, (R, N, J)
+    aggregate: Tensor  # g^t, (R, 1, J)
+    is_sent: Tensor  # by each worker, (R, N, J)
+
+    @property
+    def is_partly_sent(self) -> Tensor:
+        """By some workers and not by all, (R, J)."""
+        return self.is_sent.any(-2) & ~self.is_sent.all(-2)
+
+
+class Jump(NamedTuple):
+    """A step away from the optimum, and the entries that only some workers sent in it."""
+
+    seed: int
+    iteration: int
+    before: float
+    after: float
+    num_senders: list[int]
+    common: list[float]  # |g^{t-1}| over the iterations it had gathered
+
+
+@dataclass
+class Watched:
+    """One method of Figure 2: of every iteration and seed, except for `error`, which is of seed 0."""
+
+    distance: list[list[float]] = field(default_factory=list)
+    num_by_all: list[list[int]] = field(default_factory=list)
+    num_by_some: list[list[int]] = field(default_factory=list)
+    error: list[dict[str, float]] = field(default_factory=list)  # of each reading, from iteration 2 on
+    jumps: list[Jump] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def watch(config: Fig2Config, problems: Problems, algorithm: RegTopK) -> Watched:
+    """Run RegTop-k on Figure 2's regressions, and look at every step as no worker can."""
+    cluster, seen = Cluster(algorithm, num_workers=config.num_workers), Watched()
+    models = problems.start.clone()
+    last = None
+    for _ in range(config.num_iterations):
+        grads = problems.grads(models.unsqueeze(1)).squeeze(1)
+        residual = 0 if cluster.state is None else cluster.state.state_dict()["residual"]
+        own = (residual + grads) / config.num_workers
+        aggregate = cluster.step(grads)
+        models = models - config.lr * aggregate
+        step = Step(own, aggregate.unsqueeze(-2), _is_sent(cluster, config.numel))
+        seen.distance.append((models - problems.optimum).norm(dim=-1).tolist())
+        seen.num_by_all.append(step.is_sent.all(-2).sum(-1).tolist())
+        seen.num_by_some.append(step.is_partly_sent.sum(-1).tolist())
+        if last is not None:
+            seen.error.append(_errors(step, last))
+            seen.jumps += jumps_of(seen.distance, step, last)
+        last = step
+    return seen
+
+
+def _is_sent(cluster: Cluster, numel: int) -> Tensor:
+    """Which entries each worker sent in the last step, (..., N, J)."""
+    assert cluster.state is not None
+    indices = cluster.state.state_dict()["indices"]
+    return to_dense(indices, torch.ones_like(indices, dtype=torch.bool), numel)
+
+
+def _errors(step: Step, last: Step) -> dict[str, float]:
+    """How far each reading's guess at the whole sum is off, over w |a^t|, where seed 0 sent last."""
+    total = step.own.sum(-2, keepdim=True)
+    guesses = {
+        "previous": last.aggregate * step.own / last.own,
+        "current": step.own + last.aggregate - last.own,
+    }
+    errors = {reading: ((guess - total) / step.own).abs()[0] for reading, guess in guesses.items()}
+    return {reading: float(error[last.is_sent[0]].median()) for reading, error in errors.items()}
+
+
+def jumps_of(distance: list[list[float]], step: Step, last: Step) -> Iterator[Jump]:
+    """The seeds whose last step was a jump."""
+    for seed, (before, after) in enumerate(zip(*distance[-2:], strict=True)):
+        if after > JUMP * before:
+            there = step.is_partly_sent[seed]
+            num_senders = step.is_sent[seed].sum(0)[there]
+            num_gathered = (last.own / step.own)[seed].median(0).values.round()
+            common = (last.aggregate[seed, 0] / num_gathered).abs()[there]
+            yield Jump(seed, len(distance), before, after, num_senders.tolist(), common.tolist())
+
+
+def count_senders(config: DeepConfig, mu: float) -> list[float]:
+    """Of what a worker sends in the last round, the shares that 1, 2, ... N workers send; of seed 0."""
+    task = DeepProblem(config).task([0])
+    algorithm = RegTopK(density=config.density, mu=mu)
+    trainer = Trainer(task, algorithm, optimizer=config.optimizer, lr=config.lr, index_code=config.index_code)
+    trainer.run_until(config.num_rounds)
+    num_senders = _is_sent(trainer.clusters[0], task.layout.numel).sum(-2).flatten()
+    num_entries = num_senders.bincount(minlength=config.num_workers + 1).cpu().double()
+    num_sent = num_entries * torch.arange(config.num_workers + 1)
+    shares: list[float] = (num_sent / num_sent.sum())[1:].tolist()
+    return shares
+
+
+def draw_consensus(watched: Watched, picture: Path) -> None:
+    """The distance, the entries that only some workers send, and what each reading predicts."""
+    drawings = [
+        Drawing("Distance to the optimum", PANEL_INCHES, partial(_draw_distance, watched)),
+        Drawing("Entries that only some workers send, of 100", PANEL_INCHES, partial(_draw_partly, watched)),
+        Drawing("Median |guess - sum| / (w |a|), seed 0", PANEL_INCHES, partial(_draw_error, watched)),
+    ]
+    save_png(draw_all(drawings, SEEDS), picture)
+
+
+def _draw_distance(watched: Watched, axes: "Axes") -> None:
+    for style, distance in zip(SEEDS, zip(*watched.distance, strict=True), strict=False):
+        axes.plot(range(1, len(distance) + 1), distance, **line_of(style))
+    axes.set_yscale("log")
+    label_log_axis(axes.yaxis, *axes.get_ylim())
+    _label_iterations(axes)
+
+
+def _draw_partly(watched: Watched, axes: "Axes") -> None:
+    for style, counts in zip(SEEDS, zip(*watched.num_by_some, strict=True), strict=False):
+        axes.plot(range(1, len(counts) + 1), counts, **line_of(style))
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_yticks([0, 1, 2, 5, 10, 20, 50, 100], ["0", "1", "2", "5", "10", "20", "50", "100"])
+    axes.set_ylim(bottom=-0.15)
+    _label_iterations(axes)
+
+
+def _draw_error(watched: Watched, axes: "Axes") -> None:
+    for reading, style in READINGS.items():
+        error = [of[reading] for of in watched.error]
+        axes.plot(range(2, len(error) + 2), error, **line_of(style))
+        axes.annotate(
+            reading,
+            (len(error) / 2, error[len(error) // 2]),
+            (6, 4),
+            textcoords="offset points",
+            color=style.light,
+        )
+    axes.set_yscale("log")
+    label_log_axis(axes.yaxis, *axes.get_ylim())
+    _label_iterations(axes)
+
+
+def _label_iterations(axes: "Axes") -> None:
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel("iteration")
+
+
+def draw_score(picture: Path) -> None:
+    """The factor of an entry that was sent last, and its score, which saturates."""
+    drawings = [
+        Drawing("Factor of an entry sent last", PANEL_INCHES, _draw_factor),
+        Drawing("Its score, if a has not changed", PANEL_INCHES, _draw_saturation),
+    ]
+    save_png(draw_all(drawings, list(FACTORS.values())), picture)
+
+
+def _draw_factor(axes: "Axes") -> None:
+    x = torch.logspace(-2, 2, 200, dtype=torch.float64)
+    for mu, style in FACTORS.items():
+        axes.plot(x.tolist(), (x / mu).tanh().tolist(), **line_of(style))
+    axes.set_xscale("log")
+    label_log_axis(axes.xaxis, *axes.get_xlim())
+    _note_at_one(axes)
+    axes.set_xlabel("|1 + D| = |g| / (w |a|)")
+    axes.set_ylabel("tanh(|1 + D| / mu)")
+
+
+def _note_at_one(axes: "Axes") -> None:
+    axes.plot([1.0] * 2, [math.tanh(1 / mu) for mu in (1.0, 4.0)], "o", ms=5, color=INK[0], zorder=4)
+    axes.annotate(
+        "sent by this\nworker alone",
+        (1.0, math.tanh(1.0)),
+        (-62, 14),
+        textcoords="offset points",
+        fontsize=NOTE_POINTS,
+    )
+
+
+def _draw_saturation(axes: "Axes") -> None:
+    own = torch.logspace(-2, 2, 200, dtype=torch.float64)  # |a|, in units of |g| / w
+    for mu, style in FACTORS.items():
+        axes.plot(own.tolist(), (own * (1 / (own * mu)).tanh()).tolist(), **line_of(style))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.text(1.2, 0.31, "|g| / (w mu), whatever a is", fontsize=NOTE_POINTS)
+    for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        label_log_axis(axis, *limits)
+    axes.set_xlabel("own |a|, in units of |g| / w")
+    axes.set_ylabel("score, in the same units")
+
+
+def explain_figure_2(folder: Path) -> None:
+    """Draw the figures; print who sends what, the errors of both readings, and the jumps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_score(folder / "why-score.png")
+    with threads_for(FIG2.numel):
+        problems = make_problems(FIG2)
+        for name, algorithm in CASES.items():
+            watched = watch(FIG2, problems, algorithm)
+            by_all = sum(watched.num_by_all[END - 1]) / FIG2.num_seeds
+            distance = max(watched.distance[END - 1])
+            print(f"{name}, iteration {END}: all send {by_all:g} entries, distance up to {distance:.1e}")
+            num_jumps, last = len(watched.jumps), max(watched.distance[-1])
+            print(f"    by iteration {FIG2.num_iterations}: {counted(num_jumps, 'jump')}, up to {last:.1e}")
+    draw_consensus(watched, folder / "why-consensus.png")  # of the last of them
+    for iteration in (10, 100, 1000, END):
+        errors = [f"{reading} {error:.1e}" for reading, error in watched.error[iteration - 2].items()]
+        print(f"iteration {iteration}, error of the guess: {', '.join(errors)}")
+    for jump in watched.jumps:
+        common = ", ".join(map(float.hex, jump.common))
+        print(f"{jump}, in bits: {common}")
+
+
+def print_senders(preset: str, data: str, device: str, num_rounds: int | None, mu: float) -> None:
+    """Print the shares of `count_senders`, in float32, which every device has."""
+    settings = {**PRESETS[preset], "preset": preset, "precision": "float32", "data": data, "device": device}
+    if num_rounds is not None:
+        settings["num_rounds"] = num_rounds
+    for num_workers, share in enumerate(count_senders(DeepConfig(**settings), mu), start=1):
+        print(f"sent by {counted(num_workers, 'worker')}: {100 * share:.2f} %")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--out", type=Path, help="the folder to draw into")
+    asked.add_argument("--senders", choices=list(PRESETS), metavar="PRESET", help="a preset of fig3")
+    parser.add_argument("--data", default="", help="where the preset's data set is (docs/data.md)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rounds", type=int, help="how many rounds, if not the preset's")
+    parser.add_argument("--mu", type=float, default=5.0, help="RegTop-k's")
+    given = parser.parse_args()
+    try:
+        if given.out:
+            explain_figure_2(given.out)
+        else:
+            print_senders(given.senders, given.data, given.device, given.rounds, given.mu)
+    except RegtopkError as error:
+        parser.error(str(error))
