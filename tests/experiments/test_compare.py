@@ -85,6 +85,11 @@ def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
 
 
+def test_equal_bytes_of_a_run_of_two_steps(tmp_path: Path) -> None:
+    summary = compare(tmp_path, algorithms="topk", bytes_per_step=500.0, num_steps=2, num_evaluations=1)
+    assert summary["results"][0]["payload_bytes_per_step"] <= 500
+
+
 def test_a_budget_below_the_smallest_message_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="bytes per step must be at least the smallest message of topk"):
         compare(tmp_path / "out", algorithms="topk", bytes_per_step=20.0)

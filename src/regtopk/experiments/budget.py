@@ -21,11 +21,12 @@ class Probe:
 
     Args:
         task: its first seed is used, at its first model.
+        num_steps: of how many steps; a task has no more batches than steps.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, num_steps: int = NUM_STEPS) -> None:
         models = task.start()
-        self.grads = [task.grads(models, step, lr=0.0)[0][0].clone() for step in range(NUM_STEPS)]
+        self.grads = [task.grads(models, step, lr=0.0)[0][0].clone() for step in range(num_steps)]
         self.weights = task.weights[0]
         self.layout = task.layout
 
@@ -85,7 +86,8 @@ def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], problem: Pr
     """
     if not any(method.takes_density or method.with_budget(1) is not method for method in methods):
         return [Run(method, None) for method in methods]  # nothing to find out
-    probe, budget = Probe(problem.probe()), config.plan.budget
+    probe = Probe(problem.probe(), min(NUM_STEPS, config.plan.stops[-1]))
+    budget = config.plan.budget
     if budget is None:
         like = Method.parse_like(config.like)
         budget = probe.payload(config.build(Run(like, None)), config.index_code_of(like))

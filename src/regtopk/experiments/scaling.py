@@ -66,7 +66,7 @@ def run(config: ScalingConfig, progress: Progress) -> Iterator[Record]:
 
     `step_scale` is the length of the step over that of the first step without sparsification.
     """
-    start = torch.tensor(toy.START, dtype=torch.float64, device=config.device)
+    start = toy.start(config)
     unit = config.lr * grads(config)(start).mean(0).norm()
     for method, iteration, w, step in toy.descend(config, grads(config), config.num_iterations, progress):
         yield {

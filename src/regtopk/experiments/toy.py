@@ -6,6 +6,7 @@
 The first entries are large and cancel; all there is to learn is in the second.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from regtopk.algorithms import Dense, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.options import check_integer, check_positive
+from regtopk.core.options import check_integer, check_number, check_positive
 from regtopk.experiments.experiment import Progress
 from regtopk.experiments.settings import check_device
 from regtopk.simulate import Cluster
@@ -32,12 +33,14 @@ class ToyConfig:
         num_iterations: T; the paper shows 100.
         lr: learning rate, > 0.
         mu: RegTop-k's, > 0; in Figure 1 every mu gives the same curve.
+        w_1: where the first entry starts; 0 in the paper, and off 0 a lr of 0.9 is too large for dense too.
         device: cpu or cuda.
     """
 
     num_iterations: int = 100
     lr: float = 0.9
     mu: float = 1.0
+    w_1: float = 0.0
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -45,7 +48,13 @@ class ToyConfig:
         check_integer("num_iterations", self.num_iterations, at_least=1)
         check_positive("lr", self.lr)
         check_positive("mu", self.mu)
+        check_number("w_1", self.w_1, "finite", math.isfinite)
         check_device(self.device)
+
+
+def start(config: ToyConfig) -> Tensor:
+    """w^0."""
+    return torch.tensor((config.w_1, START[1]), dtype=torch.float64, device=config.device)
 
 
 def methods(mu: float) -> dict[str, Algorithm[Any]]:
@@ -78,7 +87,7 @@ def descend(
     algorithms = methods(config.mu)
     for done, (method, algorithm) in enumerate(algorithms.items(), start=1):
         cluster = Cluster(algorithm, num_workers=len(POINTS))
-        w = torch.tensor(START, dtype=torch.float64, device=config.device)
+        w = start(config)
         for iteration in range(num_iterations):
             step = config.lr * cluster.step(gradients(w))
             yield method, iteration, w, step
