@@ -19,3 +19,9 @@ def test_a_row_says_who_follows_and_who_jumps() -> None:
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:5] == ["20", "0.6", "half, zero", "float64", "0-9"]
     assert cells[5:] == ["10", "0", "0", "37 on 10", "10", "10", "10", "0"]
+
+
+def test_unseen_seeds_stay_with_a_cap() -> None:
+    folders = sorted((DOCS / "results" / "fig2-unseen").iterdir())
+    rows = as_markdown(folders).splitlines()[2:]
+    assert len(rows) == 12 and all(row.endswith("| 10 | 10 | 10 | 0 |") for row in rows)
