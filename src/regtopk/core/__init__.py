@@ -18,7 +18,7 @@ from regtopk.core.exact import exact_sum, to_integers
 from regtopk.core.options import check_choice, check_integer, check_number
 from regtopk.core.parameters import aggregate_from_parameters
 from regtopk.core.random import random_sequence, random_subset, uniform
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
 from regtopk.core.selection import (
     find_largest_,
     kth_largest,
@@ -32,6 +32,7 @@ from regtopk.core.selection import (
     take_largest_per_chunk_,
     take_where_,
 )
+from regtopk.core.senders import OfSenders, impute_, mean_of_senders
 from regtopk.core.sparse import SparseGradient, clear_at_, take, to_dense
 from regtopk.core.state import NoState, ResidualState, State, per_worker, shared
 from regtopk.core.warm_up import WarmUp
@@ -49,12 +50,14 @@ __all__ = [
     "Layer",
     "Layout",
     "NoState",
+    "OfSenders",
     "Peek",
     "Promise",
     "Promises",
     "Report",
     "Request",
     "ResidualState",
+    "SenderSum",
     "SparseGradient",
     "SparseSum",
     "Sparsifier",
@@ -71,8 +74,10 @@ __all__ = [
     "converse",
     "exact_sum",
     "find_largest_",
+    "impute_",
     "is_lossless",
     "kth_largest",
+    "mean_of_senders",
     "per_worker",
     "put_back_",
     "quantise",
