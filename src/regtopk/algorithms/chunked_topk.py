@@ -39,8 +39,8 @@ class ChunkedTopK(Sparsifier[ScoredState]):
             are equally long, but the last may be a few entries shorter.
         decay: the part of the residual that is kept per step, in [0, 1]; 1 keeps all of it.
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
-        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of those
-            that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
 
     Differs from SparseLoCo's public code. There an entry is the mean over the workers that sent it; here it
     is the sum over all workers, each with its weight, as the paper prints it. In a comparison with 8 workers

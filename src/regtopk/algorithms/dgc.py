@@ -67,8 +67,8 @@ class DGC(Sparsifier[DGCState]):
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v (with "exact" only).
         dense_vectors: whether parameters of fewer than two dimensions (biases, norms) are sent dense, as u_n,
             uncoded and without factor masking. The authors' code does so.
-        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of those
-            that did, and pays it from v_n (docs/imputation.md). 0: nothing is inferred.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from v_n (docs/imputation.md). 0: nothing is inferred.
 
     A worker that pays for an entry that others sent keeps its momentum u_n there.
 

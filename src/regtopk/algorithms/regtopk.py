@@ -44,8 +44,8 @@ class RegTopK(Sparsifier[ScoredState]):
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
         regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
             finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
-        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of those
-            that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
 
     With imputation g^{t-1} is the imputed aggregate, the one that training used: g^{t-1} - w a^{t-1} is then
     what the others sent and what they are taken to hold.

@@ -23,8 +23,8 @@ class TopK(Sparsifier[ResidualState]):
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
         value_code: how values are coded on the wire.
-        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of those
-            that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
     """
 
     name: ClassVar[str] = "topk"

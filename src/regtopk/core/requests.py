@@ -41,8 +41,8 @@ class SparseSum(AnsweredBy[Tensor]):
 class SenderSum(SparseSum):
     """A `SparseSum` that also tells what each entry is to the workers that sent it.
 
-    Everybody's messages tell that already, so it moves no more bytes than a `SparseSum`; only where the sum is
-    split by region, its owner must say who sent what.
+    Everybody's messages tell that already, so it moves no more bytes than a `SparseSum`. Only where the sum
+    is split by region, the owner of a region must say it.
 
     Args:
         sparse: x_n.
