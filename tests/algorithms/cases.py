@@ -59,6 +59,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "fair-topk": [{"trial": 2}, {"trial": 2, "rounding": "stochastic", "patience": 0, "seed": 3}],
     "mipd-style": [{}, {"decay": 0.9}],
+    "sparseloco": [{}, {"tile": 4, "decay": 1.0}],
     "sketch": [{"seed": 3}, {"rows": 3, "columns": 20, "sketch_code": "4bit"}],
     "sidco": [{}, {"fit": "pareto"}, {"fit": "gamma"}],
 }
