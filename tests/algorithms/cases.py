@@ -22,7 +22,7 @@ CURRENT = PosteriorScore(mu=1.0, reference="current")
 
 # Options beside k and value_code; an algorithm that is not here is tested with its defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "topk": [{}, {"impute": 0.35}],
+    "topk": [{}, {"impute": 0.35}, {"impute": "learned"}],
     "regtopk": [
         {},
         {"reference": "current"},
@@ -37,6 +37,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {},
         {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)},
         {"chunk": 20, "impute": 1.0},
+        {"chunk": 20, "impute": "learned"},
     ],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
     "dgc": [

@@ -118,6 +118,7 @@ def test_imputation(four_ranks: Ranks, weights: str, collective: str) -> None:
         regtopk.TopK(density=0.07, impute=0.35, value_code="4bit"),
         regtopk.RegTopK(density=0.3, impute=0.5),
         regtopk.DGC(density=0.02, selection="sampled", sample=0.1, impute=1.0),
+        regtopk.TopK(density=0.05, impute="learned"),
     ):
         compare(four_ranks, algorithm, weights=weights, collective=collective, num_steps=10)
     if weights == "unequal":

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
@@ -41,6 +41,7 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
         impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
             those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
 
     Differs from SparseLoCo's public code. There an entry is the mean over the workers that sent it; here it
     is the sum over all workers, each with its weight, as the paper prints it. In a comparison with 8 workers
@@ -79,7 +80,8 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
-        return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        state = ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        return with_learning(self.impute, state, worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of chunked Top-k."""

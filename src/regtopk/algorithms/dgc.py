@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.algorithms.imputation import Impute, check_impute, sum_sent
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_learning
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
@@ -69,6 +69,7 @@ class DGC(Sparsifier[DGCState]):
             uncoded and without factor masking. The authors' code does so.
         impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
             those that did, and pays it from v_n (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
 
     A worker that pays for an entry that others sent keeps its momentum u_n there.
 
@@ -120,7 +121,8 @@ class DGC(Sparsifier[DGCState]):
         """Nothing is carried, and nothing was sent."""
         num_sent = self.num_selected(worker)
         momentum = worker.zeros()
-        return DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
+        state = DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
+        return with_learning(self.impute, state, worker)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         """One step of DGC."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
 from regtopk.algorithms.posterior import PosteriorScore, Regularizer, ScoredState
 from regtopk.core import Conversation, Promises, Sparsifier, Worker, take_largest_
 
@@ -46,6 +46,7 @@ class RegTopK(Sparsifier[ScoredState]):
             finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
         impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
             those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
 
     With imputation g^{t-1} is the imputed aggregate, the one that training used: g^{t-1} - w a^{t-1} is then
     what the others sent and what they are taken to hold.
@@ -85,7 +86,8 @@ class RegTopK(Sparsifier[ScoredState]):
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
-        return ScoredState.start(worker, num_sent=self.num_selected(worker))
+        state = ScoredState.start(worker, num_sent=self.num_selected(worker))
+        return with_learning(self.impute, state, worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of RegTop-k."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
 from regtopk.core import Conversation, Promises, ResidualState, Sparsifier, Worker, take_largest_
 
 
@@ -25,6 +25,7 @@ class TopK(Sparsifier[ResidualState]):
         value_code: how values are coded on the wire.
         impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
             those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
     """
 
     name: ClassVar[str] = "topk"
@@ -44,7 +45,7 @@ class TopK(Sparsifier[ResidualState]):
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
+        return with_learning(self.impute, ResidualState(residual=worker.zeros()), worker)
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of Top-k."""

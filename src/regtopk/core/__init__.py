@@ -32,9 +32,9 @@ from regtopk.core.selection import (
     take_largest_per_chunk_,
     take_where_,
 )
-from regtopk.core.senders import OfSenders, impute_, mean_of_senders
+from regtopk.core.senders import OfSenders, impute_, mean_of_senders, slope_of_absent
 from regtopk.core.sparse import SparseGradient, clear_at_, take, to_dense
-from regtopk.core.state import NoState, ResidualState, State, per_worker, shared
+from regtopk.core.state import NoState, ResidualState, State, StateT, extended, per_worker, shared
 from regtopk.core.warm_up import WarmUp
 from regtopk.core.worker import Layer, Layout, Report, Worker
 
@@ -62,6 +62,7 @@ __all__ = [
     "SparseSum",
     "Sparsifier",
     "State",
+    "StateT",
     "WarmUp",
     "WithDensity",
     "Worker",
@@ -73,6 +74,7 @@ __all__ = [
     "clear_at_",
     "converse",
     "exact_sum",
+    "extended",
     "find_largest_",
     "impute_",
     "is_lossless",
@@ -86,6 +88,7 @@ __all__ = [
     "send_",
     "send_instead_",
     "shared",
+    "slope_of_absent",
     "take",
     "take_above_",
     "take_all_above_",

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.core.exact import exact_sum
 from regtopk.core.sparse import SparseGradient, clear_at_, read_at
+
+_LARGEST_SHARE = 1e6  # of a slope: finite in any dtype, and far above what can mean anything
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,28 @@ def _is_named_last(indices: Tensor, numel: int) -> Tensor:
 def mean_of_senders(summed: OfSenders) -> Tensor:
     """m, dense (J,): the weighted mean over the workers that sent an entry, zero where nobody did."""
     return torch.zeros_like(summed.total).scatter_add_(-1, summed.indices, summed.mean)
+
+
+def slope_of_absent(residual: Tensor, sent: SparseGradient, summed: OfSenders) -> Tensor:
+    """One worker's share of the slope of what those that did not send an entry hold of it, on m: (..., 1).
+
+    sum_n w_n of the shares is the least-squares slope, sum_n w_n <e_n, m> / sum_n w_n <m, m>, where worker n
+    counts at the entries that others sent and it did not.
+
+    Args:
+        residual: (..., J), before anything is paid; read, and left as it is.
+        sent: what this worker sent.
+        summed: what the cluster made of it.
+    """
+    kept = read_at(residual, sent)
+    clear_at_(residual, sent)  # what it still holds of its own entries does not count
+    held = residual.gather(-1, summed.indices.expand(*residual.shape[:-1], summed.indices.shape[-1]))
+    residual.scatter_add_(-1, sent.without_padding()[0], kept)
+    mean, numel = summed.mean.double(), residual.shape[-1]
+    product = exact_sum(held * mean, most=numel)
+    square = exact_sum(summed.missing * mean * mean, most=numel)
+    share = (product / square).where(square > 0, 0.0).clamp(-_LARGEST_SHARE, _LARGEST_SHARE)
+    return share.unsqueeze(-1).to(residual.dtype)
 
 
 def impute_(residual: Tensor, sent: SparseGradient, summed: OfSenders, rho: float | Tensor) -> Tensor:

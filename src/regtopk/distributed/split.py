@@ -112,7 +112,7 @@ def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: 
     is_touched = torch.zeros(high - low, dtype=torch.bool, device=total.device)
     weights, refused = rank.weights.to(total), None
     senders = torch.zeros_like(total) if isinstance(request, SenderSum) else None
-    counted = _counted_as(rank, weights)
+    are_counted = senders is not None and sender_code(rank.weights.tolist()) == "int8"
     for n, message in enumerate(received):
         if message.numel() == 0:
             continue
@@ -129,15 +129,10 @@ def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: 
         total.scatter_add_(0, at, weights[n] * values)
         is_touched[at] = True
         if senders is not None:
-            senders[at] += counted[n]
+            senders[at] += 1 if are_counted else weights[n]
     indices = is_touched.nonzero().flatten()
     sums = SparseGradient(indices, total[indices], high - low)
     return _Region(sums, None if senders is None else senders[indices], refused)
-
-
-def _counted_as(rank: Rank, weights: Tensor) -> Tensor:
-    """What each rank adds to the senders of an entry, (N,): one, or its weight if weights differ."""
-    return weights if sender_code(rank.weights.tolist()) == "float32" else torch.ones_like(weights)
 
 
 def _encoded(rank: Rank, region: _Region, request: SparseSum) -> list[Tensor]:
