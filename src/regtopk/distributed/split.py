@@ -160,7 +160,8 @@ def _joined(
         total[everywhere[n]] = sums.values
     if not isinstance(request, SenderSum):
         return total
-    indices, status = torch.cat(everywhere), torch.zeros(rank.num_workers, dtype=torch.int64)
+    indices = torch.cat(everywhere)
+    status = torch.zeros(rank.num_workers, dtype=torch.int64, device=total.device)
     code, dtype = sender_code(rank.weights.tolist()), total.dtype
     senders = []
     for n, (_, message, *_) in enumerate(gathered):
