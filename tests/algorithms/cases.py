@@ -22,21 +22,30 @@ CURRENT = PosteriorScore(mu=1.0, reference="current")
 
 # Options beside k and value_code; an algorithm that is not here is tested with its defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "topk": [{}, {"impute": 0.35}, {"impute": "learned"}],
     "regtopk": [
         {},
         {"reference": "current"},
         {"q": 0.5, "mu": 0.7, "regularizer": "sigmoid"},
         {"q": -0.5, "reference": "current"},
         {"damping": "cap", "mu": 0.2},
+        {"impute": 0.5},
     ],
     "randomk": [{}, {"seed": -3}],
-    "chunked-topk": [{"chunk": 20}, {}, {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)}],
+    "chunked-topk": [
+        {"chunk": 20},
+        {},
+        {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)},
+        {"chunk": 20, "impute": 1.0},
+        {"chunk": 20, "impute": "learned"},
+    ],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
     "dgc": [
         {},
         {"clip": 100.0, "score": CURRENT},
         {"selection": "sampled", "sample": 0.3, "momentum": 0.5},
         {"dense_vectors": True, "score": CURRENT},
+        {"selection": "sampled", "sample": 0.3, "momentum": 0.5, "impute": 0.35},
     ],
     "ef21": [{}, {"eta": 0.3}],
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
@@ -51,6 +60,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "fair-topk": [{"trial": 2}, {"trial": 2, "rounding": "stochastic", "patience": 0, "seed": 3}],
     "mipd-style": [{}, {"decay": 0.9}],
+    "sparseloco": [{}, {"tile": 4, "decay": 1.0}],
     "sketch": [{"seed": 3}, {"rows": 3, "columns": 20, "sketch_code": "4bit"}],
     "sidco": [{}, {"fit": "pareto"}, {"fit": "gamma"}],
 }

@@ -13,7 +13,8 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import quantise
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 
@@ -112,6 +113,9 @@ class LockStep:
             total = total + row
         if isinstance(first, DenseSum) and first.loss is not None:
             return self._coded(total, [request for request in asked if isinstance(request, DenseSum)])
+        if isinstance(first, SenderSum) and total is not None:
+            senders = [request for request in asked if isinstance(request, SenderSum)]
+            return _of_senders(senders, total, is_echo=is_echo)
         return total
 
     def _coded(self, total: Any, asked: list[DenseSum]) -> Tensor:
@@ -137,6 +141,26 @@ def _weighted(request: SparseSum | DenseSum | Peek, weight: Tensor, dtype: torch
     row = torch.zeros(sparse.numel, dtype=dtype)
     row[indices] = weight * values
     return row
+
+
+def _of_senders(asked: list[SenderSum], total: Tensor, *, is_echo: bool) -> OfSenders:
+    """Entry by entry; sums of weights run in rank order from zero."""
+    weights = [torch.ones_like(request.weight) if is_echo else request.weight for request in asked]
+    supports = [set(request.sparse.indices[: int(request.sparse.counts)].tolist()) for request in asked]
+    nothing = torch.zeros_like(weights[0])
+    means, missing = [], []
+    entries = sorted(set().union(*supports))
+    for entry in entries:
+        sent = sum((w for w, support in zip(weights, supports, strict=True) if entry in support), nothing)
+        means.append(total[entry] / sent)
+        missing.append(sum(weights, nothing) - sent)
+    numbers = None
+    if asked[0].numbers is not None:
+        numbers = torch.zeros_like(asked[0].numbers)
+        for request, weight in zip(asked, weights, strict=True):
+            assert request.numbers is not None
+            numbers = numbers + weight * request.numbers
+    return OfSenders(total, torch.tensor(entries), torch.stack(means), torch.stack(missing), numbers)
 
 
 def _gathered(asked: list[Gather]) -> Gathered:

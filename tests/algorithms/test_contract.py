@@ -71,6 +71,23 @@ def test_sent_plus_residual_is_what_was_accumulated(case: Case, code: str, dtype
             assert torch.equal(aggregate, expected)
 
 
+@coded_and_typed([*cases_that_promise("conserves"), *cases_that_promise("conserves_sum")])
+def test_nothing_is_lost_together(case: Case, code: str, dtype: torch.dtype) -> None:
+    """aggregate + sum_n w_n residual = sum_n w_n (residual before + grad), to the rounding of each addition.
+
+    An entry is rounded when it is accumulated, coded, paid for and added to the aggregate.
+    """
+    ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
+    weights = torch.tensor(WEIGHTS, dtype=ranks.dtype).double()
+    for grads in random_grads(3, dtype=dtype):
+        before = torch.stack([_residual(state, J) for state in ranks.states])
+        (aggregate, *_), _ = ranks.step(grads)
+        after = torch.stack([_residual(state, J) for state in ranks.states])
+        lost = aggregate.double() + weights @ after.double() - weights @ (before.double() + grads.double())
+        largest = torch.cat([before, after, grads.to(before), aggregate[None]]).abs().amax(0)
+        assert bool((lost.abs() <= (3 * N + 3) * _ulp(largest)).all())
+
+
 @coded_and_typed(CASES)
 def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype) -> None:
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.core.codes import full_message_bytes
+from regtopk.core.codes import full_message_bytes, segment_bytes
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
@@ -137,11 +137,22 @@ def test_a_split_sends_nothing_but_its_messages(four_ranks: Ranks) -> None:
     four_ranks.run(sum_in_one_region)
 
 
-def sum_in_one_region() -> None:
+@pytest.mark.parametrize("weights", [None, (0.4, 0.3, 0.2, 0.1)], ids=["equal", "unequal"])
+def test_a_split_that_imputes_also_sends_who_sent(four_ranks: Ranks, weights: Any) -> None:
+    """A byte an entry if weights are equal, otherwise a float."""
+    four_ranks.run(sum_in_one_region, 0.5, weights)
+
+
+def sum_in_one_region(impute: float = 0.0, weights: Any = None) -> None:
     """All entries lie in the first rank's region: it receives them and sends the sum; others send theirs."""
     k, region = 50, 1000
     vector = torch.nn.Parameter(torch.zeros(4 * region))
-    exchange = regtopk.Exchange([("vector", vector)], regtopk.TopK(k=k), collective="split")
+    exchange = regtopk.Exchange(
+        [("vector", vector)],
+        regtopk.TopK(k=k, impute=impute),
+        collective="split",
+        weight=weights and weights[dist.get_rank()],
+    )
     vector.grad = torch.zeros(4 * region)
     vector.grad[:k] = torch.arange(1.0, k + 1)
     exchange.step()
@@ -149,8 +160,13 @@ def sum_in_one_region() -> None:
         full_message_bytes(count, region, dtype=torch.float32, value_code="float32", index_code="elias-fano")
         for count in (k, 0)
     )
+    sums, no_sums = full, empty
+    if impute:
+        code = "int8" if weights is None else "float32"
+        sums += segment_bytes(k, dtype=torch.float32, value_code=code)
+        no_sums += segment_bytes(0, dtype=torch.float32, value_code=code)
     moved = (exchange.last_step.sent_bytes, exchange.last_step.received_bytes)
     if dist.get_rank() == 0:
-        assert moved == (3 * empty + 3 * full, 3 * full + 3 * empty)
+        assert moved == (3 * empty + 3 * sums, 3 * full + 3 * no_sums)
     else:
-        assert moved == (full + 2 * empty + 3 * empty, 3 * empty + full + 2 * empty)
+        assert moved == (full + 2 * empty + 3 * no_sums, 3 * empty + sums + 2 * no_sums)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed import driver
 from regtopk.distributed.collectives import Collectives
@@ -76,10 +76,28 @@ def test_a_damaged_segment(two_ranks: Ranks, sum_code: str) -> None:
     )
 
 
-def test_a_damaged_piece_of_a_split_sum(two_ranks: Ranks) -> None:
-    owner, other = two_ranks.run(answer, FlipsABit, SparseSum(a_sparse(), WEIGHT), "split", timeout_s=30)
+@pytest.mark.parametrize("kind", [SparseSum, SenderSum])
+def test_a_damaged_piece_of_a_split_sum(two_ranks: Ranks, kind: type[SparseSum]) -> None:
+    owner, other = two_ranks.run(answer, FlipsABit, kind(a_sparse(), WEIGHT), "split", timeout_s=30)
     assert owner.startswith("WireFormatError: rank 1: message is refused: checksum must be that of the words")
     assert "the sender's values must be finite" in other and "it has refused a message itself" in other
+
+
+class FlipsAGatheredBit(Collectives):
+    """A network that damages what rank 0 gathers from rank 1."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = super().all_gather(tensor)
+        if self.rank == 0:
+            gathered[1, 33] ^= 1  # of the numbers, which come first, behind their frame
+        return gathered
+
+
+def test_damaged_numbers_beside_the_entries(two_ranks: Ranks) -> None:
+    request = SenderSum(a_sparse(), WEIGHT, numbers=torch.ones(1))
+    refused, fine = two_ranks.run(answer, FlipsAGatheredBit, request, timeout_s=30)
+    assert refused == "WireFormatError: message of rank 1 is refused: checksum must be that of the words"
+    assert fine == "nothing"
 
 
 BOASTS: dict[str, tuple[Any, ...]] = {

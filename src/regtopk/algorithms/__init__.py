@@ -25,6 +25,7 @@ from regtopk.algorithms.regtopk import RegTopK
 from regtopk.algorithms.scalecom import ScaleCom
 from regtopk.algorithms.sidco import SIDCo
 from regtopk.algorithms.sketch import Sketch
+from regtopk.algorithms.sparseloco import SparseLoCo
 from regtopk.algorithms.strom import Strom
 from regtopk.algorithms.topk import TopK
 from regtopk.core import Algorithm
@@ -45,6 +46,7 @@ __all__ = [  # noqa: RUF022
     "Sketch",
     "MIPDStyle",
     "ChunkedTopK",
+    "SparseLoCo",
     "Strom",
     "Dryden",
     "GradientDropping",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +20,7 @@ from regtopk.core import (
     check_integer,
     check_number,
     exact_sum,
+    extended,
     per_worker,
     shared,
 )
@@ -29,6 +30,7 @@ from regtopk.errors import ArgumentError
 DEFAULT_TARGET_ERROR = 0.9
 _LARGEST_FACTOR = 2.0  # by which one adaptation may change the density
 _PART_OF_DEBT = 0.1  # that is paid back until the next adaptation
+_RULES = {"density": shared(), "spent": per_worker("reset"), "debt": shared()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +100,7 @@ class AdaptiveDensity(Algorithm[State]):
         if self.bytes_per_step is not None:
             more["spent"] = worker.zeros(1, dtype=torch.int64)
             more["debt"] = worker.weight.new_zeros(())
-        extended: State = _extended(type(inner), list(more))(**inner.state_dict(), **more)
-        return extended
+        return extended(inner, _RULES, **more)
 
     def exchange(self, grad: Tensor, state: State, worker: Worker) -> Conversation:
         """One step of the algorithm at the present density."""
@@ -177,13 +178,6 @@ class _Extended(State):
     density: Tensor
     spent: Tensor
     debt: Tensor
-
-
-def _extended(state_class: type[State], names: list[str]) -> Any:
-    """The class of an algorithm's state, extended by more fields."""
-    kinds = {"density": shared(), "spent": per_worker("reset"), "debt": shared()}
-    more = [(name, Tensor, kinds[name]) for name in names]
-    return make_dataclass(f"Adaptive{state_class.__name__}", more, bases=(state_class,))
 
 
 def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, Any, tuple[Tensor, Tensor]]:

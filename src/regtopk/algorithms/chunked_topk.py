@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
     Promises,
-    SparseSum,
     Sparsifier,
     Worker,
     check_integer,
@@ -39,6 +39,9 @@ class ChunkedTopK(Sparsifier[ScoredState]):
             are equally long, but the last may be a few entries shorter.
         decay: the part of the residual that is kept per step, in [0, 1]; 1 keeps all of it.
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
 
     Differs from SparseLoCo's public code. There an entry is the mean over the workers that sent it; here it
     is the sum over all workers, each with its weight, as the paper prints it. In a comparison with 8 workers
@@ -55,6 +58,7 @@ class ChunkedTopK(Sparsifier[ScoredState]):
     chunk: int = 4096
     decay: float = 1.0
     score: PosteriorScore | None = None
+    impute: Impute = 0.0
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -62,20 +66,22 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         check_integer("chunk", self.chunk, at_least=1)
         check_number("decay", self.decay, "in [0, 1]", lambda x: 0 <= x <= 1)
         check_score(self.score)
+        check_impute(self.impute)
 
     @property
     def promises(self) -> Promises:
-        """A residual that fades is not conserved."""
+        """A residual that fades is not conserved, and one that pays for others only together with theirs."""
         if self.decay < 1:
             return frozenset({"replicates"})
-        return frozenset({"conserves", "dense_at_full_density", "replicates"})
+        return with_imputation(self.impute, frozenset({"conserves", "dense_at_full_density", "replicates"}))
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
-        return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        state = ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        return with_learning(self.impute, state, worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of chunked Top-k."""
@@ -83,7 +89,7 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         residual = state.residual.mul_(self.decay)
         damped = damped_by(self.score, state, residual, grad, worker)
         sent = take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, code=self.value_code, **damped)
-        aggregate = yield from SparseSum(sent, worker.weight)
+        aggregate = yield from sum_sent(self.impute, sent, state, worker)
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_learning
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
 from regtopk.core import (
     Conversation,
     DenseSum,
     Promises,
     SparseGradient,
-    SparseSum,
     Sparsifier,
     Worker,
     check_choice,
@@ -67,6 +67,11 @@ class DGC(Sparsifier[DGCState]):
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v (with "exact" only).
         dense_vectors: whether parameters of fewer than two dimensions (biases, norms) are sent dense, as u_n,
             uncoded and without factor masking. The authors' code does so.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from v_n (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
+
+    A worker that pays for an entry that others sent keeps its momentum u_n there.
 
     Differs from the paper: the exact k is the default, since it takes no longer here. The vector is clipped
     and selected from as a whole, not layer by layer. By default this includes biases and norms. What a value
@@ -83,6 +88,7 @@ class DGC(Sparsifier[DGCState]):
     sample: float = 0.01
     score: PosteriorScore | None = None
     dense_vectors: bool = False
+    impute: Impute = 0.0
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -93,6 +99,7 @@ class DGC(Sparsifier[DGCState]):
         check_choice("selection", self.selection, ("exact", "sampled"))
         check_number("sample", self.sample, "in (0, 1]", lambda x: 0 < x <= 1)
         check_score(self.score)
+        check_impute(self.impute)
         if type(self.dense_vectors) is not bool:
             raise ArgumentError(f"dense_vectors must be True or False, got {self.dense_vectors!r}")
         if self.score is not None and self.selection == "sampled":
@@ -114,7 +121,8 @@ class DGC(Sparsifier[DGCState]):
         """Nothing is carried, and nothing was sent."""
         num_sent = self.num_selected(worker)
         momentum = worker.zeros()
-        return DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
+        state = DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
+        return with_learning(self.impute, state, worker)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         """One step of DGC."""
@@ -141,7 +149,7 @@ class DGC(Sparsifier[DGCState]):
             damped = damped_by(self.score, state, v, u, worker)
             sent = take_largest_(v, u, k, code=self.value_code, **damped)
         clear_at_(u, sent)
-        aggregate = yield from SparseSum(sent, worker.weight)
+        aggregate = yield from sum_sent(self.impute, sent, state, worker)
         if self.score is not None:
             state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
 from regtopk.algorithms.posterior import PosteriorScore, Regularizer, ScoredState
-from regtopk.core import Conversation, SparseSum, Sparsifier, Worker, take_largest_
+from regtopk.core import Conversation, Promises, Sparsifier, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,12 @@ class RegTopK(Sparsifier[ScoredState]):
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
         regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
             finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
+
+    With imputation g^{t-1} is the imputed aggregate, the one that training used: g^{t-1} - w a^{t-1} is then
+    what the others sent and what they are taken to hold.
 
     Differs from the paper: the default reference is the one that gives the published figures
     (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent. With a lossy value code,
@@ -50,17 +57,25 @@ class RegTopK(Sparsifier[ScoredState]):
     """
 
     name: ClassVar[str] = "regtopk"
-    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
     mu: float = 4.0
     damping: Literal["factor", "cap"] = "factor"
     reference: Literal["previous", "current"] = "previous"
     q: float = math.inf
     regularizer: str | Regularizer = "tanh"
+    impute: Impute = 0.0
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         _ = self.score  # checks its own
+        check_impute(self.impute)
+
+    @property
+    def promises(self) -> Promises:
+        """A worker that pays for others' entries conserves its own only together with them."""
+        return with_imputation(
+            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
+        )
 
     @cached_property
     def score(self) -> PosteriorScore:
@@ -71,13 +86,14 @@ class RegTopK(Sparsifier[ScoredState]):
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
-        return ScoredState.start(worker, num_sent=self.num_selected(worker))
+        state = ScoredState.start(worker, num_sent=self.num_selected(worker))
+        return with_learning(self.impute, state, worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
         scores = self.score.scores(state, residual, grad, worker)
         sent = take_largest_(residual, grad, k, code=self.value_code, damped=state.indices, scores=scores)
-        aggregate = yield from SparseSum(sent, worker.weight)
+        aggregate = yield from sum_sent(self.impute, sent, state, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import Conversation, ResidualState, SparseSum, Sparsifier, Worker, take_largest_
+from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
+from regtopk.core import Conversation, Promises, ResidualState, Sparsifier, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +23,32 @@ class TopK(Sparsifier[ResidualState]):
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends.
         value_code: how values are coded on the wire.
+        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
+            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
+            "learned": rho is found during training.
     """
 
     name: ClassVar[str] = "topk"
-    promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
+    impute: Impute = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        check_impute(self.impute)
+
+    @property
+    def promises(self) -> Promises:
+        """A worker that pays for others' entries conserves its own only together with them."""
+        return with_imputation(
+            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
+        )
 
     def init(self, worker: Worker) -> ResidualState:
         """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
+        return with_learning(self.impute, ResidualState(residual=worker.zeros()), worker)
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of Top-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
-        return (yield from SparseSum(sent, worker.weight))
+        return (yield from sum_sent(self.impute, sent, state, worker))

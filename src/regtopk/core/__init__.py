@@ -18,7 +18,7 @@ from regtopk.core.exact import exact_sum, to_integers
 from regtopk.core.options import check_choice, check_integer, check_number
 from regtopk.core.parameters import aggregate_from_parameters
 from regtopk.core.random import random_sequence, random_subset, uniform
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
 from regtopk.core.selection import (
     find_largest_,
     kth_largest,
@@ -32,8 +32,9 @@ from regtopk.core.selection import (
     take_largest_per_chunk_,
     take_where_,
 )
+from regtopk.core.senders import OfSenders, impute_, mean_of_senders, slope_of_absent
 from regtopk.core.sparse import SparseGradient, clear_at_, take, to_dense
-from regtopk.core.state import NoState, ResidualState, State, per_worker, shared
+from regtopk.core.state import NoState, ResidualState, State, StateT, extended, per_worker, shared
 from regtopk.core.warm_up import WarmUp
 from regtopk.core.worker import Layer, Layout, Report, Worker
 
@@ -49,16 +50,19 @@ __all__ = [
     "Layer",
     "Layout",
     "NoState",
+    "OfSenders",
     "Peek",
     "Promise",
     "Promises",
     "Report",
     "Request",
     "ResidualState",
+    "SenderSum",
     "SparseGradient",
     "SparseSum",
     "Sparsifier",
     "State",
+    "StateT",
     "WarmUp",
     "WithDensity",
     "Worker",
@@ -70,9 +74,12 @@ __all__ = [
     "clear_at_",
     "converse",
     "exact_sum",
+    "extended",
     "find_largest_",
+    "impute_",
     "is_lossless",
     "kth_largest",
+    "mean_of_senders",
     "per_worker",
     "put_back_",
     "quantise",
@@ -81,6 +88,7 @@ __all__ = [
     "send_",
     "send_instead_",
     "shared",
+    "slope_of_absent",
     "take",
     "take_above_",
     "take_all_above_",

@@ -28,6 +28,7 @@ DensitySchedule = Callable[[int], float]
 Promise = Literal[
     "exact_k",  # every worker sends exactly `num_selected` entries per step
     "conserves",  # sent + residual afterwards = residual before + grad (without a residual: 0)
+    "conserves_sum",  # only sum_n w_n of that: aggregate + sum_n w_n residual = sum_n w_n (residual + grad)
     "shared_support",  # all workers send the same entries
     "dense_at_full_density",  # with k = J the aggregate is that of Dense with the same value code
     "unbiased",  # over its random draws, the mean aggregate is sum_n w_n g_n

@@ -37,6 +37,16 @@ def region_bytes(
     return tuple(size[length] if length else 0 for length in lengths)
 
 
+def sender_code(weights: Sequence[float]) -> str:
+    """How the owner of a region tells the summed weight of an entry's senders.
+
+    Of equal weights their number tells it. Numbers up to 127 survive "int8", rounded to integers: a level is
+    then at most one apart. Otherwise the sum itself travels.
+    """
+    active = {weight for weight in weights if weight > 0}
+    return "int8" if len(active) == 1 and len(weights) <= 127 else "float32"
+
+
 class Split(NamedTuple):
     """Sizes of a sparse sum that is split by index region."""
 
@@ -48,7 +58,14 @@ class Split(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def split_of(
-    count: int, numel: int, num_workers: int, *, dtype: torch.dtype, value_code: str, index_code: str
+    count: int,
+    numel: int,
+    num_workers: int,
+    *,
+    dtype: torch.dtype,
+    value_code: str,
+    index_code: str,
+    sender_code: str | None = None,
 ) -> Split:
     """How large the messages of a split sparse sum are on average, for workers that choose independently.
 
@@ -62,6 +79,7 @@ def split_of(
         dtype: of the values.
         value_code: how values travel to the owner; the sums travel as they are.
         index_code: how indices are coded ("rice", whose size depends on them, counts as "elias-fano").
+        sender_code: how it travels back who sent each entry (`sender_code`); None if nobody asks.
     """
     code = "elias-fano" if index_code == "rice" else index_code
 
@@ -74,5 +92,8 @@ def split_of(
         piece = size(min(count, share + BLOCK), numel, value_code)
     else:
         piece = size(min(share, region), region, value_code)
-    sums = size(math.ceil(union / num_workers), region, "float32")
+    num_sums = math.ceil(union / num_workers)
+    sums = size(num_sums, region, "float32")
+    if sender_code is not None:
+        sums += segment_bytes(num_sums, dtype=dtype, value_code=sender_code)
     return Split(piece, sums, size(count, numel, value_code), union)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.codes import is_lossless
+from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
 
 AnswerT = TypeVar("AnswerT")
@@ -34,6 +35,27 @@ class SparseSum(AnsweredBy[Tensor]):
 
     sparse: SparseGradient
     weight: Tensor
+
+
+@dataclass(frozen=True)
+class SenderSum(SparseSum):
+    """A `SparseSum` that also tells what each entry is to the workers that sent it.
+
+    Everybody's messages tell that already, so it moves no more bytes than a `SparseSum`. Only where the sum
+    is split by region, the owner of a region must say it.
+
+    Args:
+        sparse: x_n.
+        weight: w_n.
+        numbers: (m,), a few numbers that travel along; their weighted sum comes back.
+    """
+
+    numbers: Tensor | None = None
+
+    def __iter__(self) -> Generator[Any, Any, OfSenders]:  # type: ignore[override]
+        """Ask, and receive the answer."""
+        answer: OfSenders = yield self
+        return answer
 
 
 @dataclass(frozen=True)

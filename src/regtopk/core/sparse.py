@@ -49,6 +49,11 @@ class SparseGradient:
             return self.indices, self.values
         return self.indices.where(valid, 0), self.values.where(valid, 0)
 
+    def weight_of_each(self, weight: Tensor) -> Tensor:
+        """The worker's weight at every entry it sends, (..., m); zero in padding."""
+        weights = weight.expand(self.indices.shape)
+        return weights if self.is_valid is None else weights.where(self.is_valid, 0)
+
 
 def take(dense: Tensor, indices: Tensor) -> Tensor:
     """Read a received vector at each worker's own indices: (J,) at (..., m) gives (..., m)."""
@@ -63,10 +68,13 @@ def to_dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
 def clear_at_(dense: Tensor, sparse: SparseGradient) -> None:
     """Zero a vector, (..., J), where a worker sends."""
     indices, _ = sparse.without_padding()
-    there = dense.gather(-1, indices)
-    if sparse.is_valid is not None:
-        there = there.where(sparse.is_valid, 0)
-    dense.scatter_add_(-1, indices, -there)  # adds: padding, zeros for entry 0, must not touch it
+    dense.scatter_add_(-1, indices, -read_at(dense, sparse))  # adds: padding must not touch entry 0
+
+
+def read_at(dense: Tensor, sparse: SparseGradient) -> Tensor:
+    """A vector, (..., J), where a worker sends, (..., m); zero in padding."""
+    there = dense.gather(-1, sparse.without_padding()[0])
+    return there if sparse.is_valid is None else there.where(sparse.is_valid, 0)
 
 
 def index_set(indices: Tensor, numel: int, count: Tensor | None = None) -> SparseGradient:

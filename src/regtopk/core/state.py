@@ -12,7 +12,7 @@ A state is a dataclass of tensors. Each field is declared with one of
 In the simulator a per-worker field is (N, m): the workers are the dimension before the last.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -100,6 +100,20 @@ class State:
             restored = now.new_zeros(*old.shape[:-1], now.shape[-1])
             restored[..., :width] = old[..., :width]
             setattr(self, name, now.index_copy(-2, rows, restored))
+
+
+def extended(state: StateT, rules: dict[str, Any], **tensors: Tensor) -> StateT:
+    """A state of the same kind with more fields.
+
+    Args:
+        state: what to extend; its tensors are taken over.
+        rules: `per_worker` or `shared` of each new field.
+        tensors: the new fields.
+    """
+    more = [(name, Tensor, rules[name]) for name in tensors]
+    kind = make_dataclass(f"Extended{type(state).__name__}", more, bases=(type(state),))
+    longer: StateT = kind(**state.state_dict(), **tensors)
+    return longer
 
 
 @dataclass

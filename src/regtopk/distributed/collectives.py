@@ -60,10 +60,12 @@ class Collectives:
         padded[: tensor.numel()] = tensor
         return self.all_gather(padded)
 
-    def all_gather_ragged(self, tensor: Tensor, longest: int) -> list[Tensor]:
-        """(m_n,) of any length up to the longest -> every rank's, in rank order, without padding."""
-        sizes = self.all_gather_sizes([tensor.numel()], [longest], tensor.device)
-        return self.all_to_all([tensor] * self.num_workers, [size for (size,) in sizes])
+    def all_gather_ragged(self, parts: Sequence[Tensor], longest: int) -> list[list[Tensor]]:
+        """A few vectors of any length up to the longest -> every rank's, in rank order, without padding."""
+        lengths = [part.numel() for part in parts]
+        sizes = self.all_gather_sizes(lengths, [longest] * len(parts), parts[0].device)
+        received = self.all_to_all([torch.cat(list(parts))] * self.num_workers, list(map(sum, sizes)))
+        return [list(theirs.split(size)) for theirs, size in zip(received, sizes, strict=True)]
 
     def all_to_all_ragged(self, parts: Sequence[Tensor], longest: int) -> list[Tensor]:
         """`all_to_all` of parts up to the longest, whose sizes the ranks tell one another first."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.distributed.collectives import Collectives, clear_errors
@@ -167,7 +168,12 @@ def refuse_oracles(
 
 def _echo(request: SparseSum | DenseSum | Gather | Broadcast) -> Any:
     if isinstance(request, SparseSum):
-        return to_dense(*request.sparse.without_padding(), request.sparse.numel)
+        indices, values = request.sparse.without_padding()
+        total = to_dense(indices, values, request.sparse.numel)
+        if not isinstance(request, SenderSum):
+            return total
+        one = torch.ones(1, dtype=total.dtype, device=total.device)
+        return OfSenders.of(total, torch.ones_like(total), indices, one, request.numbers)
     if isinstance(request, Gather):
         rows = request.tensor.unsqueeze(0)
         count = torch.tensor(rows.shape[-1]) if request.count is None else request.count

@@ -12,7 +12,7 @@ from regtopk.core.traffic import all_gather_bytes
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Collective
 from regtopk.distributed.record import StepRecord
-from regtopk.wire import encode
+from regtopk.wire import encode, encode_segment
 
 
 class Rank:
@@ -55,11 +55,12 @@ class Rank:
         """Start counting a new step."""
         self.record, self.timer = StepRecord(), Timer(device, self._now)
 
-    def encoded(self, sparse: SparseGradient) -> Tensor:
-        """This rank's message; nothing at all from a rank of weight zero."""
+    def encoded(self, sparse: SparseGradient, numbers: Tensor | None = None) -> Tensor:
+        """This rank's message, behind one of a few numbers; nothing at all from a rank of weight zero."""
         if self.is_idle:
             return torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
-        return encode(sparse, self.index_code)
+        message = encode(sparse, self.index_code)
+        return message if numbers is None else torch.cat([encode_segment(numbers), message])
 
     def by_rank(self, rows: Tensor) -> Tensor:
         """Rows of the ranks that have weight, among rows of zeros for the others: (N, ...)."""

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from regtopk.core.regions import region_bytes, split_of
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Request, SparseSum
-from regtopk.core.traffic import contribution
+from regtopk.core.regions import region_bytes, sender_code, split_of
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Request, SenderSum, SparseSum
+from regtopk.core.traffic import contribution, numbers_bytes
 from regtopk.core.worker import Layout, Worker
 
 Units = dict[str, float]
@@ -113,12 +113,23 @@ def _split_sum(request: SparseSum, N: int) -> Exchange:
     """Pieces to the owners of the regions, and the sums from them; sizes are told before both."""
     sparse = request.sparse
     count, numel, code = sparse.indices.shape[-1], sparse.numel, sparse.code
-    size = split_of(count, numel, N, dtype=sparse.values.dtype, value_code=code, index_code=INDEX_CODE)
+    size = split_of(
+        count,
+        numel,
+        N,
+        dtype=sparse.values.dtype,
+        value_code=code,
+        index_code=INDEX_CODE,
+        sender_code=sender_code([1 / N] * N) if isinstance(request, SenderSum) else None,
+    )
+    sums_bytes = size.sums_bytes
+    if isinstance(request, SenderSum):
+        sums_bytes += numbers_bytes(request.numbers)
     moves = [
         all_gather(8 * N, N),
         all_to_all(size.piece_bytes, N),
         all_gather(8, N),
-        all_to_all(size.sums_bytes, N),
+        all_to_all(sums_bytes, N),
     ]
     work = [
         Work(f"split encode {code}", {"calls": 1, "messages": N, "entries": count + size.union / N}),

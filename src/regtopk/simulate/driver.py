@@ -12,11 +12,12 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.core.codes import quantise
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
 from regtopk.core.traffic import before_a_step, is_active, moved
 from regtopk.core.worker import Worker
 
-ROUNDS: dict[type, int] = {SparseSum: 1, DenseSum: 2, Gather: 1, Broadcast: 1, Peek: 0}
+ROUNDS: dict[type, int] = {SparseSum: 1, SenderSum: 1, DenseSum: 2, Gather: 1, Broadcast: 1, Peek: 0}
 
 
 class SimulatedDriver:
@@ -36,9 +37,7 @@ class SimulatedDriver:
         self.num_rounds += ROUNDS[type(request)]
         self.traffic = self.traffic + moved(request, self.worker)
         if isinstance(request, SparseSum):
-            indices, values = request.sparse.without_padding()
-            weighted = request.weight * values
-            return _received(kernels.sum_sparse_in_rank_order(indices, weighted, request.sparse.numel))
+            return self._sparse_sum(request)
         if isinstance(request, DenseSum):
             return self._dense_sum(request)
         if isinstance(request, Peek):
@@ -46,6 +45,18 @@ class SimulatedDriver:
         if isinstance(request, Gather):
             return self._gather(request)
         return _received(request.tensor[..., request.source, :].clone())
+
+    def _sparse_sum(self, request: SparseSum) -> Tensor | OfSenders:
+        sparse, weight = request.sparse, request.weight
+        indices, values = sparse.without_padding()
+        total = _received(kernels.sum_sparse_in_rank_order(indices, weight * values, sparse.numel))
+        if not isinstance(request, SenderSum):
+            return total
+        numbers = None if request.numbers is None else _received(_weighted_sum(request.numbers, weight))
+        sent_weight = _received(
+            kernels.sum_sparse_in_rank_order(indices, sparse.weight_of_each(weight), sparse.numel)
+        )
+        return OfSenders.of(total, sent_weight, _received(indices.flatten(-2)), weight.flatten(), numbers)
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
         total = _weighted_sum(request.tensor, request.weight)

@@ -1,0 +1,213 @@
+"""Imputation: what it adds, who pays, and that nothing is lost or made."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk import DGC, ChunkedTopK, RegTopK, TopK
+from regtopk.core import VALUE_CODES, Algorithm, OfSenders, mean_of_senders
+from regtopk.core.codes import segment_bytes
+from regtopk.errors import ArgumentError
+from regtopk.simulate import Cluster
+from tests.algorithms.cases import WEIGHTS, J, N, assert_same, random_grads, saved_tensors
+
+IMPUTING: list[type[Any]] = [TopK, RegTopK, ChunkedTopK, DGC]
+kinds = pytest.mark.parametrize("kind", IMPUTING, ids=lambda kind: kind.name)
+
+
+def residual_of(cluster: Cluster) -> Tensor:
+    assert cluster.state is not None
+    return cluster.state.state_dict()["residual"]
+
+
+def test_by_hand() -> None:
+    cluster = Cluster(TopK(k=1, impute=0.5), num_workers=4)
+    grads = torch.tensor([[8.0, 1.0, 0.0], [4.0, 2.0, 1.0], [1.0, 6.0, 2.0], [2.0, 1.0, 0.0]])
+    # Entry 0: workers 0, 1 and 3 send 8, 4 and 2: S = 14/4, W = 3/4, m = 14/3, worker 2 pays 7/3.
+    # Entry 1: worker 2 sends 6: S = 6/4, W = 1/4, m = 6, the others pay 3.
+    aggregate = cluster.step(grads)
+    torch.testing.assert_close(aggregate, torch.tensor([3.5 + 7 / 12, 1.5 + 9 / 4, 0.0]))
+    expected = torch.tensor([[0.0, -2.0, 0.0], [0.0, -1.0, 1.0], [1 - 7 / 3, 0.0, 2.0], [0.0, -2.0, 0.0]])
+    torch.testing.assert_close(residual_of(cluster), expected)
+
+
+@kinds
+@pytest.mark.parametrize("code", VALUE_CODES)
+def test_the_aggregate_and_the_residuals_as_the_formula_has_them(kind: type[Any], code: str) -> None:
+    """The sum without imputation, entry by entry in float64, plus what the absent are taken to hold."""
+    rho, weights = 0.35, torch.tensor(WEIGHTS).double()
+    plain = Cluster(kind(k=20, value_code=code), num_workers=N, weights=WEIGHTS)
+    imputed = Cluster(kind(k=20, value_code=code, impute=rho), num_workers=N, weights=WEIGHTS)
+    (grads,) = random_grads(1)
+    total, found = plain.step(grads).double(), imputed.step(grads).double()
+    before = residual_of(plain).double()
+    has_sent = sent_by(kind(k=20, value_code=code), grads)
+    sent_weight = (weights[:, None] * has_sent).sum(0)
+    mean = torch.where(sent_weight > 0, total / sent_weight, 0.0)
+    torch.testing.assert_close(found, total + rho * (1 - sent_weight) * mean, rtol=1e-5, atol=1e-6)
+    after = before - rho * mean * ~has_sent
+    torch.testing.assert_close(residual_of(imputed).double(), after, rtol=1e-5, atol=1e-6)
+    senders = has_sent.sum(0)
+    assert bool(((senders > 0) & (senders < N)).any())
+    assert torch.equal(residual_of(imputed)[has_sent], residual_of(plain)[has_sent])  # senders keep the bits
+
+
+def sent_by(algorithm: Algorithm[Any], grads: Tensor) -> Tensor:
+    """(N, J): who sends what, seen by giving each worker the whole weight in turn."""
+    rows = []
+    for worker in range(N):
+        alone = [float(n == worker) for n in range(N)]
+        cluster = Cluster(algorithm, num_workers=N, weights=alone)
+        before = cluster.step(grads)
+        rows.append(before != 0)
+    return torch.stack(rows)
+
+
+@kinds
+def test_conserved_to_the_bit_where_numbers_are_exact(kind: type[Any]) -> None:
+    """Two workers of equal weight, small whole gradients, rho = 1/2: every product and sum is exact.
+
+    A residual has one bit more behind the point after each step, of the 53 that float64 has.
+    """
+    options = {"momentum": 0.0} if kind is DGC else {}
+    algorithm = kind(k=7, impute=0.5, **options)
+    cluster = Cluster(algorithm, num_workers=2)
+    grads = torch.randint(-3, 4, (30, 2, J), generator=torch.Generator().manual_seed(0)).double()
+    applied = torch.zeros(J).double()
+    for step in grads:
+        applied += cluster.step(step)
+    assert torch.equal(applied + residual_of(cluster).mean(0), grads.sum(0).mean(0))
+    assert not torch.equal(applied, plain_sum(kind(k=7, **options), grads))  # and something was imputed
+
+
+def plain_sum(algorithm: Algorithm[Any], grads: Tensor) -> Tensor:
+    cluster = Cluster(algorithm, num_workers=grads.shape[1])
+    return torch.stack([cluster.step(step) for step in grads]).sum(0)
+
+
+def test_what_leaves_the_residuals_enters_the_aggregate() -> None:
+    """In one step, to a rounding of each of the N + 2 additions, for any numbers and weights."""
+    plain = Cluster(TopK(k=20), num_workers=N, weights=WEIGHTS)
+    imputed = Cluster(TopK(k=20, impute=0.35), num_workers=N, weights=WEIGHTS)
+    weights = torch.tensor(WEIGHTS).double()
+    (grads,) = random_grads(1)
+    entered = imputed.step(grads).double() - plain.step(grads).double()
+    left = weights @ (residual_of(plain).double() - residual_of(imputed).double())
+    size = torch.stack([*grads.abs(), *residual_of(imputed).abs()]).amax(0).double()
+    assert bool(((entered - left).abs() <= (N + 2) * 2**-24 * size).all())
+    assert bool((entered.abs() > 1e3 * 2**-24 * size).any())
+
+
+@kinds
+def test_nothing_changes_where_there_is_nothing_to_impute(kind: type[Any]) -> None:
+    (grads,) = random_grads(1)
+    same = grads[:1].expand(N, J)
+    nothing_to_impute: list[tuple[Tensor, list[float], int]] = [
+        (grads[:1], [1.0], 5),  # N = 1
+        (grads, WEIGHTS, J),  # k = J
+        (same, [0.25] * N, 20),  # all send the same (RegTop-k's score looks at the weight)
+        (torch.zeros(N, J), WEIGHTS, 5),  # zeros
+    ]
+    for given, weight, k in nothing_to_impute:
+        plain, imputed = (
+            Cluster(kind(k=k, impute=rho), num_workers=len(weight), weights=weight) for rho in (0.0, 1.0)
+        )
+        for _ in range(3):
+            assert torch.equal(plain.step(given), imputed.step(given))
+        assert_same(saved_tensors(plain), saved_tensors(imputed))
+
+
+def test_no_entry_at_all() -> None:
+    """DGC's sampled threshold sends no zeros: the messages are empty, and all of them padding."""
+    cluster = Cluster(DGC(k=5, selection="sampled", impute=0.5), num_workers=N)
+    assert not bool(cluster.step(torch.zeros(N, J)).any())
+    assert cluster.last_step.num_entries.tolist() == [0] * N
+    assert not bool(residual_of(cluster).any())
+
+
+@kinds
+def test_workers_of_weight_zero_neither_send_nor_count(kind: type[Any]) -> None:
+    """The others do what they would do alone, and their weights are what is missing of an entry."""
+    weights = [0.5, 0.0, 0.3, 0.2]
+    active = [0, 2, 3]
+    options = {"k": 20, "impute": 0.5}
+    whole = Cluster(kind(**options), num_workers=4, weights=weights)
+    alone = Cluster(kind(**options), num_workers=3, weights=[weights[n] for n in active])
+    for grads in random_grads(3):
+        assert torch.equal(whole.step(grads), alone.step(grads[active]))
+    assert torch.equal(residual_of(whole)[active], residual_of(alone))
+    assert not bool(residual_of(whole)[1].any())  # what it does is undone
+
+
+@kinds
+@pytest.mark.parametrize("impute", [-0.1, 1.1, math.nan, math.inf, True, None, "learnt"])
+def test_what_is_no_part_of_a_mean_is_refused(kind: type[Any], impute: Any) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        kind(k=1, impute=impute)
+    assert str(refused.value) == f"impute must be in [0, 1] or 'learned', got {impute!r}"
+
+
+def test_regtopk_remembers_the_imputed_aggregate() -> None:
+    cluster = Cluster(RegTopK(k=1, impute=0.5), num_workers=2)
+    aggregate = cluster.step(torch.tensor([[4.0, 1.0, 0.0], [1.0, 6.0, 0.0]]))
+    assert aggregate.tolist() == [2.0 + 1.0, 3.0 + 1.5, 0.0]
+    assert cluster.state is not None
+    assert cluster.state.state_dict()["aggregate"].tolist() == [[3.0], [4.5]]
+
+
+def learned_of(cluster: Cluster) -> tuple[Tensor, list[float]]:
+    assert cluster.state is not None
+    state = cluster.state.state_dict()
+    return state["rho"], state["slope"].flatten().tolist()
+
+
+def test_learning_by_hand() -> None:
+    cluster = Cluster(TopK(k=1, impute="learned"), num_workers=2, weights=[0.75, 0.25])
+    # Worker 0 sends 8, and worker 1 sends 4: m = (8, 4). Worker 0 holds 1 of entry 1, worker 1 holds 2 of 0.
+    # <e_0, m> = 4, <e_1, m> = 16, sum_n w_n <m, m> = 3/4 16 + 1/4 64 = 28.
+    assert cluster.step(torch.tensor([[8.0, 1.0], [2.0, 4.0]])).tolist() == [6.0, 1.0]  # rho is still 0
+    rho, slope = learned_of(cluster)
+    assert rho.tolist() == [0.0]
+    torch.testing.assert_close(slope, [4 / 28, 16 / 28])
+    # sum_n w_n slope_n = (3 + 4) / 28 = 1/4, so rho = 0.025: at once, in the step that brings the slopes.
+    # Worker 0 sends 1 + 7 of entry 1, worker 1 sends 2 + 6 of entry 0.
+    aggregate = cluster.step(torch.tensor([[0.0, 7.0], [6.0, 0.0]]))
+    rho, slope = learned_of(cluster)
+    torch.testing.assert_close(rho, torch.tensor([0.025]))
+    torch.testing.assert_close(aggregate, torch.tensor([2 + 0.025 * 0.75 * 8, 6 + 0.025 * 0.25 * 8]))
+    assert slope == [0.0, 0.0]  # they held nothing of one another's entry
+    torch.testing.assert_close(residual_of(cluster), torch.tensor([[-0.2, 0.0], [0.0, -0.2]]))
+
+
+def test_the_learned_rho_follows_what_the_absent_hold() -> None:
+    """It rises where workers hold much the same, and stays near zero where they hold nothing in common."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(J, generator=generator)
+    rhos = []
+    for share in (1.0, 0.0):
+        cluster = Cluster(TopK(k=10, impute="learned"), num_workers=N)
+        for _ in range(60):
+            cluster.step(share * common + torch.randn(N, J, generator=generator))
+        rhos.append(float(learned_of(cluster)[0]))
+    assert rhos[0] > 0.1 and rhos[1] < 0.02, rhos
+
+
+def test_a_learned_rho_costs_a_number_in_a_frame() -> None:
+    fixed, learned = (Cluster(TopK(k=5, impute=rho), num_workers=N) for rho in (0.5, "learned"))
+    (grads,) = random_grads(1)
+    for cluster in (fixed, learned):
+        cluster.step(grads)
+    more = learned.last_step.payload_bytes - fixed.last_step.payload_bytes
+    assert more.tolist() == [segment_bytes(1, dtype=torch.float32, value_code="float32")] * N == [36] * N
+    assert learned.num_rounds == fixed.num_rounds == 1
+
+
+def test_means_may_be_named_twice() -> None:
+    """At one place an entry has its mean, at the other zero: adding up is right, whatever is done."""
+    total, weight = torch.tensor([0.0, 3.0, 2.0]), torch.tensor([0.0, 0.5, 1.0])
+    summed = OfSenders.of(total, weight, torch.tensor([1, 1]), torch.tensor([0.5, 0.5]))
+    assert sorted(summed.mean.tolist()) == [0.0, 6.0] and summed.missing.tolist() == [0.5, 0.5]
+    assert mean_of_senders(summed).tolist() == [0.0, 6.0, 0.0]
