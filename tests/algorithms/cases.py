@@ -32,6 +32,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "randomk": [{}, {"seed": -3}],
     "chunked-topk": [{"chunk": 20}, {}, {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)}],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
+    "demo": [{}, {"sign": False, "tile": 4, "decay": 0.9}],
     "dgc": [
         {},
         {"clip": 100.0, "score": CURRENT},

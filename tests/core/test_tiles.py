@@ -1,0 +1,66 @@
+"""How parameters are cut into tiles, and that tiles are read and written where they lie."""
+
+import pytest
+import torch
+
+from regtopk.core.tiles import Pieces, pieces, tiles_of
+from regtopk.core.worker import Layout
+
+LAYOUT = Layout.of_shapes(
+    [
+        ("matrix", (4, 6), "linear"),
+        ("bias", (7,), "bias"),
+        ("empty", (0, 3), "other"),
+        ("scalar", (), "other"),
+        ("conv", (2, 3, 1, 2), "conv"),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("numel", "expected"),
+    [
+        (1, [Pieces(0, 1, 1)]),
+        (64, [Pieces(0, 1, 64)]),
+        (192, [Pieces(0, 3, 64)]),
+        (100, [Pieces(0, 2, 50)]),
+        (65, [Pieces(0, 1, 33), Pieces(33, 1, 32)]),
+        (131, [Pieces(0, 2, 44), Pieces(88, 1, 43)]),  # a prime
+    ],
+)
+def test_sides_are_cut_into_few_and_even_pieces(numel: int, expected: list[Pieces]) -> None:
+    assert pieces(numel, 64) == expected
+    assert expected[-1].end == numel
+
+
+def test_tiles_by_hand() -> None:
+    """Sides of 3: 4 = 2 + 2, 6 = 3 + 3 and 7 = 3 + 2 + 2; the kernel of 2 x 3 x 1 x 2 is 2 x 6."""
+    groups = {(group.height, group.width): group for group in tiles_of(LAYOUT, 3)}
+    vector = torch.arange(44)
+    assert set(groups) == {(2, 3), (1, 3), (1, 2), (1, 1)}
+    assert groups[2, 3].read(vector).tolist() == [
+        [[0, 1, 2], [6, 7, 8]],
+        [[3, 4, 5], [9, 10, 11]],
+        [[12, 13, 14], [18, 19, 20]],
+        [[15, 16, 17], [21, 22, 23]],
+        [[32, 33, 34], [38, 39, 40]],
+        [[35, 36, 37], [41, 42, 43]],
+    ]
+    assert groups[1, 3].read(vector).tolist() == [[[24, 25, 26]]]
+    assert groups[1, 2].read(vector).tolist() == [[[27, 28]], [[29, 30]]]
+    assert groups[1, 1].read(vector).tolist() == [[[31]]]
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 64])
+def test_tiles_cover_every_entry_once_and_go_back_where_they_were(side: int) -> None:
+    groups = tiles_of(LAYOUT, side)
+    vectors = torch.randn(2, 3, LAYOUT.numel, generator=torch.Generator().manual_seed(0))
+    assert sum(group.numel for group in groups) == LAYOUT.numel
+    written = torch.full_like(vectors, torch.nan)
+    for group in groups:
+        assert max(group.height, group.width) <= side
+        tiles = group.read(vectors)
+        assert tiles.shape == (2, 3, group.num_tiles, group.height, group.width)
+        assert torch.equal(group.as_tiles(tiles.flatten(-3)), tiles)
+        group.write_(written, tiles)
+    assert torch.equal(written, vectors)
