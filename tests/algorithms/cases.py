@@ -40,6 +40,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"chunk": 20, "impute": "learned"},
     ],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
+    "demo": [{}, {"sign": False, "tile": 4, "decay": 0.9}],
     "dgc": [
         {},
         {"clip": 100.0, "score": CURRENT},

@@ -8,6 +8,7 @@ from regtopk.algorithms.atomo import Atomo
 from regtopk.algorithms.atomo_svd import AtomoSVD
 from regtopk.algorithms.chunked_topk import ChunkedTopK
 from regtopk.algorithms.consensus import Consensus
+from regtopk.algorithms.demo import DeMo
 from regtopk.algorithms.dense import Dense
 from regtopk.algorithms.dgc import DGC
 from regtopk.algorithms.dryden import Dryden
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022
     "MIPDStyle",
     "ChunkedTopK",
     "SparseLoCo",
+    "DeMo",
     "Strom",
     "Dryden",
     "GradientDropping",

@@ -1,0 +1,147 @@
+"""DeMo by hand, against a loop that keeps the momentum as the paper does, and its options."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import ChunkedTopK, DeMo
+from regtopk.core.worker import Layout
+from regtopk.errors import ArgumentError
+from regtopk.simulate import Cluster
+
+PAIR = Layout.of_shapes([("pair", (2,), "bias")])
+R = math.sqrt(0.5)
+
+
+def test_a_pair_by_hand() -> None:
+    """C = r [[1, 1], [1, -1]], r = sqrt(1/2). One of two coefficients is sent, and decay is 1/2.
+
+    Step 1: g_1 = (3, 1) -> r (4, 2) sends 4 r of the first; g_2 = (-1, 5) -> r (4, -6) sends -6 r of the
+    second. Q = r (2, -3), and x = (2 - 3, 2 + 3) / 2. M_1 = r (0, 2), M_2 = r (4, 0).
+    Step 2: g = 0, so M_1 = r (0, 1) and M_2 = r (2, 0), all of it sent: Q = r (1, 1/2), x = (3/4, 1/4).
+    """
+    grads = torch.tensor([[3.0, 1.0], [-1.0, 5.0]])
+    plain = Cluster(DeMo(k=1, decay=0.5, sign=False), num_workers=2, layout=PAIR)
+    torch.testing.assert_close(plain.step(grads), torch.tensor([-0.5, 2.5]))
+    assert plain.state is not None
+    torch.testing.assert_close(
+        plain.state.state_dict()["momentum"], R * torch.tensor([[0.0, 2.0], [4.0, 0.0]])
+    )
+    torch.testing.assert_close(plain.step(torch.zeros(2, 2)), torch.tensor([0.75, 0.25]))
+    assert not bool(plain.state.state_dict()["momentum"].any())
+
+    signs = Cluster(DeMo(k=1, decay=0.5), num_workers=2, layout=PAIR)
+    assert signs.step(grads).tolist() == [-1.0, 1.0]
+    assert signs.step(torch.zeros(2, 2)).tolist() == [1.0, 1.0]
+    assert signs.step(torch.zeros(2, 2)).tolist() == [0.0, 0.0]
+
+
+def cosines(n: int) -> Tensor:
+    u, i = torch.arange(n).double()[:, None], torch.arange(n).double()
+    return torch.cos(math.pi * (2 * i + 1) * u / (2 * n)) * torch.where(u > 0, 2 / n, 1 / n).sqrt()
+
+
+def test_the_papers_loop() -> None:
+    """Momentum in place of its coefficients, and DCT^-1 of what is sent taken out of it, in float64.
+
+    A matrix of 2 x 3 tiles of 4 x 5, 3 of 20 coefficients of each, and a vector of 2 runs of 5, 1 of 5.
+    """
+    height, width, density, decay = 4, 5, 0.15, 0.9
+    left, right = cosines(height), cosines(width)
+    layout = Layout.of_shapes([("matrix", (2 * height, 3 * width), "linear"), ("bias", (2 * width,), "bias")])
+    algorithm = DeMo(density=density, decay=decay, tile=5, sign=False)
+    weights = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    cluster = Cluster(algorithm, num_workers=3, weights=weights, layout=layout)
+    momentum = torch.zeros(3, layout.numel, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        grads = torch.randn(3, layout.numel, generator=generator)
+        momentum = decay * momentum + grads
+        expected = torch.zeros(layout.numel, dtype=torch.float64)
+        for weight, row in zip(weights, momentum, strict=True):
+            for y in range(2):
+                for x in range(3):
+                    matrix = row[: 2 * height * 3 * width].view(2 * height, 3 * width)
+                    place = slice(y * height, (y + 1) * height), slice(x * width, (x + 1) * width)
+                    kept = _largest(left @ matrix[place] @ right.t(), 3)
+                    sent = left.t() @ kept @ right
+                    matrix[place] -= sent
+                    expected[: matrix.numel()].view(matrix.shape)[place] += weight * sent
+            for start in (120, 125):
+                sent = _largest(right @ row[start : start + width], 1) @ right
+                row[start : start + width] -= sent
+                expected[start : start + width] += weight * sent
+        aggregate = cluster.step(grads)
+        torch.testing.assert_close(aggregate.double(), expected, rtol=1e-4, atol=1e-5)
+        assert cluster.last_step.num_entries.tolist() == [6 * 3 + 2 * 1] * 3
+
+
+def _largest(coefficients: Tensor, k: int) -> Tensor:
+    lowest = coefficients.abs().flatten().topk(k).values[-1]
+    return coefficients.where(coefficients.abs() >= lowest, 0.0)
+
+
+def test_tiles_of_one_entry_are_topk_of_chunks_of_one() -> None:
+    """The transform of a single entry is the entry: nothing is left of DeMo but decay, and all is sent."""
+    demo = Cluster(DeMo(k=1, tile=1, sign=False), num_workers=2)
+    topk = Cluster(ChunkedTopK(k=1, chunk=1), num_workers=2)
+    grads = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(demo.step(grads), topk.step(grads))
+
+
+def test_a_wave_needs_one_coefficient() -> None:
+    """The gradient of 64 x 64 entries is one cosine: 1 of 4,096 coefficients tells all of it."""
+    layout = Layout.of_shapes([("matrix", (64, 64), "linear")])
+    wave = torch.outer(cosines(64)[3], cosines(64)[10]).flatten().float()
+    cluster = Cluster(DeMo(k=1, sign=False), num_workers=1, layout=layout)
+    torch.testing.assert_close(cluster.step(100 * wave.unsqueeze(0)), 100 * wave, rtol=0, atol=1e-5)
+    assert cluster.last_step.num_entries.tolist() == [1]
+
+
+@pytest.mark.parametrize("code", ["float16", "4bit", "2bit"])
+def test_what_a_code_loses_stays_in_the_momentum(code: str) -> None:
+    """Without decay, DCT^-1(sent + kept) is the sum of the gradients; coefficients keep the norm."""
+    layout = Layout.of_shapes([("matrix", (30, 40), "linear"), ("bias", (30,), "bias")])
+    coded = Cluster(DeMo(density=0.1, decay=1.0, sign=False, value_code=code), num_workers=1, layout=layout)
+    given, applied = torch.zeros(layout.numel), torch.zeros(layout.numel)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        grads = torch.randn(1, layout.numel, generator=generator)
+        given += grads[0]
+        applied += coded.step(grads)
+    assert coded.state is not None
+    kept = coded.state.state_dict()["momentum"]
+    assert float(kept.norm()) > 0.1 * float(given.norm())
+    torch.testing.assert_close(kept.norm(), (given - applied).norm(), rtol=1e-5, atol=0)
+
+
+def test_plain_sgd_with_weight_decay_is_the_papers_step() -> None:
+    """p := (1 - lr wd) p - lr sign."""
+    p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    p.grad = Cluster(DeMo(k=1), num_workers=1, layout=PAIR).step(torch.tensor([[3.0, 2.0]]))
+    torch.optim.SGD([p], lr=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(p.detach(), 0.95 * torch.tensor([1.0, -2.0]) - 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
+        ({"decay": math.nan}, "decay must be in [0, 1], got nan"),
+        ({"tile": 0}, "tile must be an integer of at least 1, got 0"),
+        ({"tile": 65}, "tile must be at most 64, got 65"),
+        ({"sign": 1}, "sign must be True or False, got 1"),
+    ],
+)
+def test_options_that_break_their_rule_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        DeMo(k=1, **options)
+    assert str(refused.value) == message
+
+
+def test_a_k_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="k must be at most the number of entries, J = 2, got 3"):
+        Cluster(DeMo(k=3), num_workers=1).step(torch.ones(1, 2))

@@ -1,0 +1,95 @@
+"""The cosine transform against its formula, and that neither batch nor order touches its bits."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.core import dct as module
+from regtopk.core.dct import dct, inverse_dct
+
+
+def random_tiles(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def by_formula(tile: Tensor) -> Tensor:
+    """X_uv = s_u s_v sum_ij x_ij cos(pi (2i + 1) u / 2h) cos(pi (2j + 1) v / 2w), sum by sum, in float64."""
+
+    def along_rows(rows: list[list[float]]) -> list[list[float]]:
+        n = len(rows[0])
+        return [
+            [
+                math.sqrt((2 if u else 1) / n)
+                * math.fsum(x * math.cos(math.pi * (2 * i + 1) * u / (2 * n)) for i, x in enumerate(row))
+                for u in range(n)
+            ]
+            for row in rows
+        ]
+
+    columns = along_rows(torch.tensor(along_rows(tile.tolist()), dtype=torch.float64).t().tolist())
+    return torch.tensor(columns, dtype=torch.float64).t()
+
+
+def test_a_pair_and_a_square_by_hand() -> None:
+    """C = [[1, 1], [1, -1]] / sqrt 2."""
+    torch.testing.assert_close(dct(torch.tensor([[[3.0, 1.0]]])), torch.tensor([[[4.0, 2.0]]]) / 2**0.5)
+    square = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    torch.testing.assert_close(dct(square), torch.tensor([[[5.0, -1.0], [-2.0, 0.0]]]))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 64), (64, 64), (33, 50), (7, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """An entry is rounded to 2^-24 of the tile's power of two, twice, and C to 2^-26.
+
+    An error of one entry spreads over a side of n with weights of norm 1, so errors of n entries together
+    stay below sqrt(n) times their bound. Rounding the result to float32 adds 2^-24 of it.
+    """
+    tile = random_tiles(1, *shape, dtype=dtype)
+    expected = by_formula(tile[0])
+    largest = max(float(tile.abs().max()), float(expected.abs().max()))
+    bound = 8 * math.sqrt(max(shape)) * 2.0**-24 * largest
+    coefficients = dct(tile)
+    assert coefficients.dtype == dtype
+    assert float((coefficients[0] - expected).abs().max()) <= bound
+    assert float((inverse_dct(coefficients) - tile).abs().max()) <= 2 * bound
+
+
+def test_norms_stay() -> None:
+    tiles = random_tiles(5, 48, 64)
+    torch.testing.assert_close(dct(tiles).norm(dim=(-2, -1)), tiles.norm(dim=(-2, -1)))
+
+
+@pytest.mark.parametrize("transform", [dct, inverse_dct])
+def test_batch_and_slabs_do_not_touch_the_bits(
+    transform: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = random_tiles(3, 10, 40, 64) * torch.logspace(-12, 12, 10)[:, None, None]
+    together = transform(tiles)
+    for row, batch in zip(tiles, together, strict=True):
+        for tile, expected in zip(row, batch, strict=True):
+            assert torch.equal(transform(tile.unsqueeze(0))[0], expected)
+    monkeypatch.setattr(module, "_TILES_AT_ONCE", 3)
+    assert torch.equal(transform(tiles), together)
+
+
+def test_sums_are_exact_in_the_worst_case() -> None:
+    """A tile of the largest whole numbers, 2^24 - 1. The first row of C, 64 times 2^23, adds them to 2^53."""
+    largest = torch.full((1, 64, 64), 1.0 - 2.0**-24, dtype=torch.float64)
+    assert float(dct(largest)[0, 0, 0]) == 64 * (1.0 - 2.0**-24)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-300, 1e-45, 1e38])
+def test_sizes_at_the_end_of_the_range(size: float) -> None:
+    tiles = torch.full((1, 2, 2), size, dtype=torch.float64)
+    torch.testing.assert_close(dct(tiles)[0, 0, 0], tiles[0, 0, 0] * 2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_does_not_become_finite(bad: float) -> None:
+    tiles = torch.ones(1, 4, 4)
+    tiles[0, 1, 2] = bad
+    assert not bool(dct(tiles).isfinite().any())
