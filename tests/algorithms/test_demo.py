@@ -20,17 +20,17 @@ def test_a_pair_by_hand() -> None:
     """C = r [[1, 1], [1, -1]], r = sqrt(1/2). One of two coefficients is sent, and decay is 1/2.
 
     Step 1: g_1 = (3, 1) -> r (4, 2) sends 4 r of the first; g_2 = (-1, 5) -> r (4, -6) sends -6 r of the
-    second. Q = r (2, -3), and x = (2 - 3, 2 + 3) / 2. M_1 = r (0, 2), M_2 = r (4, 0).
-    Step 2: g = 0, so M_1 = r (0, 1) and M_2 = r (2, 0), all of it sent: Q = r (1, 1/2), x = (3/4, 1/4).
+    second. Each has one sender, so Q = r (4, -6), and x = (4 - 6, 4 + 6) / 2. M_1 = r (0, 2), M_2 = r (4, 0).
+    Step 2: g = 0, so M_1 = r (0, 1) and M_2 = r (2, 0), all of it sent: Q = r (2, 1), x = (3/2, 1/2).
     """
     grads = torch.tensor([[3.0, 1.0], [-1.0, 5.0]])
     plain = Cluster(DeMo(k=1, decay=0.5, sign=False), num_workers=2, layout=PAIR)
-    torch.testing.assert_close(plain.step(grads), torch.tensor([-0.5, 2.5]))
+    torch.testing.assert_close(plain.step(grads), torch.tensor([-1.0, 5.0]))
     assert plain.state is not None
     torch.testing.assert_close(
         plain.state.state_dict()["momentum"], R * torch.tensor([[0.0, 2.0], [4.0, 0.0]])
     )
-    torch.testing.assert_close(plain.step(torch.zeros(2, 2)), torch.tensor([0.75, 0.25]))
+    torch.testing.assert_close(plain.step(torch.zeros(2, 2)), torch.tensor([1.5, 0.5]))
     assert not bool(plain.state.state_dict()["momentum"].any())
 
     signs = Cluster(DeMo(k=1, decay=0.5), num_workers=2, layout=PAIR)
@@ -49,39 +49,32 @@ def test_the_papers_loop() -> None:
 
     A matrix of 2 x 3 tiles of 4 x 5, 3 of 20 coefficients of each, and a vector of 2 runs of 5, 1 of 5.
     """
-    height, width, density, decay = 4, 5, 0.15, 0.9
-    left, right = cosines(height), cosines(width)
-    layout = Layout.of_shapes([("matrix", (2 * height, 3 * width), "linear"), ("bias", (2 * width,), "bias")])
-    algorithm = DeMo(density=density, decay=decay, tile=5, sign=False)
+    layout = Layout.of_shapes([("matrix", (8, 15), "linear"), ("bias", (10,), "bias")])
+    matrix, bias = torch.arange(120).view(8, 15), torch.arange(120, 130).view(1, 10)
+    tiles = [(tile, 3) for rows in matrix.split(4) for tile in rows.split(5, dim=1)]
+    tiles += [(run, 1) for run in bias.split(5, dim=1)]
     weights = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    algorithm = DeMo(density=0.15, decay=0.9, tile=5, sign=False)
     cluster = Cluster(algorithm, num_workers=3, weights=weights, layout=layout)
     momentum = torch.zeros(3, layout.numel, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
         grads = torch.randn(3, layout.numel, generator=generator)
-        momentum = decay * momentum + grads
+        momentum = 0.9 * momentum + grads
         expected = torch.zeros(layout.numel, dtype=torch.float64)
-        for weight, row in zip(weights, momentum, strict=True):
-            for y in range(2):
-                for x in range(3):
-                    matrix = row[: 2 * height * 3 * width].view(2 * height, 3 * width)
-                    place = slice(y * height, (y + 1) * height), slice(x * width, (x + 1) * width)
-                    kept = _largest(left @ matrix[place] @ right.t(), 3)
-                    sent = left.t() @ kept @ right
-                    matrix[place] -= sent
-                    expected[: matrix.numel()].view(matrix.shape)[place] += weight * sent
-            for start in (120, 125):
-                sent = _largest(right @ row[start : start + width], 1) @ right
-                row[start : start + width] -= sent
-                expected[start : start + width] += weight * sent
-        aggregate = cluster.step(grads)
-        torch.testing.assert_close(aggregate.double(), expected, rtol=1e-4, atol=1e-5)
+        for tile, k in tiles:
+            left, right = cosines(tile.shape[0]), cosines(tile.shape[1])
+            total, weight_of_senders = torch.zeros(2, *tile.shape, dtype=torch.float64)
+            for weight, own in zip(weights, momentum, strict=True):
+                coefficients = left @ own[tile] @ right.t()
+                is_sent = coefficients.abs() >= coefficients.abs().flatten().topk(k).values[-1]
+                own[tile] -= left.t() @ (coefficients * is_sent) @ right
+                total += weight * coefficients * is_sent
+                weight_of_senders += weight * is_sent
+            mean = total / weight_of_senders.where(weight_of_senders > 0, 1.0)
+            expected[tile] = left.t() @ mean @ right
+        torch.testing.assert_close(cluster.step(grads).double(), expected, rtol=1e-4, atol=1e-5)
         assert cluster.last_step.num_entries.tolist() == [6 * 3 + 2 * 1] * 3
-
-
-def _largest(coefficients: Tensor, k: int) -> Tensor:
-    lowest = coefficients.abs().flatten().topk(k).values[-1]
-    return coefficients.where(coefficients.abs() >= lowest, 0.0)
 
 
 def test_tiles_of_one_entry_are_topk_of_chunks_of_one() -> None:

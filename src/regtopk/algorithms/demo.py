@@ -8,13 +8,14 @@ from torch import Tensor
 
 from regtopk.core import (
     Conversation,
+    SenderSum,
     SparseGradient,
-    SparseSum,
     Sparsifier,
     State,
     Worker,
     check_integer,
     check_number,
+    mean_of_senders,
     per_worker,
     send_instead_,
     take_largest_per_chunk_,
@@ -36,8 +37,9 @@ class DeMo(Sparsifier[DeMoState]):
     """Decoupled momentum (DeMo, Peng, Quesnelle, Kingma 2024).
 
     M_n := decay M_n + DCT(g_n)                    DCT-II, orthonormal, of every tile of up to 64 x 64
-    S_n = the k_t largest |M_n| of every tile, send S_n * M_n, receive Q = sum_n w_n (S_n * M_n)
+    S_n = the k_t largest |M_n| of every tile, send S_n * M_n
     M_n := M_n - S_n * M_n                         what is sent leaves the momentum
+    Q = sum_n w_n (S_n * M_n) / (sum of the w_n of those that sent the coefficient), zero where nobody did
     g = sign(DCT^-1(Q))
 
     The workers' momenta drift apart: only their strong, fast components are sent. M_n are the coefficients
@@ -60,13 +62,11 @@ class DeMo(Sparsifier[DeMoState]):
             pieces as possible, whose lengths differ by at most one.
         sign: whether the aggregate is the sign; otherwise it is DCT^-1(Q) itself.
 
-    Differs from the authors' code. There a coefficient is the mean over the workers that sent it; here it is
-    the sum over all workers, each with its weight, so a coefficient that few workers send counts less. The
-    code sends k coefficients of every tile however small it is: 32 of a vector's 64. It cuts a side into its
-    largest divisor of up to 64 (a prime length into single entries), and takes no parameters of more than two
-    dimensions. The two cuts are the same where 64 divides the sides. The code multiplies gradients by the
-    learning rate before it adds them up, which matters to a sign only while that rate changes. It sends
-    indices of 64 bits, and uncoded values.
+    Differs from the authors' code. That sends k coefficients of every tile however small it is: 32 of a
+    vector's 64. It cuts a side into its largest divisor of up to 64 (a prime length into single entries), and
+    takes no parameters of more than two dimensions. The two cuts are the same where 64 divides the sides. The
+    code multiplies gradients by the learning rate before it adds them up, which matters to a sign only while
+    that rate changes. It sends indices of 64 bits, and uncoded values.
 
     Checked against the authors' code, transcribed, for one worker, equal k_t and a constant learning rate:
     the same signs in 300 steps of random gradients, but for 7 in 100,000 of them. Nearly all of these belong
@@ -115,8 +115,8 @@ class DeMo(Sparsifier[DeMoState]):
         for group, part in zip(groups, momentum.split(sizes, -1), strict=True):
             group.write_(state.momentum, group.as_tiles(part))
 
-        total = yield from SparseSum(sent, worker.weight)
-        aggregate = torch.empty_like(total)
-        for group, part in zip(groups, total.split(sizes, -1), strict=True):
+        mean = mean_of_senders((yield from SenderSum(sent, worker.weight)))
+        aggregate = torch.empty_like(mean)
+        for group, part in zip(groups, mean.split(sizes, -1), strict=True):
             group.write_(aggregate, inverse_dct(group.as_tiles(part)))
         return aggregate.sign_() if self.sign else aggregate
