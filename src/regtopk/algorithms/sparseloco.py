@@ -3,23 +3,19 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from regtopk.core import (
     Conversation,
     ResidualState,
     SenderSum,
-    SparseGradient,
     Sparsifier,
     Worker,
     check_integer,
     check_number,
     mean_of_senders,
-    send_instead_,
-    take_largest_per_chunk_,
 )
-from regtopk.core.tiles import tiles_of
+from regtopk.core.tiles import from_tiles, take_largest_per_tile_, tiles_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +72,11 @@ class SparseLoCo(Sparsifier[ResidualState]):
         return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One exchange. What is sent counts its entries in the order of tiles, one after the other."""
+        """One exchange."""
         groups = tiles_of(worker.layout, self.tile)
-        sizes = [group.numel for group in groups]
         density = self.num_selected(worker) / worker.numel
-
-        residual = torch.cat([group.read(state.residual).flatten(-3) for group in groups], -1).mul_(
-            self.decay
-        )
-        taken, start = [], 0
-        for group, part in zip(groups, residual.split(sizes, -1), strict=True):
-            k = max(1, round(density * group.tile_numel))
-            found = take_largest_per_chunk_(part, group.read(grad).flatten(-3), group.tile_numel, k)
-            taken.append((found.indices + start, found.values))
-            start += group.numel
-        indices, values = (torch.cat(parts, -1) for parts in zip(*taken, strict=True))
-        sent = send_instead_(residual, SparseGradient(indices, values, worker.numel), values, self.value_code)
-        for group, part in zip(groups, residual.split(sizes, -1), strict=True):
-            group.write_(state.residual, group.as_tiles(part))
-
+        residual = state.residual.mul_(self.decay)
+        new = [group.read(grad) for group in groups]
+        sent = take_largest_per_tile_(residual, new, groups, density, code=self.value_code)
         mean = mean_of_senders((yield from SenderSum(sent, worker.weight)))
-        aggregate = torch.empty_like(mean)
-        for group, part in zip(groups, mean.split(sizes, -1), strict=True):
-            group.write_(aggregate, group.as_tiles(part))
-        return aggregate
+        return from_tiles(mean, groups)

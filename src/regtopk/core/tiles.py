@@ -5,6 +5,7 @@ the others, and a vector is a matrix of one row. Each side is cut into as few pi
 than the side of a tile. Pieces are equally long, or some are longer than the others by one entry.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk.core.selection import send_instead_, take_largest_per_chunk_
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layer, Layout
 
 
@@ -110,6 +113,49 @@ def tiles_of(layout: Layout, side: int) -> tuple[TileGroup, ...]:
             for columns in pieces(width, side):
                 groups.setdefault((rows.length, columns.length), []).append(Block(layer, rows, columns))
     return tuple(TileGroup(*shape, tuple(blocks)) for shape, blocks in groups.items())
+
+
+def take_largest_per_tile_(
+    residual: Tensor, changes: Sequence[Tensor], groups: Sequence[TileGroup], density: float, *, code: str
+) -> SparseGradient:
+    """residual := residual + change - sent, where sent holds the largest entries of every tile.
+
+    Args:
+        residual: (..., J), changed in place.
+        changes: what is added to each group's tiles, (..., num_tiles, height, width).
+        groups: all tiles.
+        density: share of a tile's entries that is sent: max(1, round(density entries)).
+        code: how values are coded; the residual gets back what it loses.
+
+    Returns:
+        What is sent. It counts entries in the order of tiles, one group after the other: `from_tiles` puts a
+        sum of it back in place.
+    """
+    tiles = torch.cat([group.read(residual).flatten(-3) for group in groups], -1)
+    parts = tiles.split([group.numel for group in groups], -1)
+    taken, start = [], 0
+    for group, part, change in zip(groups, parts, changes, strict=True):
+        k = max(1, round(density * group.tile_numel))
+        found = take_largest_per_chunk_(part, change.flatten(-3), group.tile_numel, k)
+        taken.append((found.indices + start, found.values))
+        start += group.numel
+    indices, values = (torch.cat(both, -1) for both in zip(*taken, strict=True))
+    # Coded as one message: blocks of a code run across groups.
+    sent = send_instead_(tiles, SparseGradient(indices, values, tiles.shape[-1]), values, code)
+    for group, part in zip(groups, parts, strict=True):
+        group.write_(residual, group.as_tiles(part))
+    return sent
+
+
+def from_tiles(
+    flat: Tensor, groups: Sequence[TileGroup], transform: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """A vector in the order of tiles, (..., J), put back in place; each group is transformed if asked."""
+    vector = torch.empty_like(flat)
+    for group, part in zip(groups, flat.split([group.numel for group in groups], -1), strict=True):
+        tiles = group.as_tiles(part)
+        group.write_(vector, tiles if transform is None else transform(tiles))
+    return vector
 
 
 def pieces(numel: int, longest: int) -> list[Pieces]:
