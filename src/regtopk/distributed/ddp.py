@@ -27,7 +27,7 @@ from regtopk.distributed.collectives import Collectives, is_world, new_group_lik
 from regtopk.distributed.one_process import OneProcess, is_one_process
 from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos, refuse_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp
-from regtopk.distributed.step import Steps
+from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")
@@ -48,7 +48,7 @@ class SparseHookState(ExchangeBase):
         ddp = _wrapped(model)
         parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
         collectives = Collectives(ddp.process_group)
-        steps = Steps(parameters, algorithm, collectives, Options(**options), "regtopk.attach")
+        steps = Steps(parameters, algorithm, collectives, Options(**options), Kind("regtopk.attach"))
         super().__init__(steps)
         self._warn_of_one_rank()
         self._may_drop = bool(ddp.find_unused_parameters)
