@@ -98,7 +98,7 @@ class ExchangeBase:
         hold all ranks (`gather_state_dict`, or `merge_state_dicts` of the rank files). Then sum_n w_n e_n is
         conserved, and what only made sense for a single rank starts anew.
         """
-        self._steps.load_state_dict(state_dict)
+        self._steps.go_on_from(self._steps.loaded(state_dict))
 
     def close(self) -> None:
         """End the exchange: no step and no checkpoint follows. Call it on every rank."""

@@ -26,7 +26,7 @@ from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, is_world, new_group_like
 from regtopk.distributed.one_process import OneProcess, is_one_process
 from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos, refuse_typos
-from regtopk.distributed.parameters import Parameters, is_fsdp
+from regtopk.distributed.parameters import Parameters, is_fsdp, uncompiled
 from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
 
@@ -210,7 +210,7 @@ def attach(
         writer=writer,
         handshake_timeout_s=handshake_timeout_s,
     )
-    inner = _uncompiled(model)
+    inner = uncompiled(model)
     is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
     if isinstance(inner, nn.Module) and not is_wrapped and is_one_process():
         return OneProcess(inner, algorithm, options)
@@ -235,14 +235,9 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     return state._on_bucket(bucket)
 
 
-def _uncompiled(model: object) -> object:
-    """The module inside torch.compile's wrapper, which has no hooks of its own."""
-    return getattr(model, "_orig_mod", model)
-
-
 def _wrapped(model: object) -> DistributedDataParallel:
     """The DDP model; only DDP has a hook to attach to."""
-    inner = _uncompiled(model)
+    inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
     hint = "FSDP is not supported" if is_fsdp(inner) else "wrap it first, or use regtopk.Exchange"

@@ -279,12 +279,19 @@ class Steps:
             self.check_usable()
             return checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a saved state. DDP makes the same buckets again later, so scope="bucket" keeps them."""
+    def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
+        """What a saved state holds; nothing changes yet.
+
+        DDP makes the same buckets again later, so scope="bucket" keeps them.
+        """
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            progress = checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+            return checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+
+    def go_on_from(self, progress: checkpoint.Progress) -> None:
+        """Go on from what was loaded."""
+        with self.lock:
             self.buckets.all, self.num_steps, self.ledger, self.pending_report = progress
             self.obstacle = None
 
