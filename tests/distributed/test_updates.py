@@ -82,7 +82,7 @@ def compare_with_ddp() -> None:
                 regtopk.UpdateExchange(net, optimizer, algorithm, deterministic=deterministic)
             ) as exchange:
                 train(net, optimizer, range(10))
-                # theta_start - theta_n is rounded to what theta can tell apart: 10 roundings of numbers up to 0.3
+                # an update is rounded to what parameters can tell apart: 10 roundings of numbers up to 0.3
                 assert (flat_parameters(net) - flat_parameters(ddp)).abs().max() < 10 * 2**-24
                 assert is_same_on_all_ranks(flat_parameters(net))
                 assert exchange.num_steps == exchange.num_rounds == 10
@@ -105,7 +105,7 @@ def compare_with_diloco() -> None:
 
 
 def diloco(every: int, has_momentum: bool) -> Tensor:
-    """As in the paper: D = theta_start - mean theta_n; u = 0.9 u + D; theta = theta_start - 0.7 (D + 0.9 u)."""
+    """D = theta_start - mean of theta_n; u := 0.9 u + D; theta := theta_start - 0.7 (D + 0.9 u)."""
     net = make_net()
     optimizer = adamw(net)
     start, momentum = flat_parameters(net), torch.zeros(())
@@ -170,7 +170,7 @@ def exchanging(net: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
 
 def start_from_rank_0() -> None:
     torch.manual_seed(dist.get_rank())
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     net[2].weight.requires_grad_(False)  # frozen ones too
     net[1].num_batches_tracked.fill_(7 + dist.get_rank())
     mine = flat_parameters(net)
@@ -195,6 +195,10 @@ def weigh_ranks_and_skip_layers() -> None:
             assert bool(is_close[is_bias].all())
             assert bool(is_close.all()) == (first < 4)  # three steps are two rounds
         assert exchange.last_step.num_entries == int(is_bias.sum()) + round(0.1 * int((~is_bias).sum()))
+        assert [bucket.flat for bucket in exchange._steps.buckets.all] == [
+            None,
+            None,
+        ]  # no copy of the update
 
 
 def schedule_clip_and_accumulate() -> None:
@@ -202,7 +206,10 @@ def schedule_clip_and_accumulate() -> None:
     results = []
     for is_exchanged in (True, False):
         net = make_net()
-        groups = [{"params": list(net.first.parameters()), "lr": 0.2}, {"params": list(net.last.parameters())}]
+        groups: list[dict[str, Any]] = [
+            {"params": list(net.first.parameters()), "lr": 0.2},
+            {"params": list(net.last.parameters())},
+        ]
         for layer in (net.extra, net.middle):
             layer.requires_grad_(False)
         optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -355,7 +362,7 @@ def test_a_round_that_is_not_finite_is_taken_back(two_ranks: Ranks) -> None:
 
 def spoil_rounds() -> None:
     for make in (adamw, lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)):
-        net = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         optimizer = make(net)
         with exchanging(net, optimizer, algorithm=TOPK, every=2, outer=nesterov) as exchange:
             train(net, optimizer, range(2))
@@ -400,7 +407,7 @@ def test_buffers(two_ranks: Ranks) -> None:
 
 def join_buffers() -> None:
     for how in ("mean", "rank0", "local"):
-        net = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         net.register_buffer("mask", torch.full((1000,), -math.inf))  # never changes, so it is never sent
         net.register_buffer("cache", torch.zeros(1))
         optimizer = sgd(net)
@@ -417,4 +424,7 @@ def join_buffers() -> None:
             assert torch.allclose(net[1].running_mean, expected, atol=1e-7)
             assert int(net[1].num_batches_tracked) == (11 if how == "local" and dist.get_rank() else 1)
             assert exchange.last_step.sent_bytes < 500
-            assert net.get_buffer("mask").isinf().all() and net.get_buffer("cache").numel() == 1 + dist.get_rank()
+            assert (
+                net.get_buffer("mask").isinf().all()
+                and net.get_buffer("cache").numel() == 1 + dist.get_rank()
+            )

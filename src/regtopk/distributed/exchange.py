@@ -66,7 +66,9 @@ class Exchange(ExchangeBase):
             handshake_timeout_s=handshake_timeout_s,
         )
         collectives = Collectives(group_or_default(process_group))
-        super().__init__(Steps(Parameters(parameters), algorithm, collectives, options, Kind("regtopk.Exchange")))
+        super().__init__(
+            Steps(Parameters(parameters), algorithm, collectives, options, Kind("regtopk.Exchange"))
+        )
         self._warn_of_one_rank()
 
     @torch.no_grad()

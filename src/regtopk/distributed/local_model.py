@@ -49,7 +49,8 @@ class LocalModel:
         self._frozen = {name: p for name, p in pairs if name not in named}
         self.buffers = ModelBuffers(module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
-        self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, list(named)).items()}
+        parts = self._parts(self._flat, list(named))
+        self.start = {name: nn.Parameter(part) for name, part in parts.items()}
         self._flat_update = self._flat[:0]
         self.update: dict[str, Tensor] = {}  # views of it
         self.outer = make_outer(outer, list(self.start.values()))
@@ -65,7 +66,7 @@ class LocalModel:
         }
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
-        """Start from rank 0's model, and make room for the update: the buckets' vectors, one after another."""
+        """Start from rank 0's model, and make room for the update: the buckets' vectors in a row."""
         device = self.parameters.device
         collectives.broadcast(self._flat.view(torch.uint8), 0)
         for tensor in self._frozen.values():
@@ -77,7 +78,7 @@ class LocalModel:
         self._flat_update = torch.zeros_like(self._flat)
         self.update = self._parts(self._flat_update, names + empty)
         for name, start in self.start.items():
-            start.grad = self.update[name]  # where the outer optimizer finds the aggregate
+            start.grad = self.update[name]  # the outer optimizer finds the aggregate there
 
     def take_update(self) -> dict[str, Tensor]:
         """theta_start - theta_n, by name, in the memory of the update.
@@ -94,11 +95,7 @@ class LocalModel:
         return self.update
 
     def go_on(self, rank: Rank) -> None:
-        """End a round, the aggregate being in the memory of the update: theta_start - outer(aggregate)."""
-        if self.outer is None:
-            torch._foreach_sub_(list(self.start.values()), [self.update[name] for name in self.start])
-        else:
-            self.outer.step()
+        """Begin the next round, the aggregate being in theta_start."""
         self.write_back()
         self.buffers.join(rank, self.parameters.device)
 

@@ -56,7 +56,7 @@ class ModelBuffers:
                 now[name].copy_(start)
 
     def is_spoiled(self, device: torch.device) -> Tensor:
-        """(), whether a number has become NaN or inf in this round. (Masks may hold -inf from the first.)"""
+        """(), whether a number became NaN or inf in this round; masks may hold -inf from the first."""
         spoiled = torch.zeros((), dtype=torch.bool, device=device)
         now = self.named
         for name, start in self._start.items():
@@ -65,7 +65,7 @@ class ModelBuffers:
         return spoiled
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds of those that `module.state_dict()` holds too: now, and as the round began."""
+        """What a checkpoint holds, of those that `module.state_dict()` has: now, and as the round began."""
         kept = set() if self._module is None else set(self._module.state_dict(keep_vars=True))
         return {
             "now": {name: buffer for name, buffer in self.named.items() if name in kept},
@@ -94,7 +94,9 @@ class ModelBuffers:
             changes = [_change(now.get(name), start).to(device) for name, start in self._start.items()]
             with rank.timer.phase("collective_s"):
                 agreed = rank.collectives.maximum(torch.stack(changes)).tolist()
-            changed = [now[name] for name, change in zip(self._start, agreed, strict=True) if change == _CHANGED]
+            changed = [
+                now[name] for name, change in zip(self._start, agreed, strict=True) if change == _CHANGED
+            ]
             averaged = [b for b in changed if b.is_floating_point() and self.how == "mean"]
             if averaged:
                 _average_(averaged, rank, device)

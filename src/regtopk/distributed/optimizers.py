@@ -1,4 +1,4 @@
-"""The optimizers of an exchange of updates: each rank's own (inner), and the one that applies the aggregate."""
+"""The optimizers of an exchange of updates: a rank's own (inner), and the one that applies the aggregate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +103,8 @@ def weighted_mean(things: list[Any], weights: list[float]) -> Any:
     first = things[0]
     if isinstance(first, dict):
         return {
-            key: weighted_mean(*_of_those(key, things, weights)) for key in {key: None for each in things for key in each}
+            key: weighted_mean(*_of_those(key, things, weights))
+            for key in {key: None for each in things for key in each}
         }
     if not isinstance(first, Tensor) or not first.is_floating_point():
         return first

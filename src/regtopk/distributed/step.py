@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -221,12 +221,25 @@ class Steps:
             return -1
         return algorithm.num_selected(bucket.worker.at(self.num_steps, self._shared_report))
 
-    def exchange(self, buckets: list[Bucket], flats: list[Tensor], grads: dict[str, Tensor]) -> None:
-        """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite."""
+    def exchange(
+        self,
+        buckets: list[Bucket],
+        flats: list[Tensor],
+        targets: dict[str, Tensor],
+        write: Callable[[Iterable[Tensor], Tensor], None] = layout.copy_from_flat_,
+    ) -> None:
+        """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.
+
+        Args:
+            buckets: what is exchanged.
+            flats: their gradients, from `prepare`.
+            targets: by name, what the aggregate is written to.
+            write: how: it replaces them, or `layout.subtract_flat_`.
+        """
         for bucket, flat in zip(buckets, flats, strict=True):
             aggregate = self._aggregate(bucket, flat) if self.is_finite else flat.fill_(math.nan)
             with self.rank.timer.phase("decode_s"):
-                layout.copy_from_flat_([grads[name] for name in bucket.names], aggregate)
+                write([targets[name] for name in bucket.names], aggregate)
 
     def _aggregate(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """Run the algorithm on one bucket: from this rank's gradient to the aggregate."""

@@ -1,4 +1,6 @@
-"""What a state dict of an `UpdateExchange` holds beside that of checkpoint.py::
+"""State dicts of an `UpdateExchange`: what they hold beside that of checkpoint.py.
+
+::
 
     updates      {every, outer, start, outer_state}                    the same on all ranks
         outer        {class, option: value, ...}
@@ -56,7 +58,9 @@ def add_to(saved: dict[str, Any], model: LocalModel, every: int, num_steps: int)
     return {**saved, "updates": updates}
 
 
-def loaded(model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]) -> LoadedModel:
+def loaded(
+    model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]
+) -> LoadedModel:
     """What a rank goes on with; nothing changes yet.
 
     On other ranks, or with other weights, than were saved, every rank gets the weighted mean of the saved
@@ -73,7 +77,9 @@ def loaded(model: LocalModel, saved: dict[str, Any], every: int, rank: int, weig
         raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
 
 
-def _loaded(model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]) -> LoadedModel:
+def _loaded(
+    model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]
+) -> LoadedModel:
     updates = saved["updates"]
     if updates["every"] != every:
         raise StateError(f"every of the saved state must be {every}, got {updates['every']!r}")
@@ -84,7 +90,9 @@ def _loaded(model: LocalModel, saved: dict[str, Any], every: int, rank: int, wei
     if old_weights == weights:
         mine = workers[str(rank)]["updates"][0]
     else:
-        mine = _for_other_ranks([workers[str(n)]["updates"][0] for n in range(len(old_weights))], old_weights, every)
+        mine = _for_other_ranks(
+            [workers[str(n)]["updates"][0] for n in range(len(old_weights))], old_weights, every
+        )
     if mine["parameters"]:
         _check_shapes(model, mine["parameters"], "parameters")
     _check_groups(model, mine["optimizer"])
@@ -95,8 +103,8 @@ def _for_other_ranks(workers: list[dict[str, Any]], weights: list[float], every:
     for n, worker in enumerate(workers):
         if worker["num_steps"] % every:
             raise StateError(
-                "the saved state must be from a round's end to be loaded on other ranks or with other weights, "
-                f"got one after {worker['num_steps']} steps of rank {n} with every = {every}"
+                "the saved state must be from a round's end to be loaded on other ranks or with other "
+                f"weights, got one after {worker['num_steps']} steps of rank {n} with every = {every}"
             )
     return {
         "num_steps": workers[0]["num_steps"],
@@ -140,7 +148,9 @@ def _check_groups(model: LocalModel, saved: dict[str, Any]) -> None:
     expected = [len(group["params"]) for group in model.optimizer.param_groups]
     found = [len(group["params"]) for group in saved["param_groups"]]
     if found != expected:
-        raise StateError(f"optimizer of the saved state must have groups of {expected} parameters, got {found}")
+        raise StateError(
+            f"optimizer of the saved state must have groups of {expected} parameters, got {found}"
+        )
 
 
 def _copied(thing: Any) -> Any:

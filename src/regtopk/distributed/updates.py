@@ -13,6 +13,7 @@ from regtopk.core.options import check_integer
 from regtopk.distributed import update_checkpoint
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
+from regtopk.distributed.layout import subtract_flat_
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.optimizers import Outer
@@ -204,13 +205,21 @@ class UpdateExchange(ExchangeBase):
             update = model.take_update()
         flats = self._agreed(update)
         with steps.half_way():
-            steps.exchange(steps.buckets.all, flats, update)
-            with steps.rank.timer.phase("decode_s"):
-                if steps.is_finite:
-                    model.go_on(steps.rank)
-                else:
-                    model.take_back()
+            if steps.is_finite:
+                self._exchange(flats)
+            else:
+                model.take_back()
         steps.end()
+
+    def _exchange(self, flats: list[Tensor]) -> None:
+        steps, model = self._steps, self._model
+        if model.outer is None:
+            steps.exchange(steps.buckets.all, flats, model.start, subtract_flat_)
+        else:
+            steps.exchange(steps.buckets.all, flats, model.update)
+            model.outer.step()  # theta_start is its parameters, and the update their gradients
+        with steps.rank.timer.phase("decode_s"):
+            model.go_on(steps.rank)
 
     def _agreed(self, update: dict[str, Tensor]) -> list[Tensor]:
         """The update as flat vectors, once all ranks are here."""
