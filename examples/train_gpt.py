@@ -43,13 +43,10 @@ class GPT(nn.Module):
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        self.blocks, self.norm = (
-            nn.Sequential(*(Block(width) for _ in range(num_layers))),
-            nn.LayerNorm(width),
-        )
-        for p in self.parameters():
-            if p.ndim > 1:
-                nn.init.normal_(p, std=0.02)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        for matrix in [p for p in self.parameters() if p.ndim > 1]:
+            nn.init.normal_(matrix, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
@@ -88,7 +85,6 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("out/train_gpt.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
     arguments = parser.parse_args()
-
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -101,6 +97,7 @@ def main() -> None:
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
     known, unknown = read_text(arguments.data)
+    torch.manual_seed(0)
     network = GPT(arguments.width, arguments.layers).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
     last = math.ceil(arguments.steps / arguments.every) * arguments.every  # in whole rounds

@@ -1,17 +1,13 @@
-"""The scripts to copy: on two machines (here two launchers), resumed on one, and beside DDP."""
+"""The script to copy: on two machines (here two launchers), and resumed on one."""
 
-import runpy
 import socket
 import sys
 from pathlib import Path
-
-import pytest
 
 from tests.processes import run_all
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples" / "train_ddp.py")
-GPT = str(ROOT / "examples" / "train_gpt.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -53,31 +49,3 @@ def test_script_trains_on_two_machines_and_resumes_on_one(tmp_path: Path) -> Non
                 assert line in shown, page
     accuracy = float(resumed.split(" %")[0])
     assert accuracy > 94  # 96.9 as this was written
-
-
-def ranks_of_gpt(*words: str) -> list[list[str]]:
-    """The commands of two ranks; without a launcher, which takes as long to start as they do."""
-    small = ["--layers", "1", "--width", "32", "--batch", "4", "--every", "3"]
-    meet = ["MASTER_ADDR=localhost", f"MASTER_PORT={free_port()}", "WORLD_SIZE=2", "OMP_NUM_THREADS=1"]
-    return [
-        ["env", *meet, f"RANK={n}", f"LOCAL_RANK={n}", sys.executable, GPT, *small, *words] for n in (0, 1)
-    ]
-
-
-def test_gpt_trains_by_updates_goes_on_and_trains_dense(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(5000)))
-    file = ["--data", str(text), "--checkpoint", str(tmp_path / "checkpoint.pt")]
-    both = [*ranks_of_gpt(*file, "--steps", "5"), *ranks_of_gpt(*file, "--steps", "60", "--dense")]
-    begun, _, dense, _ = run_all(both, tmp_path)
-    assert begun.startswith("6 steps: test loss ") and "topk: 2 rounds of 3 steps on 2 workers" in begun
-    resumed, silent = run_all(ranks_of_gpt(*file, "--steps", "60", "--resume"), tmp_path)
-    assert "topk: 20 rounds of 3 steps on 2 workers" in resumed and silent == ""
-    losses = [float(out.split("test loss ")[1].split()[0]) for out in (begun, resumed, dense)]
-    assert 5 < losses[0] < 6 and losses[1] < 4.5 and losses[2] < 4.5, losses
-
-
-def test_gpt_refuses_a_short_text(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("too short")
-    with pytest.raises(SystemExit, match="the text must have at least 100,000 characters, got 9"):
-        runpy.run_path(GPT)["read_text"](tmp_path / "text.txt")

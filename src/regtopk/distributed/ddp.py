@@ -165,6 +165,10 @@ def attach(
     >>> ...                                  # train as before
     >>> print(exchange.summary())
 
+    With Adam, and where you clip, use `regtopk.UpdateExchange`. What arrives here is a sum of late pulses: an
+    entry that is sent rarely brings what it gathered over many steps. So `clip_grad_norm_` after backward
+    clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
+
     The scope also decides what a failure in the middle of a step leaves behind. With "bucket" a step can be
     taken back, at the cost of one more copy of the state: after a failure (of a rank, or of your own code in
     backward) `state_dict()` is the state before the step, and can be saved. With "model" nothing is exchanged

@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -225,7 +225,7 @@ class Steps:
         self,
         buckets: list[Bucket],
         flats: list[Tensor],
-        targets: dict[str, Tensor],
+        targets: Mapping[str, Tensor],
         write: Callable[[Iterable[Tensor], Tensor], None] = layout.copy_from_flat_,
     ) -> None:
         """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.
