@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import regtopk
+from regtopk.core.algorithm import Algorithm
+from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     batch,
@@ -119,6 +121,44 @@ def diloco(every: int, has_momentum: bool) -> Tensor:
         momentum = 0.9 * momentum + delta
         start = start - (0.7 * (delta + 0.9 * momentum) if has_momentum else delta)
         nn.utils.vector_to_parameters(start.clone(), net.parameters())  # which does not copy
+    return start
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_and_the_simulator_agree_bit_for_bit(
+    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int
+) -> None:
+    {2: two_ranks, 4: four_ranks}[num_ranks].run(compare_with_simulator)
+
+
+def compare_with_simulator() -> None:
+    weights = {2: [0.7, 0.3], 4: [0.5, 0.0, 0.2, 0.3]}[dist.get_world_size()]
+    for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
+        net = make_net()
+        optimizer = adamw(net)
+        with exchanging(
+            net, optimizer, algorithm=algorithm, every=3, weight=weights[dist.get_rank()]
+        ) as exchange:
+            train(net, optimizer, range(12))
+            assert torch.equal(flat_parameters(net), simulated(algorithm, weights)), algorithm.name
+            assert exchange.num_rounds == 4
+
+
+def simulated(algorithm: Algorithm[Any], weights: list[float]) -> Tensor:
+    """The same rounds of all workers in one process."""
+    nets = [make_net() for _ in weights]
+    optimizers = [adamw(net) for net in nets]
+    cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
+    start = flat_parameters(nets[0])
+    for first in range(0, 12, 3):
+        for n, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            for step in range(first, first + 3):
+                optimizer.zero_grad()
+                net(batch(step, n)).square().mean().backward()
+                optimizer.step()
+        start = start - cluster.step(start - torch.stack([flat_parameters(net) for net in nets]))
+        for net in nets:
+            nn.utils.vector_to_parameters(start.clone(), net.parameters())
     return start
 
 

@@ -44,7 +44,8 @@ class UpdateExchange(ExchangeBase):
     theta   := theta_start - d, or theta_start - outer(d)           the same on all ranks, bit for bit
 
     This is what to use with Adam: it sees gradients as they are, not the late pulses of a sparse aggregate.
-    All ranks start from rank 0's parameters and buffers. Between rounds their parameters differ.
+    All ranks start from rank 0's parameters and buffers. Between rounds their parameters differ. Load weights
+    before: whatever else changes parameters counts as part of the update.
 
     A step is an `optimizer.step()` that was made. A step that a GradScaler skips on a rank is none: that rank
     reaches the end of the round one batch later, and the others wait for it. So count by `num_steps`, not by
