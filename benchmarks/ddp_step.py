@@ -3,10 +3,11 @@
 N processes on this machine, joined by gloo over loopback, take the same step (forward, backward with DDP,
 SGD) of a chain of linear layers whose own work is small: no hook, torch's fp16 hook, torch's PowerSGD (in
 one bucket: with several it hangs on gloo), and Top-k and RegTop-k, these also with plain torch instead of our
-kernels: before and after. All variants run in turn, round after round; a step's time is that of the slowest
-rank, its CPU time the mean over ranks. Times of a shared machine drift, so what is printed is the median over
-rounds of each round's ratio to no hook. On loopback bytes cost next to nothing: this measures what an
-exchange costs in work, not what it saves on a network.
+kernels: before and after. "updates" has no DDP: it exchanges what SGD changed, after every step. All variants
+run in turn, round after round; a step's time is that of the slowest rank, its CPU time the mean over ranks.
+Times of a shared machine drift, so what is printed is the median over rounds of each round's ratio to no
+hook. On loopback bytes cost next to nothing: this measures what an exchange costs in work, not what it saves
+on a network.
 
     python benchmarks/ddp_step.py [--json] [--out FILE] [--workers N] [--rounds R] [--density S]
 """
@@ -39,10 +40,13 @@ PLAIN = ", plain torch"  # the end of a variant's name
 WARM_UP = 3
 
 
-def variants(density: float) -> dict[str, Callable[[nn.Module], Any]]:
+Wrap = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+def variants(density: float) -> dict[str, Wrap]:
     """From a name to what wraps and hooks the model; returns the model and our exchange, if it is ours."""
-    table: dict[str, Callable[[nn.Module], Any]] = {
-        "no hook": lambda net: (DistributedDataParallel(net), None),
+    table: dict[str, Wrap] = {
+        "no hook": lambda net, optimizer: (DistributedDataParallel(net), None),
         "torch fp16": with_fp16,
         "torch PowerSGD": with_powersgd,
     }
@@ -52,28 +56,37 @@ def variants(density: float) -> dict[str, Callable[[nn.Module], Any]]:
             for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
                 algorithm = kind(density=density, value_code=code)
                 table[f"{name}, {scope}, {code}"] = with_ours(algorithm, scope)
+        for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
+            table[f"{name}, updates, {code}"] = with_updates(kind(density=density, value_code=code))
     for name in ("Top-k", "RegTop-k"):
         table[f"{name}, model, float32{PLAIN}"] = table[f"{name}, model, float32"]
     return table
 
 
-def with_fp16(net: nn.Module) -> Any:
+def with_fp16(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     model = DistributedDataParallel(net)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return model, None
 
 
-def with_powersgd(net: nn.Module) -> Any:
+def with_powersgd(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     model = DistributedDataParallel(net, bucket_cap_mb=ONE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return model, None
 
 
-def with_ours(algorithm: Any, scope: Scope) -> Callable[[nn.Module], Any]:
-    def wrap(net: nn.Module) -> Any:
+def with_ours(algorithm: Any, scope: Scope) -> Wrap:
+    def wrap(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         model = DistributedDataParallel(net)
         return model, regtopk.attach(model, algorithm, scope=scope)
+
+    return wrap
+
+
+def with_updates(algorithm: Any) -> Wrap:
+    def wrap(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        return net, regtopk.UpdateExchange(net, optimizer, algorithm)
 
     return wrap
 
@@ -81,12 +94,13 @@ def with_ours(algorithm: Any, scope: Scope) -> Callable[[nn.Module], Any]:
 class Stepper:
     """One variant's model, and a step of it."""
 
-    def __init__(self, wrap: Callable[[nn.Module], Any], kernels: str) -> None:
+    def __init__(self, wrap: Wrap, kernels: str) -> None:
         self.kernels = kernels
         torch.manual_seed(0)
         layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        self.model, self.exchange = wrap(nn.Sequential(*layers))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        net = nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        self.model, self.exchange = wrap(net, self.optimizer)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
 
     def step(self) -> dict[str, float]:
@@ -156,6 +170,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             row[f"{key}_over_no_hook"] = against(rounds, name, "no hook", key)
             if name.endswith(PLAIN):
                 row[f"{key}_over_ours"] = against(rounds, name, name.removesuffix(PLAIN), key)
+            if "updates" in name:
+                row[f"{key}_over_attach"] = against(rounds, name, name.replace("updates", "model"), key)
             if name.startswith("Reg"):
                 row[f"{key}_over_topk"] = against(rounds, name, name.removeprefix("Reg"), key)
         results.append(row)
@@ -198,6 +214,12 @@ def table(report: dict[str, Any]) -> str:
     for row in report["results"]:
         if row["variant"].endswith(PLAIN):
             lines.append(f"{row['variant']}: {row['step_s_over_ours']:.2f} times the step with our kernels.")
+        if "updates" in row["variant"]:
+            attached = row["variant"].replace("updates", "model")
+            ratios = (
+                f"{row['step_s_over_attach']:.2f} times the step, {row['cpu_s_over_attach']:.2f} the CPU time"
+            )
+            lines.append(f"{row['variant']}: {ratios} of {attached}.")
     return "\n".join(lines)
 
 
@@ -206,7 +228,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, help="write the JSON here, and a table beside it as .md")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=26, help="twice every variant's turn to be first")
+    parser.add_argument("--rounds", type=int, default=34, help="twice every variant's turn to be first")
     parser.add_argument("--density", type=float, default=0.001)
     options = parser.parse_args()
     report = run(options)

@@ -8,13 +8,21 @@ from regtopk import algorithms, core, errors, simulate
 from regtopk._version import __version__
 from regtopk.algorithms import *  # noqa: F403
 from regtopk.core import WarmUp
-from regtopk.distributed import Exchange, SparseHookState, attach, merge_state_dicts, sparse_hook
+from regtopk.distributed import (
+    Exchange,
+    SparseHookState,
+    UpdateExchange,
+    attach,
+    merge_state_dicts,
+    sparse_hook,
+)
 from regtopk.errors import RegtopkError
 
 __all__ = [
     "Exchange",
     "RegtopkError",
     "SparseHookState",
+    "UpdateExchange",
     "WarmUp",
     "__version__",
     "attach",

@@ -26,10 +26,15 @@ return at once (and 20 of core, algorithms, kernels and wire)::
 Beside the way: checkpoint.py saves and loads, options.py checks what users hand over, base.py is what every
 kind of exchange offers them, and one_process.py stands in where there is nobody to exchange with. A new kind
 of exchange *has* a `Steps` and feeds it tensors by name.
+
+updates.py is such a kind. It feeds what an optimizer has changed since the round began: local_model.py keeps
+where that was, optimizers.py looks after the two optimizers, model_buffers.py after buffers, and
+update_checkpoint.py saves them.
 """
 
 from regtopk.distributed.checkpoint import merge_state_dicts
 from regtopk.distributed.ddp import SparseHookState, attach, sparse_hook
 from regtopk.distributed.exchange import Exchange
+from regtopk.distributed.updates import UpdateExchange
 
-__all__ = ["Exchange", "SparseHookState", "attach", "merge_state_dicts", "sparse_hook"]
+__all__ = ["Exchange", "SparseHookState", "UpdateExchange", "attach", "merge_state_dicts", "sparse_hook"]

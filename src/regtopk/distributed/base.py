@@ -22,9 +22,9 @@ class ExchangeBase:
         self._steps = steps
         self._collectives = steps.rank.collectives  # for what users call; a queue's steps get their own
 
-    def _warn_of_one_rank(self) -> None:
+    def _warn_of_one_rank(self, vectors: str = "gradients") -> None:
         if self.num_workers == 1:
-            _log.warning("there is one rank: its gradients are sparsified, but no bytes are saved")
+            _log.warning("there is one rank: its %s are sparsified, but no bytes are saved", vectors)
 
     @property
     def rank(self) -> int:
@@ -86,7 +86,7 @@ class ExchangeBase:
             ClusterError: a rank has not called it by then. Nothing was changed: all ranks may call it again.
         """
         check_positive("timeout_s", timeout_s)
-        mine = self._steps.state_dict()
+        mine = self.state_dict()
         roll_call(self._collectives, "gather_state_dict", "timeout_s", timeout_s)
         parts = self._collectives.gather_objects(mine, dst)
         return None if parts is None else merge_state_dicts(parts)
@@ -98,7 +98,7 @@ class ExchangeBase:
         hold all ranks (`gather_state_dict`, or `merge_state_dicts` of the rank files). Then sum_n w_n e_n is
         conserved, and what only made sense for a single rank starts anew.
         """
-        self._steps.load_state_dict(state_dict)
+        self._steps.go_on_from(self._steps.loaded(state_dict))
 
     def close(self) -> None:
         """End the exchange: no step and no checkpoint follows. Call it on every rank."""

@@ -14,6 +14,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
         total       {name: number}                 what was sent
         first_step  the step that `total` counts from (0 if missing)
         report      [loss, time_s], or [] if none is waiting for the next step
+    updates      only of an `UpdateExchange`: see update_checkpoint.py
 
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
@@ -33,6 +34,7 @@ from regtopk.errors import StateError
 
 FORMAT = 1
 _KEYS = {"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"}
+_UPDATES = frozenset({"updates"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
@@ -81,9 +83,9 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if not parts:
         raise StateError("parts must hold at least one rank's state, got none")
     for part in parts:
-        _check_keys(part)
-        for key in sorted(_KEYS - {"workers"}):
-            if part[key] != parts[0][key]:
+        _check_keys(part, may_hold=_UPDATES)
+        for key in sorted({*part, *parts[0]} - {"workers"}):
+            if not _same(part.get(key), parts[0].get(key)):
                 raise StateError(
                     f"rank states must come from one moment of one run: {key} differs between them"
                 )
@@ -186,8 +188,19 @@ def _resized(
     return {"entries": entries, "groups": shared, "report": old[0]["report"]}  # rank 0's report is shared
 
 
-def _check_keys(saved: object) -> None:
-    if not isinstance(saved, dict) or set(saved) != _KEYS:
+def _same(left: Any, right: Any) -> bool:
+    """Whether two parts of saved states are equal, tensors bit for bit."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)
+
+
+def _check_keys(saved: object, may_hold: frozenset[str] = frozenset()) -> None:
+    if not isinstance(saved, dict) or set(saved) - may_hold != _KEYS:
         found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise StateError(f"a saved exchange must hold {sorted(_KEYS)}, got {found}")
     if saved["format"] != FORMAT:

@@ -26,8 +26,8 @@ from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, is_world, new_group_like
 from regtopk.distributed.one_process import OneProcess, is_one_process
 from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos, refuse_typos
-from regtopk.distributed.parameters import Parameters, is_fsdp
-from regtopk.distributed.step import Steps
+from regtopk.distributed.parameters import Parameters, is_fsdp, uncompiled
+from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")
@@ -48,7 +48,7 @@ class SparseHookState(ExchangeBase):
         ddp = _wrapped(model)
         parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
         collectives = Collectives(ddp.process_group)
-        steps = Steps(parameters, algorithm, collectives, Options(**options), "regtopk.attach")
+        steps = Steps(parameters, algorithm, collectives, Options(**options), Kind("regtopk.attach"))
         super().__init__(steps)
         self._warn_of_one_rank()
         self._may_drop = bool(ddp.find_unused_parameters)
@@ -165,6 +165,10 @@ def attach(
     >>> ...                                  # train as before
     >>> print(exchange.summary())
 
+    With Adam, and where you clip, use `regtopk.UpdateExchange`. What arrives here is a sum of late pulses: an
+    entry that is sent rarely brings what it gathered over many steps. So `clip_grad_norm_` after backward
+    clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
+
     The scope also decides what a failure in the middle of a step leaves behind. With "bucket" a step can be
     taken back, at the cost of one more copy of the state: after a failure (of a rank, or of your own code in
     backward) `state_dict()` is the state before the step, and can be saved. With "model" nothing is exchanged
@@ -210,7 +214,7 @@ def attach(
         writer=writer,
         handshake_timeout_s=handshake_timeout_s,
     )
-    inner = _uncompiled(model)
+    inner = uncompiled(model)
     is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
     if isinstance(inner, nn.Module) and not is_wrapped and is_one_process():
         return OneProcess(inner, algorithm, options)
@@ -235,14 +239,9 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
     return state._on_bucket(bucket)
 
 
-def _uncompiled(model: object) -> object:
-    """The module inside torch.compile's wrapper, which has no hooks of its own."""
-    return getattr(model, "_orig_mod", model)
-
-
 def _wrapped(model: object) -> DistributedDataParallel:
     """The DDP model; only DDP has a hook to attach to."""
-    inner = _uncompiled(model)
+    inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
     hint = "FSDP is not supported" if is_fsdp(inner) else "wrap it first, or use regtopk.Exchange"

@@ -11,7 +11,7 @@ from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
 from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters, Parameters
-from regtopk.distributed.step import Steps
+from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
 
 
@@ -66,7 +66,9 @@ class Exchange(ExchangeBase):
             handshake_timeout_s=handshake_timeout_s,
         )
         collectives = Collectives(group_or_default(process_group))
-        super().__init__(Steps(Parameters(parameters), algorithm, collectives, options, "regtopk.Exchange"))
+        super().__init__(
+            Steps(Parameters(parameters), algorithm, collectives, options, Kind("regtopk.Exchange"))
+        )
         self._warn_of_one_rank()
 
     @torch.no_grad()

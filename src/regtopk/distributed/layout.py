@@ -50,3 +50,11 @@ def copy_from_flat_(grads: Iterable[Tensor], flat: Tensor) -> None:
     for grad in grads:
         grad.copy_(flat[start : start + grad.numel()].view_as(grad))
         start += grad.numel()
+
+
+def subtract_flat_(tensors: Iterable[Tensor], flat: Tensor) -> None:
+    """Subtract a flat vector from tensors, one after another."""
+    start = 0
+    for tensor in tensors:
+        tensor.sub_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()

@@ -12,7 +12,7 @@ from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.step import Steps
+from regtopk.distributed.step import Kind, Steps
 
 _log = logging.getLogger("regtopk")
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
@@ -34,7 +34,7 @@ class OneProcess(ExchangeBase):
     """
 
     def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
-        super().__init__(Steps(Parameters(model), algorithm, Alone(), options, "regtopk.attach"))
+        super().__init__(Steps(Parameters(model), algorithm, Alone(), options, Kind("regtopk.attach")))
         _log.warning(
             "%s is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged",
             type(model).__name__,

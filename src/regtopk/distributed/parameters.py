@@ -111,6 +111,11 @@ def _refuse_modules(module: nn.Module) -> None:
             )
 
 
+def uncompiled(model: object) -> object:
+    """The module inside torch.compile's wrapper, which has no hooks of its own."""
+    return getattr(model, "_orig_mod", model)
+
+
 def is_fsdp(module: object) -> bool:
     """Whether a module is sharded by either kind of FSDP (by name: their imports take long)."""
     return any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__)

@@ -84,26 +84,40 @@ class Ledger:
         self._unread = []
 
 
-def summarise(ledger: Ledger, num_workers: int, title: str, residual_norm: float) -> str:
-    """A few lines of text: bytes sent, against dense, and where the time went."""
+def summarise(
+    ledger: Ledger, num_workers: int, title: str, residual_norm: float, every: int | None = None
+) -> str:
+    """A few lines of text: bytes sent, against dense, and where the time went.
+
+    Args:
+        ledger: what is told.
+        num_workers: N.
+        title: whose it is.
+        residual_norm: of what was not sent yet.
+        every: how many optimizer steps a round of updates has; None: the steps exchange gradients.
+    """
+    noun = "step" if every is None else "round"
     total, steps = ledger.total, max(ledger.num_steps, 1)
     times = {name: 1e3 * getattr(total, name) / steps for name in PHASES}
-    since = f" since step {ledger.first_step}, when the ranks changed" if ledger.first_step else ""
-    sent = f"{_size(total.sent_bytes / steps)} per step, {_size(total.sent_bytes)} in all"
-    dense = f"{_size(total.dense_bytes / steps)} per step, {_size(total.dense_bytes)} in all"
+    since = f" since {noun} {ledger.first_step}, when the ranks changed" if ledger.first_step else ""
+    sent = f"{_size(total.sent_bytes / steps)} per {noun}, {_size(total.sent_bytes)} in all"
+    dense = f"{_size(total.dense_bytes / steps)} per {noun}, {_size(total.dense_bytes)} in all"
     if total.sent_bytes:
         dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
-    num_done = ledger.num_steps - total.num_skipped
+    done = counted(ledger.num_steps - total.num_skipped, noun)
+    if every is not None:
+        done += f" of {counted(every, 'step')}"
     lines = [
-        f"{title}: {counted(num_done, 'step')} on {counted(num_workers, 'worker')}{since}; this rank:",
-        f"  sent      {sent}; {total.num_entries / steps:.0f} entries per step",
+        f"{title}: {done} on {counted(num_workers, 'worker')}{since}; this rank:",
+        f"  sent      {sent}; {total.num_entries / steps:.0f} entries per {noun}",
         f"  dense     {dense}",
-        f"  time      {' · '.join(f'{name[:-2]} {ms:.2f}' for name, ms in times.items())} ms per step;",
+        f"  time      {' · '.join(f'{name[:-2]} {ms:.2f}' for name, ms in times.items())} ms per {noun};",
         "            collective includes waiting for the slowest rank",
         f"  residual  norm {residual_norm:.4g}",
     ]
     if total.num_skipped:
-        lines.append(f"  skipped   {counted(total.num_skipped, 'step')} whose gradients were not finite")
+        vectors = "gradients" if every is None else "updates"
+        lines.append(f"  skipped   {counted(total.num_skipped, noun)} whose {vectors} were not finite")
     return "\n".join(lines)
 
 

@@ -3,7 +3,9 @@
 import logging
 import math
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,17 +32,38 @@ from regtopk.errors import ClusterError
 _log = logging.getLogger("regtopk")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What one kind of exchange calls its steps, and what it compares them with.
+
+    Args:
+        call: what users called to get here, for the error when some rank did not.
+        warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
+        settings: what all ranks must have the same, beside the options.
+        num_dense: how many all_reduces of a dense run a step stands for.
+    """
+
+    call: str
+    warning: str = (
+        "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
+        "last_step.num_skipped before optimizer.step()"
+    )
+    settings: tuple[tuple[str, Any], ...] = ()
+    num_dense: int = 1
+
+
 class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
     `run` makes a whole step. `begin`, `run_bucket` and `end` make one bucket by bucket, as gradients arrive.
+    `begin`, `prepare`, `exchange` and `end` leave room for what else belongs to a step.
 
     Args:
         parameters: what is exchanged, the same names and shapes on every rank.
         algorithm: what is run, the same on every rank.
         collectives: the process group.
         options: see `regtopk.attach`.
-        call: what users called to get here, for the error when some rank did not.
+        kind: whose steps they are.
     """
 
     def __init__(
@@ -49,9 +72,10 @@ class Steps:
         algorithm: Algorithm[Any],
         collectives: Collectives,
         options: Options,
-        call: str,
+        kind: Kind,
     ) -> None:
         options.check_algorithm(algorithm)
+        self._kind = kind
         self.parameters = parameters
         self.device = parameters.device
         self.algorithm = algorithm
@@ -64,7 +88,7 @@ class Steps:
         )
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
-        roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
+        roll_call(collectives, kind.call, "handshake_timeout_s", options.handshake_timeout_s)
         weights = agree(collectives, algorithm, options.weight, self._settings(skipped))
         self.rank = Rank(
             collectives,
@@ -92,6 +116,7 @@ class Steps:
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
+            **dict(self._kind.settings),
         }
 
     # A step.
@@ -99,16 +124,22 @@ class Steps:
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place."""
         self.begin()
-        flats = self._prepare(self.buckets.all, grads)
+        flats = self.prepare(self.buckets.all, grads)
+        with self.half_way():
+            self.exchange(self.buckets.all, flats, grads)
+        self.end()
+
+    @contextmanager
+    def half_way(self) -> Iterator[None]:
+        """Where a failure leaves a state that is not whole: what left the residual has not arrived."""
         try:
-            self._exchange(self.buckets.all, flats, grads)
-        except BaseException as error:  # what was taken from the residual has not arrived
+            yield
+        except BaseException as error:
             self.obstacle = (
                 f"step {self.num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
                 "from the last checkpoint"
             )
             raise
-        self.end()
 
     def begin(self) -> None:
         """Start counting, and share rank 0's report with an algorithm that listens."""
@@ -122,11 +153,11 @@ class Steps:
     def run_bucket(self, grads: dict[str, Tensor]) -> None:
         """The part of a step that concerns some parameters; it can be taken back until the step ends."""
         buckets = self.buckets.covering(tuple(grads))
-        flats = self._prepare(buckets, grads)
+        flats = self.prepare(buckets, grads)
         with self.rank.timer.phase("select_s"):
             for bucket in buckets if self.is_finite else []:
                 bucket.keep_state()
-        self._exchange(buckets, flats, grads)
+        self.exchange(buckets, flats, grads)
 
     def end(self) -> None:
         """Count the step, or take it back if some rank's gradients were not finite."""
@@ -140,7 +171,7 @@ class Steps:
             self._warn_of_nan()
         record = self.rank.record
         numel = sum(bucket.layout.numel for bucket in self.buckets.all)
-        record.dense_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
+        record.dense_bytes = self._kind.num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
         record.num_skipped = int(not self.is_finite)
         self.ledger.add(record, self.rank.timer)
         self._draw()
@@ -148,18 +179,14 @@ class Steps:
     def _warn_of_nan(self) -> None:
         """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
         if self._options.grad_scaler is None and self.ledger.total.num_skipped == 0:
-            _log.warning(
-                "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
-                "last_step.num_skipped before optimizer.step()",
-                self.num_steps,
-            )
+            _log.warning(self._kind.warning, self.num_steps)
 
     def take_back(self) -> None:
         """Give the buckets of an unfinished step the state from before it."""
         for bucket in self.buckets.all:
             bucket.take_back()
 
-    def _prepare(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> list[Tensor]:
+    def prepare(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> list[Tensor]:
         """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
         flats = [self._flat_gradient(bucket, grads) for bucket in buckets]
         with self.rank.timer.phase("select_s"):
@@ -194,12 +221,25 @@ class Steps:
             return -1
         return algorithm.num_selected(bucket.worker.at(self.num_steps, self._shared_report))
 
-    def _exchange(self, buckets: list[Bucket], flats: list[Tensor], grads: dict[str, Tensor]) -> None:
-        """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite."""
+    def exchange(
+        self,
+        buckets: list[Bucket],
+        flats: list[Tensor],
+        targets: Mapping[str, Tensor],
+        write: Callable[[Iterable[Tensor], Tensor], None] = layout.copy_from_flat_,
+    ) -> None:
+        """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.
+
+        Args:
+            buckets: what is exchanged.
+            flats: their gradients, from `prepare`.
+            targets: by name, what the aggregate is written to.
+            write: how: it replaces them, or `layout.subtract_flat_`.
+        """
         for bucket, flat in zip(buckets, flats, strict=True):
             aggregate = self._aggregate(bucket, flat) if self.is_finite else flat.fill_(math.nan)
             with self.rank.timer.phase("decode_s"):
-                layout.copy_from_flat_([grads[name] for name in bucket.names], aggregate)
+                write([targets[name] for name in bucket.names], aggregate)
 
     def _aggregate(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """Run the algorithm on one bucket: from this rank's gradient to the aggregate."""
@@ -252,12 +292,19 @@ class Steps:
             self.check_usable()
             return checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from a saved state. DDP makes the same buckets again later, so scope="bucket" keeps them."""
+    def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
+        """What a saved state holds; nothing changes yet.
+
+        DDP makes the same buckets again later, so scope="bucket" keeps them.
+        """
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            progress = checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+            return checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+
+    def go_on_from(self, progress: checkpoint.Progress) -> None:
+        """Go on from what was loaded."""
+        with self.lock:
             self.buckets.all, self.num_steps, self.ledger, self.pending_report = progress
             self.obstacle = None
 

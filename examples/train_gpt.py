@@ -1,0 +1,149 @@
+"""Train a small GPT on the characters of a text, and send what AdamW changed: copy it, and put your model in.
+
+    torchrun --nproc_per_node 2 examples/train_gpt.py                     # 4-bit Top-k of the updates
+    torchrun --nproc_per_node 2 examples/train_gpt.py --dense --lr 0.004  # DDP, for comparison
+
+Without --data it reads the sources of Python's library. With --resume it goes on from its checkpoint.
+"""
+
+import argparse
+import gc
+import math
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+
+CONTEXT = 128  # characters that the model looks back on
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.hidden_in, self.hidden_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.attention_in(self.norm1(x)).unflatten(-1, (3, -1, 32))  # of 32 numbers each
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return x + self.hidden_out(F.gelu(self.hidden_in(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        for matrix in [p for p in self.parameters() if p.ndim > 1]:
+            nn.init.normal_(matrix, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(x)), self.token.weight)  # tied
+
+
+def read_text(path: Path | None) -> tuple[Tensor, Tensor]:
+    """The bytes of a file, or of Python's library: to train on, and the last 5 % to test on."""
+    library = sorted(p for p in Path(os.__file__).parent.rglob("*.py") if "site-packages" not in p.parts)
+    paths = [path] if path else library
+    text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in paths)), dtype=torch.uint8)
+    if len(text) < 100_000:
+        raise SystemExit(f"the text must have at least 100,000 characters, got {len(text)}")
+    return text[: -len(text) // 20], text[-len(text) // 20 :]
+
+
+def loss_of(model: nn.Module, text: Tensor, size: int, seed: int, device: torch.device) -> Tensor:
+    """The mean loss of the next character, over some random windows of the text."""
+    starts = torch.randint(len(text) - CONTEXT, (size,), generator=torch.Generator().manual_seed(seed))
+    pieces = torch.stack([text[i : i + CONTEXT + 1] for i in starts.tolist()]).to(device).long()
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, help="a text file")
+    parser.add_argument("--steps", type=int, default=1536)
+    parser.add_argument("--every", type=int, default=2, help="steps from one exchange to the next")
+    parser.add_argument("--density", type=float, default=0.009, help="share of the entries a worker sends")
+    parser.add_argument("--lr", type=float, default=0.008)
+    parser.add_argument("--dense", action="store_true", help="DDP, which sends every gradient")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=16, help="windows a step and rank")
+    parser.add_argument("--checkpoint", type=Path, default=Path("out/train_gpt.pt"))
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    arguments = parser.parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(minutes=5))
+    train(arguments, device)
+    gc.collect()  # the model goes first: DDP would keep the group's threads alive into Python's exit
+    dist.destroy_process_group()
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    known, unknown = read_text(arguments.data)
+    torch.manual_seed(0)
+    network = GPT(arguments.width, arguments.layers).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    last = math.ceil(arguments.steps / arguments.every) * arguments.every  # in whole rounds
+
+    def factor(step: int) -> float:  # warm-up, then a cosine to 10 %
+        return min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / last))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    model, exchange, first = network, None, 0
+    if arguments.dense:
+        model = DistributedDataParallel(network)
+    else:  # the model stays as it is: the exchange is in optimizer.step()
+        topk = regtopk.TopK(density=arguments.density, value_code="4bit")
+        exchange = regtopk.UpdateExchange(network, optimizer, topk, every=arguments.every)
+    if arguments.resume and exchange is not None and arguments.checkpoint.exists():
+        saved = torch.load(arguments.checkpoint, weights_only=True, map_location="cpu")
+        exchange.load_state_dict(saved["exchange"])  # the model and the optimizer too
+        scheduler.load_state_dict(saved["scheduler"])
+        first = exchange.num_steps
+
+    for step in range(first, last):
+        optimizer.zero_grad()
+        seed = step * dist.get_world_size() + dist.get_rank()
+        loss_of(model, known, arguments.batch, seed, device).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        if (step + 1) % (100 * arguments.every) == 0 or step + 1 == last:  # at a round's end
+            if exchange is not None:
+                save(arguments.checkpoint, exchange, scheduler)
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    loss = loss_of(network, unknown, 64, 0, device)
+                print(f"{step + 1} steps: test loss {loss.item():.3f} nats a character", flush=True)
+    if exchange is not None and dist.get_rank() == 0:
+        print(exchange.summary())
+
+
+def save(path: Path, exchange: regtopk.UpdateExchange, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
+    """All that differs by rank, and the parameters, are in the exchange's state."""
+    state = exchange.gather_state_dict()  # on rank 0, None elsewhere
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"exchange": state, "scheduler": scheduler.state_dict()}, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)  # whole, or the one before
+
+
+if __name__ == "__main__":
+    main()

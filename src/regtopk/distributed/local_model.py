@@ -1,0 +1,136 @@
+"""A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from regtopk.distributed.buckets import Bucket
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.layout import flat_dtype
+from regtopk.distributed.model_buffers import How, ModelBuffers, take_over_
+from regtopk.distributed.optimizers import (
+    Outer,
+    check_inner,
+    describe_inner,
+    describe_outer,
+    make_outer,
+    restart_spoiled,
+)
+from regtopk.distributed.parameters import NamedParameters, Parameters, is_fsdp, uncompiled
+from regtopk.distributed.rank import Rank
+from regtopk.errors import ClusterError
+
+
+class LocalModel:
+    """Parameters and buffers that the optimizer of this rank changes, from one round to the next.
+
+    Beside the model there are two vectors of its size, in at least float32: theta_start, and the update.
+
+    Args:
+        source: a module, or (name, parameter) pairs.
+        optimizer: what changes the parameters.
+        outer: makes the optimizer that applies the aggregate to theta_start; None: it is subtracted.
+        buffers: see `ModelBuffers`.
+    """
+
+    def __init__(
+        self, source: nn.Module | NamedParameters, optimizer: Optimizer, outer: Outer | None, buffers: How
+    ) -> None:
+        source = _plain(source)
+        module = source if isinstance(source, nn.Module) else None
+        self.parameters = Parameters(source)
+        self.optimizer = optimizer
+        named = self.parameters.named
+        check_inner(optimizer, named)
+        pairs = source.named_parameters() if isinstance(source, nn.Module) else source
+        self._frozen = {name: p for name, p in pairs if name not in named}
+        self.buffers = ModelBuffers(module, buffers)
+        self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
+        parts = self._parts(self._flat, list(named))
+        self.start = {name: nn.Parameter(part) for name, part in parts.items()}
+        self._flat_update = self._flat[:0]
+        self.update: dict[str, Tensor] = {}  # views of it
+        self.outer = make_outer(outer, list(self.start.values()))
+
+    def describe(self) -> dict[str, Any]:
+        """What all ranks must have the same."""
+        return {
+            "optimizer": describe_inner(self.optimizer, self.parameters.named),
+            "outer": describe_outer(self.outer),
+            "buffers": self.buffers.how,
+            "buffers of the model": self.buffers.describe(),
+            "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self._frozen.items()],
+        }
+
+    def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
+        """Start from rank 0's model, and make room for the update: the buckets' vectors in a row."""
+        device = self.parameters.device
+        collectives.broadcast(self._flat.view(torch.uint8), 0)
+        for tensor in self._frozen.values():
+            take_over_(tensor, collectives, device)
+        self.buffers.begin_from_rank_0(collectives, device)
+        self.write_back()
+        names = [name for bucket in buckets for name in bucket.names]
+        empty = [name for name, p in self.parameters.named.items() if p.numel() == 0]
+        self._flat_update = torch.zeros_like(self._flat)
+        self.update = self._parts(self._flat_update, names + empty)
+        for name, start in self.start.items():
+            start.grad = self.update[name]  # the outer optimizer finds the aggregate there
+
+    def take_update(self) -> dict[str, Tensor]:
+        """theta_start - theta_n, by name, in the memory of the update.
+
+        Parameters of a lower precision began this round rounded, and the rounding is no update.
+        """
+        for name, p in self.parameters.named.items():
+            if p.dtype == self._flat.dtype:
+                torch.sub(self.start[name], p, out=self.update[name])
+            else:
+                self.update[name].copy_(self.start[name].to(p.dtype)).sub_(p)
+        is_spoiled = self.buffers.is_spoiled(self._flat.device)
+        self._flat_update[:1].masked_fill_(is_spoiled, torch.nan)  # then the round is skipped too
+        return self.update
+
+    def go_on(self, rank: Rank) -> None:
+        """Begin the next round, the aggregate being in theta_start."""
+        self.write_back()
+        self.buffers.join(rank, self.parameters.device)
+
+    def take_back(self) -> None:
+        """Skip a round: return to where it began. What a NaN has spoiled in the optimizer starts anew."""
+        self.write_back()
+        self.buffers.take_back()
+        restart_spoiled(self.optimizer)
+
+    def write_back(self) -> None:
+        """Give the model theta_start."""
+        torch._foreach_copy_(list(self.parameters.named.values()), list(self.start.values()))
+
+    def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """A vector as parameters in this order (views)."""
+        shapes = self.parameters.shapes
+        parts = flat.split([self.parameters.named[name].numel() for name in names])
+        return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
+
+
+def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
+    """The module without torch.compile around it, or the pairs; a wrapped model is refused."""
+    inner = uncompiled(source)
+    if not isinstance(inner, nn.Module):
+        return list(source)  # type: ignore[arg-type]
+    for part in inner.modules():
+        if isinstance(part, DistributedDataParallel):
+            raise ClusterError(
+                "parameters must be a plain model, got a DistributedDataParallel, which averages gradients "
+                "in every backward: hand over the module inside it and train that, or exchange gradients by "
+                "regtopk.attach"
+            )
+        if is_fsdp(part):
+            raise ClusterError(
+                f"parameters must be a plain model, got {type(part).__name__}: FSDP shards its parameters, "
+                "but every rank must hold all of them here: train the model without FSDP"
+            )
+    return inner

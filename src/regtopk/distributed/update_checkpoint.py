@@ -1,0 +1,164 @@
+"""State dicts of an `UpdateExchange`: what they hold beside that of checkpoint.py.
+
+::
+
+    updates      {every, outer, start, outer_state}                    the same on all ranks
+        outer        {class, option: value, ...}
+        start        {parameter: tensor}                 theta_start, in at least float32
+        outer_state  (state dict of the outer optimizer,)              or ({},)
+    workers      {"3": {..., updates}}
+        updates      ({num_steps, optimizer, parameters, buffers},)    what differs by rank
+            num_steps   optimizer steps so far
+            optimizer   its state dict
+            parameters  {name: tensor}, or {} at a round's end, when they are theta_start
+            buffers     {"now": {name: tensor}, "start": {name: tensor}}
+
+Where a tuple stands torch.distributed.checkpoint keeps what is in it as one, whatever it holds.
+"""
+
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.distributed.local_model import LocalModel
+from regtopk.distributed.optimizers import average_optimizer_states, describe_outer, weighted_mean
+from regtopk.errors import StateError
+
+
+class LoadedModel(NamedTuple):
+    """What to go on with."""
+
+    num_steps: int
+    start: dict[str, Tensor]
+    outer_state: dict[str, Any]
+    optimizer: dict[str, Any]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, dict[str, Tensor]]
+
+
+def add_to(saved: dict[str, Any], model: LocalModel, every: int, num_steps: int) -> dict[str, Any]:
+    """A rank's state dict with what belongs to updates."""
+    named = model.parameters.named
+    mine = {
+        "num_steps": num_steps,
+        "optimizer": _copied(model.optimizer.state_dict()),
+        "parameters": _copied(dict(named)) if num_steps % every else {},
+        "buffers": _copied(model.buffers.saved()),
+    }
+    for worker in saved["workers"].values():
+        worker["updates"] = (mine,)
+    updates = {
+        "every": every,
+        "outer": describe_outer(model.outer),
+        "start": _copied(model.start),
+        "outer_state": ({} if model.outer is None else _copied(model.outer.state_dict()),),
+    }
+    return {**saved, "updates": updates}
+
+
+def loaded(
+    model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]
+) -> LoadedModel:
+    """What a rank goes on with; nothing changes yet.
+
+    On other ranks, or with other weights, than were saved, every rank gets the weighted mean of the saved
+    ranks' optimizer states and buffers.
+
+    Raises:
+        StateError: it does not fit, or is damaged.
+    """
+    try:
+        return _loaded(model, saved, every, rank, weights)
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
+
+
+def _loaded(
+    model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]
+) -> LoadedModel:
+    updates = saved["updates"]
+    if updates["every"] != every:
+        raise StateError(f"every of the saved state must be {every}, got {updates['every']!r}")
+    _check_outer(describe_outer(model.outer), updates["outer"])
+    _check_shapes(model, updates["start"], "start")
+    old_weights = saved["weights"]
+    workers = saved["workers"]
+    if old_weights == weights:
+        mine = workers[str(rank)]["updates"][0]
+    else:
+        mine = _for_other_ranks(
+            [workers[str(n)]["updates"][0] for n in range(len(old_weights))], old_weights, every
+        )
+    if mine["parameters"]:
+        _check_shapes(model, mine["parameters"], "parameters")
+    _check_groups(model, mine["optimizer"])
+    return LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
+
+
+def _for_other_ranks(workers: list[dict[str, Any]], weights: list[float], every: int) -> dict[str, Any]:
+    for n, worker in enumerate(workers):
+        if worker["num_steps"] % every:
+            raise StateError(
+                "the saved state must be from a round's end to be loaded on other ranks or with other "
+                f"weights, got one after {worker['num_steps']} steps of rank {n} with every = {every}"
+            )
+    return {
+        "num_steps": workers[0]["num_steps"],
+        "optimizer": average_optimizer_states([worker["optimizer"] for worker in workers], weights),
+        "parameters": {},
+        "buffers": weighted_mean([worker["buffers"] for worker in workers], weights),
+    }
+
+
+def load_into(model: LocalModel, new: LoadedModel) -> None:
+    """Go on from what was loaded."""
+    for name, start in new.start.items():
+        model.start[name].copy_(start)
+    model.write_back()
+    for name, tensor in new.parameters.items():
+        model.parameters.named[name].copy_(tensor)
+    model.buffers.load(new.buffers)
+    model.optimizer.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
+    if model.outer is not None:
+        model.outer.load_state_dict(deepcopy(new.outer_state))
+
+
+def _check_outer(mine: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Options that only one of them knows do not count: torch adds some from version to version."""
+    for option in [option for option in mine if option in saved]:
+        if mine[option] != saved[option]:
+            what = "outer" if option == "class" else f"{option} of outer"
+            raise StateError(f"{what} in the saved state must be {mine[option]!r}, got {saved[option]!r}")
+
+
+def _check_shapes(model: LocalModel, saved: dict[str, Tensor], what: str) -> None:
+    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    if found != model.parameters.shapes:
+        raise StateError(f"{what} of the saved state must hold {model.parameters.shapes}, got {found}")
+    for name, tensor in saved.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise StateError(f"{what} of {name!r} in the saved state must be finite, got a NaN or inf")
+
+
+def _check_groups(model: LocalModel, saved: dict[str, Any]) -> None:
+    expected = [len(group["params"]) for group in model.optimizer.param_groups]
+    found = [len(group["params"]) for group in saved["param_groups"]]
+    if found != expected:
+        raise StateError(
+            f"optimizer of the saved state must have groups of {expected} parameters, got {found}"
+        )
+
+
+def _copied(thing: Any) -> Any:
+    """A copy on the CPU."""
+    if isinstance(thing, Tensor):
+        return thing.detach().to("cpu", copy=True)
+    if isinstance(thing, dict):
+        return {key: _copied(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(_copied(value) for value in thing)
+    return thing

@@ -1,0 +1,51 @@
+"""examples/train_gpt.py on two ranks: by updates, resumed, and dense; in processes that are there already."""
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.ranks import Ranks
+
+GPT = str(Path(__file__).parents[2] / "examples" / "train_gpt.py")
+
+
+def run_script(*words: str) -> str:
+    """What the script prints in a process that is in a group, and stays in it."""
+    small = ["--layers", "1", "--width", "32", "--batch", "4", "--every", "3", "--steps"]
+    with (
+        patch.object(sys, "argv", [GPT, *small, *words]),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(GPT, run_name="__main__")
+    return printed.getvalue()
+
+
+def run_three_times(folder: Path) -> list[str]:
+    file = ["--data", str(folder / "text.txt"), "--checkpoint", str(folder / "checkpoint.pt")]
+    return [run_script("5", *file), run_script("60", *file, "--resume"), run_script("60", *file, "--dense")]
+
+
+def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_path: Path) -> None:
+    lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    printed, silent = two_ranks.run(run_three_times, tmp_path)
+    begun, resumed, dense = printed
+    assert begun.startswith("6 steps: test loss ") and "topk: 2 rounds of 3 steps on 2 workers" in begun
+    assert resumed.startswith("60 steps: ") and "topk: 20 rounds of 3 steps on 2 workers" in resumed
+    assert dense.count("\n") == 1 and silent == ["", "", ""]
+    losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
+    assert max(losses[1:]) < losses[0] - 0.5, losses
+
+
+def test_it_refuses_a_short_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("too short")
+    with pytest.raises(SystemExit, match="the text must have at least 100,000 characters, got 9"):
+        runpy.run_path(GPT)["read_text"](tmp_path / "text.txt")

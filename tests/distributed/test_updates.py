@@ -1,0 +1,292 @@
+"""UpdateExchange: the optimizer runs first, and what it changed is exchanged."""
+
+import math
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import regtopk
+from regtopk.core.algorithm import Algorithm
+from regtopk.simulate import Cluster
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    batch,
+    closing,
+    flat_gradients,
+    flat_parameters,
+    listening,
+    loss_of,
+    make_net,
+    same,
+)
+
+TOPK = regtopk.TopK(density=0.1)
+
+
+def sgd(net: nn.Module) -> Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def adamw(net: nn.Module) -> Optimizer:
+    """With an epsilon that keeps the signs of tiny gradients from deciding anything."""
+    return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3)
+
+
+def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def train(net: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def is_same_on_all_ranks(tensor: Tensor) -> bool:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensor)
+    return all(torch.equal(tensor, other) for other in everyone)
+
+
+@contextmanager
+def exchanging(net: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
+    options = {"algorithm": regtopk.Dense(), **options}
+    with closing(regtopk.UpdateExchange(net, optimizer, **options)) as exchange:
+        yield exchange
+        assert is_same_on_all_ranks(flat_parameters(net))
+
+
+# Equal to what is known.
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_dense_updates_of_sgd_are_ddp(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int) -> None:
+    {2: two_ranks, 4: four_ranks}[num_ranks].run(compare_with_ddp)
+
+
+def compare_with_ddp() -> None:
+    ddp = DistributedDataParallel(make_net())
+    train(ddp, sgd(ddp), range(10))
+    for algorithm in (regtopk.Dense(), regtopk.TopK(density=1.0)):
+        for deterministic in (True, False):
+            net = make_net()
+            optimizer = sgd(net)
+            with closing(
+                regtopk.UpdateExchange(net, optimizer, algorithm, deterministic=deterministic)
+            ) as exchange:
+                train(net, optimizer, range(10))
+                # an update is rounded to what parameters can tell apart: 10 roundings of numbers up to 0.3
+                assert (flat_parameters(net) - flat_parameters(ddp)).abs().max() < 10 * 2**-24
+                assert is_same_on_all_ranks(flat_parameters(net))
+                assert exchange.num_steps == exchange.num_rounds == 10
+
+
+def test_dense_rounds_are_diloco(two_ranks: Ranks) -> None:
+    two_ranks.run(compare_with_diloco)
+
+
+def compare_with_diloco() -> None:
+    for every, outer in ((2, None), (4, None), (2, nesterov), (4, nesterov)):
+        net = make_net()
+        optimizer = adamw(net)
+        with closing(
+            regtopk.UpdateExchange(net, optimizer, regtopk.Dense(), every=every, outer=outer)
+        ) as exchange:
+            train(net, optimizer, range(12))
+            assert exchange.num_steps == 12 and exchange.num_rounds == 12 // every
+        assert (flat_parameters(net) - diloco(every, outer is not None)).abs().max() < 1e-6, (every, outer)
+
+
+def diloco(every: int, has_momentum: bool) -> Tensor:
+    """D = theta_start - mean of theta_n; u := 0.9 u + D; theta := theta_start - 0.7 (D + 0.9 u)."""
+    net = make_net()
+    optimizer = adamw(net)
+    start, momentum = flat_parameters(net), torch.zeros(())
+    for first in range(0, 12, every):
+        train(net, optimizer, range(first, first + every))
+        delta = start - mean_over_ranks(flat_parameters(net))
+        momentum = 0.9 * momentum + delta
+        start = start - (0.7 * (delta + 0.9 * momentum) if has_momentum else delta)
+        nn.utils.vector_to_parameters(start.clone(), net.parameters())  # which does not copy
+    return start
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_and_the_simulator_agree_bit_for_bit(
+    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int
+) -> None:
+    {2: two_ranks, 4: four_ranks}[num_ranks].run(compare_with_simulator)
+
+
+def compare_with_simulator() -> None:
+    weights = {2: [0.7, 0.3], 4: [0.5, 0.0, 0.2, 0.3]}[dist.get_world_size()]
+    for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
+        net = make_net()
+        optimizer = adamw(net)
+        with exchanging(
+            net, optimizer, algorithm=algorithm, every=3, weight=weights[dist.get_rank()]
+        ) as exchange:
+            train(net, optimizer, range(12))
+            assert torch.equal(flat_parameters(net), simulated(algorithm, weights)), algorithm.name
+            assert exchange.num_rounds == 4
+
+
+def simulated(algorithm: Algorithm[Any], weights: list[float]) -> Tensor:
+    """The same rounds of all workers in one process."""
+    nets = [make_net() for _ in weights]
+    optimizers = [adamw(net) for net in nets]
+    cluster = Cluster(algorithm, num_workers=len(weights), weights=weights)
+    start = flat_parameters(nets[0])
+    for first in range(0, 12, 3):
+        for n, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            for step in range(first, first + 3):
+                optimizer.zero_grad()
+                net(batch(step, n)).square().mean().backward()
+                optimizer.step()
+        start = start - cluster.step(start - torch.stack([flat_parameters(net) for net in nets]))
+        for net in nets:
+            nn.utils.vector_to_parameters(start.clone(), net.parameters())
+    return start
+
+
+def test_sparse_updates_keep_a_residual(two_ranks: Ranks) -> None:
+    two_ranks.run(compare_with_error_feedback)
+
+
+def compare_with_error_feedback() -> None:
+    net = make_net()
+    optimizer = adamw(net)
+    local: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: local.append(flat_parameters(net)))  # before the exchange's
+    with closing(regtopk.UpdateExchange(net, optimizer, TOPK, every=2)) as exchange:
+        start, residual = flat_parameters(net), torch.zeros(3363)
+        for first in range(0, 8, 2):
+            train(net, optimizer, range(first, first + 2))
+            accumulated = residual + start - local[-1]
+            kept = accumulated.abs().topk(336).indices
+            sent = torch.zeros(3363).index_copy(0, kept, accumulated[kept])
+            residual = accumulated - sent
+            start = start - mean_over_ranks(sent)
+            assert (flat_parameters(net) - start).abs().max() < 1e-7
+        assert exchange.last_step.num_entries == 336
+        assert abs(exchange.last_step.residual_norm - float(residual.norm())) < 1e-5
+        assert exchange.last_step.dense_bytes == 2 * 4 * 3363  # of two steps
+        assert exchange.summary().startswith("topk: 4 rounds of 2 steps on 2 workers; this rank:")
+
+
+# GradScaler.
+
+
+def test_a_step_that_a_grad_scaler_skips_is_none(two_ranks: Ranks) -> None:
+    two_ranks.run(overflow_on_one_rank)
+
+
+def overflow_on_one_rank() -> None:
+    """Rank 1 overflows twice, and takes two batches more. Fused optimizers are called even to skip."""
+    for fused in (False, True):
+        net = make_net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        num_batches = 0
+        with exchanging(net, optimizer, algorithm=TOPK, every=4) as exchange:
+            while exchange.num_steps < 8:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(net, num_batches)).backward()
+                if dist.get_rank() == 1 and num_batches in (2, 7):
+                    net.last.bias.grad[0] = math.inf  # type: ignore[index]
+                scaler.step(optimizer)
+                scaler.update()
+                num_batches += 1
+            assert num_batches == (8, 10)[dist.get_rank()]
+            assert exchange.num_rounds == 2 and exchange.total.num_skipped == 0
+            assert flat_parameters(net).isfinite().all()
+
+
+# Not finite.
+
+
+def test_a_round_that_is_not_finite_is_taken_back(two_ranks: Ranks) -> None:
+    two_ranks.run(spoil_rounds)
+
+
+def spoil_rounds() -> None:
+    for make in (adamw, lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)):
+        net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        optimizer = make(net)
+        with exchanging(net, optimizer, algorithm=TOPK, every=2, outer=nesterov) as exchange:
+            train(net, optimizer, range(2))
+            before = flat_parameters(net), net[1].running_mean.clone(), exchange.total.residual_norm
+            outer_before = exchange.state_dict()["updates"]["outer_state"]
+            with listening() as said:
+                spoil_a_round(net, optimizer)
+            after = flat_parameters(net), net[1].running_mean.clone(), exchange.total.residual_norm
+            assert same(before, after) and same(exchange.state_dict()["updates"]["outer_state"], outer_before)
+            assert said == [
+                "after round 1 a rank's update was not finite: all ranks went back to where the round began; "
+                "total.num_skipped counts such rounds"
+            ]
+            assert (exchange.num_steps, exchange.num_rounds) == (4, 1)
+            train(net, optimizer, range(4, 8))  # the optimizer of rank 1 is as good as new
+            assert (exchange.num_steps, exchange.num_rounds, exchange.total.num_skipped) == (8, 3, 1)
+            assert flat_parameters(net).isfinite().all() and not torch.equal(flat_parameters(net), before[0])
+            assert "1 round whose updates were not finite" in exchange.summary()
+            net[1].running_var[0] = math.inf if dist.get_rank() == 1 else 1.0  # a buffer alone
+            train(net, optimizer, range(8, 10))
+            assert exchange.total.num_skipped == 2 and net[1].running_var.isfinite().all()
+
+
+def spoil_a_round(net: nn.Module, optimizer: Optimizer) -> None:
+    """Two steps; in the first one the inputs of rank 1 hold a NaN."""
+    for step in range(2):
+        optimizer.zero_grad()
+        inputs = batch(step)
+        if step == 0 and dist.get_rank() == 1:
+            inputs[0, 0] = math.nan
+        net(inputs).square().mean().backward()
+        assert flat_gradients(net).isfinite().all() == (dist.get_rank() == 0)
+        optimizer.step()
+
+
+# Buffers.
+
+
+def test_buffers(two_ranks: Ranks) -> None:
+    two_ranks.run(join_buffers)
+
+
+def join_buffers() -> None:
+    for how in ("mean", "rank0", "local"):
+        net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        net.register_buffer("mask", torch.full((1000,), -math.inf))  # never changes, so it is never sent
+        net.register_buffer("cache", torch.zeros(1))
+        optimizer = sgd(net)
+        weight = (0.75, 0.25)[dist.get_rank()]
+        with exchanging(net, optimizer, algorithm=TOPK, buffers=how, weight=weight) as exchange:
+            net.get_buffer("cache").resize_(1 + dist.get_rank())  # which stays local
+            net(batch(0)).square().mean().backward()
+            mine = net[1].running_mean.clone()
+            net[1].num_batches_tracked += 10 * dist.get_rank()
+            optimizer.step()
+            expected = {"mean": 2 * mean_over_ranks(weight * mine), "local": mine}.get(how, mine)
+            if how == "rank0":
+                dist.broadcast(expected, 0)
+            assert torch.allclose(net[1].running_mean, expected, atol=1e-7)
+            assert int(net[1].num_batches_tracked) == (11 if how == "local" and dist.get_rank() else 1)
+            assert exchange.last_step.sent_bytes < 500
+            assert (
+                net.get_buffer("mask").isinf().all()
+                and net.get_buffer("cache").numel() == 1 + dist.get_rank()
+            )

@@ -1,0 +1,191 @@
+"""UpdateExchange with what users have around it: schedules, clipping, groups, tied weights, Muon and more."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_updates import (
+    TOPK,
+    adamw,
+    exchanging,
+    is_same_on_all_ranks,
+    mean_over_ranks,
+    sgd,
+    train,
+)
+from tests.distributed.training import closing, flat_parameters, loss_of, make_net
+
+
+def test_what_users_have_around_it(two_ranks: Ranks) -> None:
+    two_ranks.run(train_with_all_that)
+
+
+def train_with_all_that() -> None:
+    start_from_rank_0()
+    weigh_ranks_and_skip_layers()
+    schedule_clip_and_accumulate()
+    train_tied_and_frozen()
+    train_with_two_optimizers()
+    train_in_bfloat16()
+    train_with_lbfgs()
+
+
+def start_from_rank_0() -> None:
+    torch.manual_seed(dist.get_rank())
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[2].weight.requires_grad_(False)  # frozen ones too
+    net[1].num_batches_tracked.fill_(7 + dist.get_rank())
+    mine = flat_parameters(net)
+    with exchanging(net, sgd(net)):
+        assert torch.equal(mine, flat_parameters(net)) == (dist.get_rank() == 0)
+        assert int(net[1].num_batches_tracked) == 7
+
+
+def weigh_ranks_and_skip_layers() -> None:
+    net = make_net()
+    optimizer = sgd(net)
+    local: list[Tensor] = []
+    optimizer.register_step_post_hook(lambda *_: local.append(flat_parameters(net)))
+    weight = (0.75, 0.25)[dist.get_rank()]
+    options: dict[str, Any] = {"algorithm": TOPK, "weight": weight, "skip": lambda name, p: p.ndim == 1}
+    with exchanging(net, optimizer, dense_steps=3, every=2, **options) as exchange:
+        for first in (0, 2, 4):
+            train(net, optimizer, range(first, first + 2))
+            expected = 2 * mean_over_ranks(weight * local[-1])
+            is_close = (flat_parameters(net) - expected).abs() < 1e-6
+            is_bias = torch.cat([torch.full((p.numel(),), p.ndim == 1) for p in net.parameters()])
+            assert bool(is_close[is_bias].all())
+            assert bool(is_close.all()) == (first < 4)  # three steps are two rounds
+        assert exchange.last_step.num_entries == int(is_bias.sum()) + round(0.1 * int((~is_bias).sum()))
+        assert [bucket.flat for bucket in exchange._steps.buckets.all] == [
+            None,
+            None,
+        ]  # no copy of the update
+
+
+def schedule_clip_and_accumulate() -> None:
+    """Four batches a step, clipped, by a schedule; compared with the same loop on all data of both ranks."""
+    results = []
+    for is_exchanged in (True, False):
+        net = make_net()
+        groups: list[dict[str, Any]] = [
+            {"params": list(net.first.parameters()), "lr": 0.2},
+            {"params": list(net.last.parameters())},
+        ]
+        for layer in (net.extra, net.middle):
+            layer.requires_grad_(False)
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        exchange = regtopk.UpdateExchange(net, optimizer, regtopk.Dense()) if is_exchanged else None
+        for number in range(16):
+            (loss_of(net, number) / 4).backward()
+            if number % 4 == 3:
+                norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+                assert norm > 0.01
+                if not is_exchanged:
+                    for p in net.parameters():
+                        if p.grad is not None:
+                            p.grad = mean_over_ranks(p.grad)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        if exchange is not None:
+            assert exchange.num_steps == exchange.num_rounds == 4
+            exchange.close()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        results.append(flat_parameters(net))
+    assert (results[0] - results[1]).abs().max() < 1e-6
+    assert not torch.equal(results[0], flat_parameters(make_net()))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the last layer's, and a frozen layer between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(20, 8, bias=False)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(20, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.frozen(self.embed(x))) @ self.head.weight
+        return result
+
+
+def train_tied_and_frozen() -> None:
+    """Compiled as well, which changes names and not what is exchanged."""
+    results = []
+    for compiled in (False, True):
+        net = Tied()
+        frozen = net.frozen.weight.clone()
+        model: Any = torch.compile(net, backend="eager") if compiled else net
+        optimizer = adamw(net)  # all parameters, frozen ones too
+        with exchanging(model, optimizer, algorithm=TOPK, every=2) as exchange:
+            train(model, optimizer, range(4))
+            assert exchange.num_rounds == 2 and torch.equal(frozen, net.frozen.weight)
+            assert net.head.weight is net.embed.weight
+            assert [name for name, _ in exchange.state_dict()["parameters"]] == ["empty", "embed.weight"]
+            assert exchange.last_step.num_entries == 16
+        results.append(flat_parameters(net))
+    assert torch.equal(*results)
+
+
+def train_with_two_optimizers() -> None:
+    """Muon for matrices, AdamW for the rest: an exchange for each, by pairs."""
+    net = make_net()
+    matrices = {name: p for name, p in net.named_parameters() if p.ndim == 2}
+    others = {name: p for name, p in net.named_parameters() if p.ndim != 2}
+    muon = torch.optim.Muon(matrices.values(), lr=0.01)
+    adam = torch.optim.AdamW(others.values(), lr=0.01)
+    local: list[Tensor] = []
+    for optimizer in (muon, adam):
+        optimizer.register_step_post_hook(lambda *_: local.append(flat_parameters(net)))
+    with (
+        closing(regtopk.UpdateExchange(matrices.items(), muon, regtopk.Dense())),
+        closing(regtopk.UpdateExchange(((n, p) for n, p in others.items()), adam, TOPK)) as exchange,
+    ):
+        for step in range(3):
+            loss_of(net, step).backward()
+            muon.step()
+            adam.step()
+            net.zero_grad()
+        assert exchange.num_rounds == 3 and exchange.last_step.num_entries == 10
+    assert is_same_on_all_ranks(flat_parameters(net)) and not is_same_on_all_ranks(local[0])
+
+
+def train_in_bfloat16() -> None:
+    """theta_start is kept in float32, so updates too small for bfloat16 are not lost."""
+    net = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-7)  # 1 - 1/128, which bfloat16 can tell from 1
+    net.weight.grad = torch.full_like(net.weight, 1.0 if dist.get_rank() == 0 else 0.0)
+    with exchanging(net, optimizer) as exchange:
+        for number in range(1, 5):
+            optimizer.step()  # half of it on average, which takes two steps to show
+            saved = exchange.state_dict()["updates"]["start"]["weight"]
+            assert saved.dtype == torch.float32 and bool((saved == 1 - number * 2.0**-8).all())
+            assert bool((net.weight == saved.bfloat16()).all())
+
+
+def train_with_lbfgs() -> None:
+    net = make_net()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0)
+        loss.backward()
+        return loss.item()
+
+    with exchanging(net, optimizer) as exchange:
+        for _ in range(2):
+            optimizer.step(closure)
+        assert exchange.num_rounds == 2

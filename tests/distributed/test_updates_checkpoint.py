@@ -1,0 +1,233 @@
+"""An exchange of updates saved and resumed: bit for bit at any step, and nothing lost on other ranks."""
+
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import regtopk
+from regtopk.distributed.optimizers import average_optimizer_states
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_checkpoint import relative_change, weighted_sum
+from tests.distributed.test_updates import nesterov
+from tests.distributed.training import algorithm_state, batch, closing, flat_parameters, refusal, same
+
+WEIGHTS = {2: [0.7, 0.3], 4: [0.4, 0.3, 0.2, 0.1]}
+
+
+class Training:
+    """A model with batch norm, AdamW by a schedule, and an exchange, as users write them."""
+
+    def __init__(self, weights: list[float] | None = None, **options: Any) -> None:
+        torch.manual_seed(dist.get_rank())
+        self.net = nn.Sequential(nn.Linear(20, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.95)
+        weight = None if weights is None else weights[dist.get_rank()]
+        algorithm = options.pop("algorithm", regtopk.RegTopK(density=0.1, value_code="4bit"))
+        settings = {"every": 4, "outer": nesterov, **options}
+        self.exchange = regtopk.UpdateExchange(self.net, self.optimizer, algorithm, weight=weight, **settings)
+
+    def train_until(self, last: int) -> None:
+        for step in range(self.exchange.num_steps, last):
+            self.optimizer.zero_grad()
+            self.net(batch(step)).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def result(self) -> Any:
+        """What must be the same with and without an interruption."""
+        sent = self.exchange.summary().splitlines()[:2]
+        return algorithm_state(self.exchange), self.net.state_dict(), self.optimizer.state_dict(), sent
+
+
+def through_a_file(saved: Any) -> Any:
+    """As torch.load reads what torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_resumed_at_any_step_bit_for_bit(two_ranks: Ranks) -> None:
+    two_ranks.run(resume_at_any_step)
+
+
+def resume_at_any_step() -> None:
+    straight = Training()
+    saved: list[tuple[int, Any, Any, Any]] = []
+    with closing(straight.exchange) as exchange:
+        for step in range(4, 9):  # a round's end, three steps inside one, and the next end
+            straight.train_until(step)
+            gathered = [exchange.gather_state_dict(dst=1)]
+            dist.broadcast_object_list(gathered, 1)
+            mine = exchange.state_dict()
+            assert bool(mine["workers"][str(dist.get_rank())]["updates"][0]["parameters"]) == (step % 4 != 0)
+            saved.append(
+                (step, through_a_file(mine), through_a_file(gathered[0]), straight.scheduler.state_dict())
+            )
+        straight.train_until(16)
+        expected = straight.result()
+    for step, mine, everyone, schedule in saved:
+        for state in (mine, everyone):
+            resumed = Training()
+            resumed.train_until(2)  # all of it is replaced
+            with closing(resumed.exchange) as exchange:
+                exchange.load_state_dict(state)
+                resumed.scheduler.load_state_dict(schedule)
+                assert exchange.num_steps == step and exchange.num_rounds == step // 4
+                resumed.train_until(16)
+                assert same(resumed.result(), expected), step
+    assert same(saved[1][1], through_a_file(saved[1][1]))  # neither loading nor training writes into it
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
+def test_other_ranks_go_on_from_a_rounds_end(two_ranks: Ranks, four_ranks: Ranks, old: int, new: int) -> None:
+    ranks = {2: two_ranks, 4: four_ranks}
+    before = through_a_file(ranks[old].run(save_some, WEIGHTS[old])[0])
+    answers = ranks[new].run(load_some, WEIGHTS[new], before)
+    after = regtopk.merge_state_dicts([state for state, _ in answers])
+    assert relative_change(weighted_sum(before), weighted_sum(after)) < 1e-6
+    assert same(after["updates"], before["updates"])  # theta_start and the outer optimizer's state
+    old_states = [before["workers"][str(n)]["updates"][0] for n in range(old)]
+    for state, parameters in answers:
+        assert torch.equal(parameters, answers[0][1])
+        (mine,) = next(iter(state["workers"].values()))["updates"]
+        assert mine["num_steps"] == 8
+        for i in range(6):
+            assert mine["optimizer"]["state"][i]["step"] == 8
+            for key in ("exp_avg", "exp_avg_sq"):
+                states = [each["optimizer"]["state"][i][key] for each in old_states]
+                assert not torch.equal(states[0], states[1])
+                mean = sum(
+                    (w * s.double() for w, s in zip(WEIGHTS[old], states, strict=True)), torch.zeros(())
+                )
+                assert torch.allclose(mine["optimizer"]["state"][i][key].double(), mean, rtol=1e-6, atol=0)
+
+
+def save_some(weights: list[float]) -> Any:
+    training = Training(weights)
+    with closing(training.exchange) as exchange:
+        training.train_until(8)
+        return exchange.gather_state_dict()
+
+
+def load_some(weights: list[float], saved: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    training = Training(weights)
+    with closing(training.exchange) as exchange:
+        exchange.load_state_dict(saved)
+        state = exchange.state_dict()
+        assert torch.equal(
+            flat_parameters(training.net),
+            torch.cat([t.flatten() for t in saved["updates"]["start"].values()]),
+        )
+        training.train_until(12)  # and it trains
+        assert exchange.num_rounds == 3
+        return state, flat_parameters(training.net)
+
+
+def test_states_that_do_not_fit(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(load_what_does_not_fit):
+        assert said == [
+            ("StateError", "every of the saved state must be 4, got 2"),
+            ("StateError", "outer in the saved state must be 'SGD', got 'None'"),
+            ("StateError", "lr of outer in the saved state must be 0.7, got 0.5"),
+            ("StateError", "algorithm of the saved state must be 'regtopk', got 'topk'"),
+            (
+                "StateError",
+                "the saved state must be from a round's end to be loaded on other ranks or with other "
+                "weights, got one after 5 steps of rank 0 with every = 4",
+            ),
+            ("StateError", "a saved UpdateExchange must hold 'updates': this was saved by something else"),
+            ("StateError", "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
+            ("StateError", "optimizer of the saved state must have groups of [6] parameters, got [5]"),
+            ("StateError", "the saved state is malformed: KeyError: 'every'"),
+            ("StateError", "rank states must come from one moment of one run: updates differs between them"),
+        ]
+
+
+def load_what_does_not_fit() -> list[tuple[str, str]]:
+    others: list[Any] = []
+    changes: tuple[dict[str, Any], ...] = (
+        {"every": 2},
+        {"outer": None},
+        {"outer": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, nesterov=True)},
+        {"algorithm": regtopk.TopK(density=0.1)},
+        {"weights": [0.5, 0.5]},
+    )
+    for options in changes:
+        other = Training(**{"weights": WEIGHTS[2], **options})
+        with closing(other.exchange) as exchange:
+            other.train_until(5)
+            parts: list[Any] = [None, None]
+            dist.all_gather_object(parts, exchange.state_dict())
+            others.append(regtopk.merge_state_dicts(parts))
+    net = nn.Linear(3, 2)
+    others.append(regtopk.Exchange(net, regtopk.TopK(density=0.1)).state_dict())
+    training = Training(WEIGHTS[2])
+    with closing(training.exchange) as exchange:
+        training.train_until(5)
+        for damage in ("start", "optimizer", "every"):
+            saved = exchange.state_dict()
+            if damage == "start":
+                saved["updates"]["start"]["0.bias"][1] = float("nan")
+            elif damage == "optimizer":
+                saved["workers"][str(dist.get_rank())]["updates"][0]["optimizer"]["param_groups"][0][
+                    "params"
+                ].pop()
+            else:
+                del saved["updates"]["every"]
+            others.append(saved)
+        before = exchange.state_dict(), training.result()
+        said = [refusal(partial(exchange.load_state_dict, other)) for other in others]
+        assert same((exchange.state_dict(), training.result()), before)
+        one, two = exchange.state_dict(), exchange.state_dict()
+        two["updates"]["start"]["0.bias"] += 1
+        said.append(refusal(lambda: regtopk.merge_state_dicts([one, two])))
+        return said
+
+
+def test_distributed_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(save_and_load_with_dcp, tmp_path)
+
+
+def save_and_load_with_dcp(folder: Path) -> None:
+    """An exchange saves and loads itself, inside a round, with all that a new one does not have yet."""
+    straight, resumed = Training(), Training()
+    with closing(straight.exchange), closing(resumed.exchange):
+        straight.train_until(6)
+        save({"exchange": straight.exchange}, checkpoint_id=folder)
+        load({"exchange": resumed.exchange}, checkpoint_id=folder)
+        resumed.scheduler.load_state_dict(straight.scheduler.state_dict())
+        straight.train_until(10)
+        resumed.train_until(10)
+        assert same(resumed.result(), straight.result())
+
+
+def test_the_mean_of_optimizer_states() -> None:
+    def state(m: float, step: float, extra: dict[str, Any]) -> dict[str, Any]:
+        first = {
+            "m": torch.tensor([m, 1.0]),
+            "step": torch.tensor(step),
+            "k": 3,
+            "n": torch.tensor(2),
+            **extra,
+        }
+        return {"state": {0: first}, "param_groups": [{"lr": m, "params": [0, 1]}]}
+
+    states = [state(1.0, 5.0, {}), state(3.0, 5.0, {"late": torch.tensor(8.0)}), state(100.0, 5.0, {})]
+    states[1]["state"][1] = {"m": torch.tensor([7.0], dtype=torch.bfloat16)}
+    mean = average_optimizer_states(states, [0.5, 0.5, 0.0])
+    assert same(mean["state"][0]["m"], torch.tensor([2.0, 1.0]))
+    assert same(mean["state"][0]["step"], torch.tensor(5.0)) and mean["state"][0]["k"] == 3
+    assert same(mean["state"][0]["n"], torch.tensor(2)) and same(mean["state"][0]["late"], torch.tensor(8.0))
+    assert same(mean["state"][1]["m"], torch.tensor([7.0], dtype=torch.bfloat16))
+    assert mean["param_groups"] == states[0]["param_groups"]
+    assert same(average_optimizer_states(states, [0.0, 0.0, 1.0])["state"][1], states[1]["state"][1])
