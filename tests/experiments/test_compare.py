@@ -211,7 +211,7 @@ def test_each_method_takes_its_best_learning_rate_or_its_own(tmp_path: Path) -> 
         ({"algorithms": "regtopk:nu=2"}, "option of regtopk must be one of .*did you mean 'mu'"),
         ({"algorithms": "topk:4bit"}, "method must be NAME"),
         ({"algorithms": "topk:score=regtopk"}, "score must be 'regtopk', of an algorithm that takes one"),
-        ({"optimizer": "adamw"}, "optimizer must be one of .*did you mean 'adam'"),
+        ({"optimizer": "adamax"}, "optimizer must be one of .*did you mean 'adam'"),
         ({"split": "sort"}, "split must be .*did you mean 'sorted'"),
         ({"densities": (0.0,)}, "density must be in"),
         ({"bytes_per_step": -1.0}, "bytes_per_step must be positive"),

@@ -10,9 +10,9 @@ from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError
+from regtopk.experiments.optimizers import OPTIMIZERS
 from regtopk.experiments.settings import settings_of
 from regtopk.experiments.splits import check_split
-from regtopk.experiments.trainer import OPTIMIZERS
 from regtopk.method import Method
 
 
