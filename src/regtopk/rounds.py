@@ -81,9 +81,7 @@ class Rounds(NamedTuple):
         settings: Any = self.outer_settings
         check_positive("outer_lr", settings.lr)
         if settings.nesterov:
-            check_number(
-                "outer_momentum", settings.momentum, "in (0, 1) for nesterov", lambda x: 0 < x < 1
-            )
+            check_number("outer_momentum", settings.momentum, "in (0, 1) for nesterov", lambda x: 0 < x < 1)
         check_number("outer_momentum", settings.momentum, "in [0, 1)", lambda x: 0 <= x < 1)
 
 

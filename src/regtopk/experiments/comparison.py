@@ -21,6 +21,7 @@ from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.budget import runs_at_densities, runs_at_equal_bytes
 from regtopk.experiments.checkpoints import Checkpoints
 from regtopk.experiments.experiment import Experiment, Header, Progress, Summary
+from regtopk.experiments.optimizers import OPTIMIZERS
 from regtopk.experiments.protocol import Protocol, ProtocolT, Run
 from regtopk.experiments.results import is_finished
 from regtopk.experiments.settings import check_device
@@ -155,8 +156,8 @@ def _check_not_tuned_on(config: Protocol, records: Sequence[Record]) -> None:
 def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> tuple[float, int | None]:
     """A run's learning rate, and the seed on which it was picked (None: there was no choice).
 
-    The choice of an earlier slice is kept. A new choice is made on a seed that no slice so far counts, and
-    that no later slice may count.
+    The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
+    counts, and no later slice may count it.
     """
     if run.method.lr is not None or len(config.plan.lrs) == 1:
         return run.method.lr or config.plan.lrs[0], None
@@ -164,7 +165,7 @@ def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) 
         if record["method"] == run.method.label and record["density"] == run.density:
             return float(record["lr"]), record.get("tuning_seed")
     counted_seeds = {*config.plan.seeds, *(record["seed"] for record in done)}
-    seed = next(iter(_tuning_seeds(done)), max(counted_seeds) + 1)
+    seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
     quality: dict[float, float] = {}
     for lr in config.plan.lrs:
         records = list(_train(config, problem.task([seed]), run, lr))
@@ -184,6 +185,8 @@ def _train(
         optimizer=config.optimizer,
         lr=lr,
         index_code=config.index_code_of(run.method),
+        rounds=run.method.rounds,
+        num_steps=config.plan.stops[-1],
     )
     is_exact = config.device == "cpu" or config.deterministic
     kept = checkpoints if is_exact else None
@@ -221,6 +224,7 @@ def _records(
             "value_code": getattr(algorithm, "value_code", None),
             "index_code": config.index_code_of(method),
             "lr": trainer.lr,
+            **_exchanged(config, method),
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
@@ -229,6 +233,18 @@ def _records(
             "hardware": hardware(config.device),
             "software": f"regtopk {__version__}, torch {torch.__version__}",
         }
+
+
+def _exchanged(config: Protocol, method: Method) -> Record:
+    """What a method's workers exchange, and which gradients are clipped."""
+    rounds = method.rounds
+    clipped = "each worker's own" if rounds.has_updates else "the aggregate"
+    return {
+        "exchange": rounds.exchange,
+        "every": rounds.every,
+        "outer": {"name": rounds.outer, **rounds.outer_settings._asdict()} if rounds.has_updates else None,
+        "clipped": clipped if OPTIMIZERS[config.optimizer].max_norm else None,
+    }
 
 
 def hardware(device: str) -> str:

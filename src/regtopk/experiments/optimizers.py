@@ -18,7 +18,8 @@ class Recipe:
 
     Args:
         make: from parameters and lr to a torch optimizer.
-        weight_decay: of matrices and embeddings alone, apart from the gradient: theta := (1 - lr decay) theta.
+        weight_decay: of matrices and embeddings alone, apart from the gradient:
+            theta := (1 - lr weight_decay) theta.
         max_norm: gradients of a larger norm are scaled down to it; 0: never.
         warm_up: steps in which the learning rate grows linearly.
         last_share: of the learning rate, where a cosine ends after the warm-up; 1: it stays.
@@ -95,7 +96,7 @@ class Descent:
 
 def clipped(grads: Tensor, max_norm: float) -> Tensor:
     """Rows (..., J) scaled down to a norm, as torch's `clip_grad_norm_` does it."""
-    norms = torch.linalg.vector_norm(grads, dim=-1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(grads, dim=-1, keepdim=True)
     return grads * (max_norm / (norms + 1e-6)).clamp(max=1.0)
 
 

@@ -93,10 +93,16 @@ class DeepConfig(Protocol):
             raise ArgumentError(
                 f"split must be iid, sorted or unequal for text, which has no classes, got {self.split!r}"
             )
-        if self.sends == "difference" and self.optimizer == "adam":
+        for method in self.plan.methods:
+            if method.rounds.has_updates:
+                raise ArgumentError(
+                    "methods must exchange gradients here (local_steps and sends say what travels), "
+                    f"got {method.label!r}"
+                )
+        if self.sends == "difference" and self.optimizer in ("adam", "adamw"):
             raise ArgumentError(
                 "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, and "
-                f"adam would make steps of 1), got {self.optimizer!r}"
+                f"{self.optimizer} would make steps of 1), got {self.optimizer!r}"
             )
 
     @cached_property
