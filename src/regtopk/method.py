@@ -1,4 +1,4 @@
-"""A method: an algorithm with its options, its learning rate, its index code, and what is exchanged.
+"""A method: an algorithm with its options, learning rate, index code and optimizer, and what is exchanged.
 
 A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1",
 "adaptive:algorithm=consensus:seed=1" or "topk:exchange=updates:every=2". The words are read here and nowhere
@@ -36,6 +36,7 @@ class Method:
         options: of the algorithm, as the words say them.
         lr: learning rate; None: that of the experiment.
         index_code: how indices travel; None: that of the experiment.
+        optimizer: what follows the aggregate, or each worker's gradient; None: that of the experiment.
         rounds: what is exchanged, and how often. Beside ``exchange``, ``every`` belongs to it.
     """
 
@@ -44,6 +45,7 @@ class Method:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     lr: float | None = None
     index_code: str | None = None
+    optimizer: str | None = None
     rounds: Rounds = GRADIENTS
 
     @classmethod
@@ -55,7 +57,8 @@ class Method:
         options = {key: _value(text) for key, text in cls(label, name).words}
         lr: Any = options.pop("lr", None)
         index_code: Any = options.pop("index_code", None)
-        return cls(label, name, options, lr, index_code, _rounds(name, options))
+        optimizer: Any = options.pop("optimizer", None)
+        return cls(label, name, options, lr, index_code, optimizer, _rounds(name, options))
 
     @classmethod
     def parse(cls, label: str) -> "Method":

@@ -34,8 +34,9 @@ class CompareConfig(GptSettings):
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
             exchanges updates after every second step may send twice as much then.
-        optimizer: what applies the aggregate: sgd, momentum (0.9), adam or adamw. Where updates are
-            exchanged, every worker has its own. Empty: sgd, and adamw for gpt.
+        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, or sgdw, which has adamw's
+            schedule and weight decay. Where updates are exchanged, every worker has its own. Empty: sgd, and
+            adamw for gpt.
         lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
         num_seeds: seeds 0 to num_seeds - 1.
         seeds: which seeds instead, such as 3,4,5 or 2-6.

@@ -63,6 +63,7 @@ class Gpt(ComparedTask):
         examples: windows of a text.
     """
 
+    config: GptSettings
     metric = "test_loss"
     metric_words = "test loss, nats per character"
     is_better_higher = False

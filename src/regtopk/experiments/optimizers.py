@@ -52,6 +52,7 @@ OPTIMIZERS = {
         warm_up=100,
         last_share=0.1,
     ),
+    "sgdw": Recipe(torch.optim.SGD, weight_decay=0.1, warm_up=100, last_share=0.1),
 }
 
 

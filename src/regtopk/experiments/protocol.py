@@ -67,7 +67,8 @@ class Protocol(ABC):
 
     Args:
         split: how examples are divided among workers: iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA].
-        optimizer: what applies the aggregate: sgd, momentum (0.9), adam or adamw.
+        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw or sgdw, for methods that do
+            not name one.
         like: instead of a density, the bytes per step that another method sends, written as
             NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
         value_code: how values travel, for methods that do not name a code.
@@ -94,7 +95,6 @@ class Protocol(ABC):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_split(self.split)
         check_value_code(self.value_code)
         check_index_code(self.index_code)
@@ -105,6 +105,8 @@ class Protocol(ABC):
         if self.like:
             Method.parse_like(self.like)
         methods = self.plan.methods
+        for name in (self.optimizer, *(self.optimizer_of(method) for method in methods)):
+            check_choice("optimizer", name, OPTIMIZERS)
         if not methods or len({self._identity(method) for method in methods}) < len(methods):
             labels = ",".join(method.label for method in methods)
             raise ArgumentError(f"methods must be different and at least one, got {labels!r}")
@@ -141,6 +143,10 @@ class Protocol(ABC):
         """How a method's indices travel."""
         return method.index_code or self.index_code
 
+    def optimizer_of(self, method: Method) -> str:
+        """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
+        return method.optimizer or self.optimizer
+
     def is_like(self, method: Method) -> bool:
         """Whether a method is the one that `like` names; its learning rate does not matter."""
         like, options = Method.parse_like(self.like), method.options
@@ -154,7 +160,8 @@ class Protocol(ABC):
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.plan.densities) > 1)
         algorithm = method.build(density=self.plan.densities[0], value_code=self.value_code)
         lr = method.lr or (self.plan.lrs[0] if len(self.plan.lrs) == 1 else None)
-        return algorithm, lr, self.index_code_of(method), is_open, method.rounds
+        how = self.index_code_of(method), self.optimizer_of(method), method.rounds
+        return algorithm, lr, is_open, *how
 
 
 ProtocolT = TypeVar("ProtocolT", bound=Protocol)

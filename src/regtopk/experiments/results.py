@@ -130,7 +130,7 @@ def _result(
         "method": key[0],
         "density": ends[0]["density"],
         "value_code": ends[0].get("value_code"),
-        "optimizer": config.optimizer,
+        "optimizer": config.optimizer_of(Method.read(key[0])),
         "lr": ends[0]["lr"],
         "seeds": list(own),
         "final": values,

@@ -99,11 +99,12 @@ class DeepConfig(Protocol):
                     "methods must exchange gradients here (local_steps and sends say what travels), "
                     f"got {method.label!r}"
                 )
-        if self.sends == "difference" and self.optimizer in ("adam", "adamw"):
-            raise ArgumentError(
-                "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, and "
-                f"{self.optimizer} would make steps of 1), got {self.optimizer!r}"
-            )
+            optimizer = self.optimizer_of(method)
+            if self.sends == "difference" and optimizer not in ("sgd", "momentum"):
+                raise ArgumentError(
+                    "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, "
+                    f"and adam would make steps of 1), got {optimizer!r}"
+                )
 
     @cached_property
     def plan(self) -> Plan:
