@@ -4,7 +4,6 @@ A (method, seed) that is finished there is never run again. One that was interru
 evaluation.
 """
 
-import math
 import os
 import platform
 import time
@@ -184,9 +183,8 @@ def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) 
         records = list(_train(config, problem.task([seed]), run, lr))
         last = [r[config.plan.metric] for r in records[-config.plan.num_last :]]
         finals[lr] = None if records[-1]["diverged"] else fmean(last)
-    worst = -math.inf if config.plan.is_better_higher else math.inf
-    choose = max if config.plan.is_better_higher else min
-    best = choose(finals, key=lambda lr: worst if finals[lr] is None else finals[lr])
+    trained = {lr: final for lr, final in finals.items() if final is not None} or {config.plan.lrs[0]: 0.0}
+    best = (max if config.plan.is_better_higher else min)(trained, key=trained.__getitem__)
     return Tuned(best, seed, {f"{lr:g}": final for lr, final in finals.items()})
 
 
