@@ -27,6 +27,7 @@ LEVELS = {
     "simulate": 4,
     "distributed": 4,
     "algorithms": 3,
+    "rounds": 3,
     "wire": 3,
     "core": 2,
     "kernels": 1,

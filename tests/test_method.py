@@ -6,6 +6,7 @@ from regtopk.algorithms import AdaptiveDensity, Consensus, RegTopK, TopK
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.errors import ArgumentError
 from regtopk.method import Method
+from regtopk.rounds import Rounds
 
 
 def test_words_become_fields() -> None:
@@ -35,6 +36,21 @@ def test_an_adapted_algorithm_has_its_own_options() -> None:
     assert Method.parse("adaptive:mu=2").build(density=None, value_code=None) == AdaptiveDensity(
         algorithm=RegTopK(density=0.01, mu=2)
     )
+
+
+def test_what_is_exchanged_is_no_option_of_the_algorithm() -> None:
+    method = Method.parse("dense:exchange=updates:every=16:outer=nesterov:outer_lr=0.5:lr=0.004")
+    assert (method.options, method.lr) == ({}, 0.004)
+    assert method.rounds == Rounds("updates", 16, "nesterov", 0.5)
+    assert method.rounds.outer_settings == (0.5, 0.9, True)
+    assert Method.parse("topk:exchange=gradients").is_same(Method.parse("topk"))
+    assert not Method.parse("topk:exchange=updates").is_same(Method.parse("topk"))
+
+
+def test_every_is_the_algorithms_own_unless_updates_are_exchanged() -> None:
+    own, shared = Method.parse("adaptive:every=3"), Method.parse("adaptive:exchange=updates:every=3")
+    assert (own.options, own.rounds.every) == ({"every": 3}, 1)
+    assert (shared.options, shared.rounds.every) == ({}, 3)
 
 
 def test_a_budget_goes_to_methods_that_keep_one_themselves() -> None:

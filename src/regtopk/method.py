@@ -1,7 +1,8 @@
-"""A method: an algorithm with its options, its learning rate and its index code.
+"""A method: an algorithm with its options, learning rate, index code and optimizer, and what is exchanged.
 
-A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1" or
-"adaptive:algorithm=consensus:seed=1". The words are read here and nowhere else.
+A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1",
+"adaptive:algorithm=consensus:seed=1" or "topk:exchange=updates:every=2". The words are read here and nowhere
+else.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_positive
 from regtopk.errors import ArgumentError
+from regtopk.rounds import GRADIENTS, Rounds
 
 SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
 ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
@@ -34,6 +36,8 @@ class Method:
         options: of the algorithm, as the words say them.
         lr: learning rate; None: that of the experiment.
         index_code: how indices travel; None: that of the experiment.
+        optimizer: what follows the aggregate, or each worker's gradient; None: that of the experiment.
+        rounds: what is exchanged, and how often. Beside ``exchange``, ``every`` belongs to it.
     """
 
     label: str
@@ -41,6 +45,8 @@ class Method:
     options: Mapping[str, Option] = field(default_factory=dict, hash=False)
     lr: float | None = None
     index_code: str | None = None
+    optimizer: str | None = None
+    rounds: Rounds = GRADIENTS
 
     @classmethod
     def read(cls, label: str) -> "Method":
@@ -51,7 +57,8 @@ class Method:
         options = {key: _value(text) for key, text in cls(label, name).words}
         lr: Any = options.pop("lr", None)
         index_code: Any = options.pop("index_code", None)
-        return cls(label, name, options, lr, index_code)
+        optimizer: Any = options.pop("optimizer", None)
+        return cls(label, name, options, lr, index_code, optimizer, _rounds(name, options))
 
     @classmethod
     def parse(cls, label: str) -> "Method":
@@ -69,6 +76,7 @@ class Method:
             check_positive("lr", method.lr)
         if method.index_code is not None:
             check_index_code(method.index_code)
+        method.rounds.check(label)
         method._arguments()
         return method
 
@@ -161,6 +169,14 @@ class Method:
         raise ArgumentError(
             f"impute is an option of {', '.join(takers)}, not of {self.algorithm}: {why}, got {self.label!r}"
         )
+
+
+def _rounds(algorithm: str, options: dict[str, Option]) -> Rounds:
+    """Take the words that say what is exchanged out of the options; `every` may be the algorithm's own."""
+    known = {f.name for f in fields(ALGORITHMS[algorithm])} if algorithm in ALGORITHMS else set()
+    taken = Rounds._fields if "exchange" in options else [key for key in Rounds._fields if key not in known]
+    own: dict[str, Any] = {key: options.pop(key) for key in taken if key in options}
+    return Rounds(**own)
 
 
 def _value(text: str) -> Option:

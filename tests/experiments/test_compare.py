@@ -12,7 +12,7 @@ from torch import Tensor
 from regtopk.algorithms import ALGORITHMS, TopK
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.budget import Probe
-from regtopk.experiments.compare import COMPARE, CompareConfig, SmallProblem
+from regtopk.experiments.compare import COMPARE, CompareConfig, ComparedProblem
 from regtopk.experiments.results import difference
 from regtopk.experiments.tasks import TASKS, LinearRegression
 from regtopk.experiments.trainer import Trainer
@@ -156,8 +156,8 @@ def test_data_for_a_task_that_reads_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_all_methods_see_the_same_models_and_batches() -> None:
-    task = SmallProblem(CompareConfig(**SMALL)).task([0, 1])
-    again = SmallProblem(CompareConfig(**SMALL)).task([0, 1])
+    task = ComparedProblem(CompareConfig(**SMALL)).task([0, 1])
+    again = ComparedProblem(CompareConfig(**SMALL)).task([0, 1])
     assert torch.equal(task.start(), again.start()) and torch.equal(
         task.grads(task.start(), 3, 0.1)[0], again.grads(task.start(), 3, 0.1)[0]
     )
@@ -165,7 +165,7 @@ def test_all_methods_see_the_same_models_and_batches() -> None:
 
 
 def test_gradients_are_each_workers_own() -> None:
-    task = SmallProblem(CompareConfig(**SMALL)).task([0])
+    task = ComparedProblem(CompareConfig(**SMALL)).task([0])
     model = task.start()
     grads, loss = task.grads(model, 0, 0.1)
     network = task.network  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def test_each_method_takes_its_best_learning_rate_or_its_own(tmp_path: Path) -> 
         ({"algorithms": "regtopk:nu=2"}, "option of regtopk must be one of .*did you mean 'mu'"),
         ({"algorithms": "topk:4bit"}, "method must be NAME"),
         ({"algorithms": "topk:score=regtopk"}, "score must be 'regtopk', of an algorithm that takes one"),
-        ({"optimizer": "adamw"}, "optimizer must be one of .*did you mean 'adam'"),
+        ({"optimizer": "adamax"}, "optimizer must be one of .*did you mean 'adam'"),
         ({"split": "sort"}, "split must be .*did you mean 'sorted'"),
         ({"densities": (0.0,)}, "density must be in"),
         ({"bytes_per_step": -1.0}, "bytes_per_step must be positive"),
@@ -231,7 +231,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 
 def test_a_probe_measures_what_is_sent() -> None:
-    task = SmallProblem(CompareConfig(**SMALL)).task([0])
+    task = ComparedProblem(CompareConfig(**SMALL)).task([0])
     payload = Probe(task).payload(TopK(density=0.01), "raw32")
     assert payload == 32 + 8 * 48
 

@@ -11,7 +11,7 @@ from regtopk.algorithms import AdaptiveDensity, RegTopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.options import check_integer, check_number, check_positive
-from regtopk.experiments.compare import CompareConfig, SmallProblem
+from regtopk.experiments.compare import CompareConfig, ComparedProblem
 from regtopk.experiments.experiment import Progress, Summary, WholeExperiment, by_method
 from regtopk.experiments.settings import check_device
 from regtopk.experiments.splits import check_split
@@ -88,7 +88,7 @@ def run(config: AdaptiveConfig, progress: Progress) -> Iterator[Record]:
         split=config.split,
         device=config.device,
     )
-    problem = SmallProblem(digits)
+    problem = ComparedProblem(digits)
     tasks = [problem.task([seed]) for seed in range(config.num_seeds)]
     stops = digits.plan.stops[1:]
     algorithms = methods(config, problem.numel)

@@ -81,6 +81,8 @@ def runs_at_densities(config: Protocol, methods: Sequence[Method]) -> list[Run]:
 def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], problem: Problem) -> list[Run]:
     """Every method at the largest density within the budget; those that keep a budget are told it.
 
+    The budget is of a step. After H steps without an exchange, a message may be H times as long.
+
     Raises:
         ArgumentError: the budget is too small for one of them.
     """
@@ -92,11 +94,12 @@ def runs_at_equal_bytes(config: Protocol, methods: Sequence[Method], problem: Pr
         like = Method.parse_like(config.like)
         budget = probe.payload(config.build(Run(like, None)), config.index_code_of(like))
     runs = []
-    for method in (method.with_budget(budget) for method in methods):
-        density = None
+    for given in methods:
+        density, own_budget = None, budget * given.rounds.every
+        method = given.with_budget(own_budget)
         if method.takes_density:
             make, index_code = partial(_build, config, method), config.index_code_of(method)
-            density = probe.find_density(make, index_code, budget, name=method.label)
+            density = probe.find_density(make, index_code, own_budget, name=method.label)
         runs.append(Run(method, density))
     return runs
 

@@ -1,9 +1,8 @@
-"""Many methods on one small task, at equal density or at equal bytes, over several seeds."""
+"""Many methods on one task, at equal density or at equal bytes, over several seeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from regtopk.algorithms import ALGORITHMS
@@ -12,26 +11,32 @@ from regtopk.core.options import check_choice, check_integer, check_number, chec
 from regtopk.errors import ArgumentError
 from regtopk.experiments.comparison import Comparison
 from regtopk.experiments.experiment import Summary
-from regtopk.experiments.images import load_images, standardised
-from regtopk.experiments.protocol import Plan, Protocol, Run, parse_methods
+from regtopk.experiments.gpt import Gpt, GptSettings
+from regtopk.experiments.optimizers import OPTIMIZERS
+from regtopk.experiments.protocol import Plan, Run, parse_methods
 from regtopk.experiments.results import summarise
 from regtopk.experiments.settings import format_seeds, parse_seeds
 from regtopk.experiments.task import Problem, Task
 from regtopk.experiments.tasks import TASKS
 from regtopk.runs import Panel, Record
 
-SIZES = ("num_workers", "num_steps", "batch_size")
+NETWORK = ("num_layers", "width", "context")  # sizes of a network that has some to choose
+DEFAULTED = ("num_workers", "num_steps", "batch_size", "optimizer", *NETWORK)
 
 
 @dataclass(frozen=True)
-class CompareConfig(Protocol):
+class CompareConfig(GptSettings):
     """Settings of a comparison; 0 and empty words become the task's own defaults.
 
     Args:
         task: one of `TASKS`.
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
-        bytes_per_step: mean payload per worker and step, instead of a density; 0: off.
+        bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
+            exchanges updates after every second step may send twice as much then.
+        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, or sgdw, which has adamw's
+            schedule and weight decay. Where updates are exchanged, every worker has its own. Empty: sgd, and
+            adamw for gpt.
         lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
         num_seeds: seeds 0 to num_seeds - 1.
         seeds: which seeds instead, such as 3,4,5 or 2-6.
@@ -46,6 +51,7 @@ class CompareConfig(Protocol):
     lr: tuple[float, ...] = ()
     num_seeds: int = 1
     seeds: str = ""
+    optimizer: str = ""
     num_workers: int = 0
     num_steps: int = 0
     batch_size: int = 0
@@ -62,6 +68,7 @@ class CompareConfig(Protocol):
         for name in ("num_seeds", "num_steps", "num_evaluations"):
             check_integer(name, getattr(self, name), at_least=1)
         super().__post_init__()
+        self._check_task()
         for lr in self.lr:
             check_positive("lr", lr)
         check_number(
@@ -75,13 +82,34 @@ class CompareConfig(Protocol):
     def _fill_in_defaults(self) -> None:
         """Put the defaults in, so that the settings that are recorded are those that are used."""
         defaults = TASKS[self.task].defaults
-        used: dict[str, Any] = {name: getattr(self, name) or getattr(defaults, name) for name in SIZES}
+        used: dict[str, Any] = {name: getattr(self, name) or getattr(defaults, name) for name in DEFAULTED}
         used["algorithms"] = ",".join(m.label for m in parse_methods(self.algorithms or ",".join(ALGORITHMS)))
         used["lr"] = self.lr or (defaults.lr,)
         if self.seeds:
             used["num_seeds"] = len(parse_seeds(self.seeds))
         for name, value in used.items():
             object.__setattr__(self, name, value)
+
+    def _check_task(self) -> None:
+        """Refuse settings that the task does not have, and rounds that do not fit it."""
+        task = TASKS[self.task]
+        if issubclass(task, Gpt):
+            self.check_network()
+        else:
+            for name in (*NETWORK, "precision"):
+                if getattr(self, name) != getattr(GptSettings, name):
+                    raise ArgumentError(
+                        f"{name} must not be given for {self.task}, whose network is fixed, "
+                        f"got {getattr(self, name)!r}"
+                    )
+        for method in self.plan.methods:
+            if method.rounds.has_updates and not task.has_own_models:
+                can = ", ".join(name for name, own in TASKS.items() if own.has_own_models)
+                raise ArgumentError(f"exchange=updates needs one of the tasks {can}, got {self.task!r}")
+            if self.num_steps % method.rounds.every:
+                raise ArgumentError(
+                    f"every must divide the number of steps, {self.num_steps}, got {method.label!r}"
+                )
 
     @cached_property
     def plan(self) -> Plan:
@@ -98,6 +126,7 @@ class CompareConfig(Protocol):
             num_last=3 if task.is_better_higher else 1,
             metric=task.metric,
             is_better_higher=task.is_better_higher,
+            base=task.base,
             budget=self.bytes_per_step or None,
         )
 
@@ -112,8 +141,8 @@ class CompareConfig(Protocol):
         return run.density
 
 
-class SmallProblem(Problem):
-    """A small task, for any seeds.
+class ComparedProblem(Problem):
+    """A task, for any seeds.
 
     Raises:
         ArgumentError: there is no such data, or the task takes none.
@@ -122,30 +151,31 @@ class SmallProblem(Problem):
     def __init__(self, config: CompareConfig) -> None:
         super().__init__()
         self._config = config
-        self._make = make = TASKS[config.task]
-        if config.data and not make.data_set:
-            raise ArgumentError(
-                f"data must be empty for {config.task}, which reads none, got {config.data!r}"
-            )
-        self._images = None
-        if make.data_set:
-            path = Path(config.data) if config.data else None
-            self._images = standardised(load_images(make.data_set, path, config.device))
+        self._make = TASKS[config.task]
+        self._examples = self._make.load(config)
         self.numel = self.task(config.plan.seeds).layout.numel
 
     def make_task(self, seeds: Sequence[int]) -> Task:
-        """All of them on the same images."""
-        return self._make(self._config, seeds, self._images)
+        """All of them on the same examples."""
+        return self._make(self._config, seeds, self._examples)
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """What tells its examples from others of the same name."""
+        return dict(self._make.contents_of(self._examples))
 
 
 def summarise_comparison(config: CompareConfig, records: Sequence[Record]) -> Summary:
-    """Where each method ended, its spread, its bytes, and the paired difference from Top-k."""
-    return {"task": config.task, **summarise(config, records)}
+    """Where each method ended, its spread, its bytes, and the paired difference from Top-k, or from dense."""
+    better = "higher" if config.plan.is_better_higher else "smaller"
+    return {"task": config.task, "better": better, **summarise(config, records)}
 
 
 def panels(config: CompareConfig) -> Sequence[Panel]:
     """Loss against iterations, quality against bytes, and where each method ended."""
-    metric, is_distance = config.plan.metric, not config.plan.is_better_higher
+    task, metric = TASKS[config.task], config.plan.metric
+    words, log = task.metric_words or metric, task.has_log_axis
+    name = words.split(",")[0].capitalize()
     at_each: list[dict[str, float]] = (
         [{}] if config.is_at_equal_bytes else [{"density": d} for d in config.densities]
     )
@@ -154,30 +184,47 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
         suffix = f", density {where['density']:g}" if where and len(at_each) > 1 else ""
         shown += [
             Panel(
-                f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where, log_y=is_distance
+                f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where, log_y=log
             ),
             Panel(
-                f"{metric.capitalize()} against bytes{suffix}", "payload_bytes", metric,
-                "bytes a worker has contributed", metric, where=where, log_x=True, log_y=is_distance,
+                f"{name} against bytes{suffix}", "payload_bytes", metric,
+                "bytes a worker has contributed", words, where=where, log_x=True, log_y=log,
             ),
             Panel(
-                f"{metric.capitalize()} at the end{suffix}", "step", metric, metric, "", where=where,
-                log_x=is_distance, marks="bars",
+                f"{name} at the end{suffix}", "step", metric, words, "", where=where,
+                log_x=log, marks="bars",
             ),
         ]  # fmt: skip
     return shown
 
 
+def description_of(config: CompareConfig) -> str:
+    """What the page shows, and how runs are judged."""
+    task, num_last = TASKS[config.task], config.plan.num_last
+    judged = "averages the last three evaluations; the last panel shows the very last" if num_last > 1 else (
+        "has the last evaluation"
+    )  # fmt: skip
+    unit = f" It is the {task.metric_words}: smaller is better." if task.metric_words else ""
+    recipe = OPTIMIZERS[config.optimizer]
+    clips = (
+        f" Norms above {recipe.max_norm:g} are clipped: of the aggregate where gradients are exchanged, of "
+        "each worker's own gradients where updates are. Bytes per step are those of a local step."
+        if recipe.max_norm
+        else ""
+    )
+    return (
+        "All methods start from the same models and see the same batches. Lines are medians over seeds, "
+        f"shades the range. Bytes are what one worker contributes, frames included. The table {judged}."
+        f"{unit}{clips}"
+    )
+
+
 COMPARE = Comparison(
     name="compare",
     title="Methods compared",
-    about=(
-        "All methods start from the same models and see the same batches. Lines are medians over seeds, "
-        "shades the range. Bytes are what one worker contributes, frames included. "
-        "The table averages the last three evaluations; the last panel shows the very last."
-    ),
+    about=description_of,
     config=CompareConfig,
-    load=SmallProblem,
+    load=ComparedProblem,
     summarise=summarise_comparison,
     panels=panels,
 )

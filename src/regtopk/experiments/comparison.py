@@ -4,7 +4,6 @@ A (method, seed) that is finished there is never run again. One that was interru
 evaluation.
 """
 
-import math
 import os
 import platform
 import time
@@ -12,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from regtopk.errors import ArgumentError, OutputError
 from regtopk.experiments.budget import runs_at_densities, runs_at_equal_bytes
 from regtopk.experiments.checkpoints import Checkpoints
 from regtopk.experiments.experiment import Experiment, Header, Progress, Summary
+from regtopk.experiments.optimizers import OPTIMIZERS
 from regtopk.experiments.protocol import Protocol, ProtocolT, Run
 from regtopk.experiments.results import is_finished
 from regtopk.experiments.settings import check_device
@@ -102,11 +103,12 @@ class Comparison(Experiment[ProtocolT]):
         for place, (run, seeds) in enumerate(groups):
             label = run.method.label
             progress(place / len(groups), f"{label}, training")
-            lr, tuning_seed = _tune(config, problem, run, done)
-            for new in _train(config, problem.task(seeds), run, lr, checkpoints):
+            tuned = _tune(config, problem, run, done)
+            for new in _train(config, problem.task(seeds), run, tuned.lr, checkpoints):
                 fraction = (place + new["step"] / config.plan.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
-                yield {**new, "tuning_seed": tuning_seed, **self.extras(config, run.method, new["step"])}
+                found = {"tuning_seed": tuned.seed, "tuning": tuned.finals}
+                yield {**new, **found, **self.extras(config, run.method, new["step"])}
 
 
 def _all_slices(config: Protocol, records: Sequence[Record]) -> dict[str, Any]:
@@ -152,26 +154,38 @@ def _check_not_tuned_on(config: Protocol, records: Sequence[Record]) -> None:
         )
 
 
-def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> tuple[float, int | None]:
-    """A run's learning rate, and the seed on which it was picked (None: there was no choice).
+class Tuned(NamedTuple):
+    """A learning rate, the seed on which it was picked, and what each ended with there.
 
-    The choice of an earlier slice is kept. A new choice is made on a seed that no slice so far counts, and
-    that no later slice may count.
+    Seed and numbers are None where there was no choice. A number is None where the training diverged.
+    """
+
+    lr: float
+    seed: int | None = None
+    finals: dict[str, float | None] | None = None
+
+
+def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> Tuned:
+    """A run's learning rate.
+
+    The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
+    counts, and no later slice may count it.
     """
     if run.method.lr is not None or len(config.plan.lrs) == 1:
-        return run.method.lr or config.plan.lrs[0], None
+        return Tuned(run.method.lr or config.plan.lrs[0])
     for record in done:
         if record["method"] == run.method.label and record["density"] == run.density:
-            return float(record["lr"]), record.get("tuning_seed")
+            return Tuned(float(record["lr"]), record.get("tuning_seed"), record.get("tuning"))
     counted_seeds = {*config.plan.seeds, *(record["seed"] for record in done)}
-    seed = next(iter(_tuning_seeds(done)), max(counted_seeds) + 1)
-    quality: dict[float, float] = {}
+    seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
+    finals: dict[float, float | None] = {}
     for lr in config.plan.lrs:
         records = list(_train(config, problem.task([seed]), run, lr))
-        final = math.fsum(r[config.plan.metric] for r in records[-config.plan.num_last :])
-        sign = 1 if config.plan.is_better_higher else -1
-        quality[lr] = -math.inf if records[-1]["diverged"] else sign * final
-    return max(quality, key=lambda lr: quality[lr]), seed
+        last = [r[config.plan.metric] for r in records[-config.plan.num_last :]]
+        finals[lr] = None if records[-1]["diverged"] else fmean(last)
+    trained = {lr: final for lr, final in finals.items() if final is not None} or {config.plan.lrs[0]: 0.0}
+    best = (max if config.plan.is_better_higher else min)(trained, key=trained.__getitem__)
+    return Tuned(best, seed, {f"{lr:g}": final for lr, final in finals.items()})
 
 
 def _train(
@@ -181,9 +195,11 @@ def _train(
     trainer = Trainer(
         task,
         config.build(run),
-        optimizer=config.optimizer,
+        optimizer=config.optimizer_of(run.method),
         lr=lr,
         index_code=config.index_code_of(run.method),
+        rounds=run.method.rounds,
+        num_steps=config.plan.stops[-1],
     )
     is_exact = config.device == "cpu" or config.deterministic
     kept = checkpoints if is_exact else None
@@ -221,6 +237,7 @@ def _records(
             "value_code": getattr(algorithm, "value_code", None),
             "index_code": config.index_code_of(method),
             "lr": trainer.lr,
+            **_exchanged(config, method),
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
@@ -229,6 +246,19 @@ def _records(
             "hardware": hardware(config.device),
             "software": f"regtopk {__version__}, torch {torch.__version__}",
         }
+
+
+def _exchanged(config: Protocol, method: Method) -> Record:
+    """What a method's workers exchange, the optimizer, and which gradients it clips."""
+    rounds = method.rounds
+    clipped = "each worker's own" if rounds.has_updates else "the aggregate"
+    return {
+        "exchange": rounds.exchange,
+        "every": rounds.every,
+        "outer": {"name": rounds.outer, **rounds.outer_settings._asdict()} if rounds.has_updates else None,
+        "optimizer": config.optimizer_of(method),
+        "clipped": clipped if OPTIMIZERS[config.optimizer_of(method)].max_norm else None,
+    }
 
 
 def hardware(device: str) -> str:

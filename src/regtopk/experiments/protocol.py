@@ -10,9 +10,9 @@ from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError
+from regtopk.experiments.optimizers import OPTIMIZERS
 from regtopk.experiments.settings import settings_of
 from regtopk.experiments.splits import check_split
-from regtopk.experiments.trainer import OPTIMIZERS
 from regtopk.method import Method
 
 
@@ -42,8 +42,9 @@ class Plan:
         num_last: the final number of a run is the mean of so many of its last evaluations.
         metric: what says how good a model is.
         is_better_higher: whether more of the metric is better.
+        base: the algorithm that differences are taken from, where it exchanges gradients: topk or dense.
         budget: bytes per worker and step, if they are given as a number.
-        is_against_like: whether differences are taken from the method that `like` names, not from Top-k.
+        is_against_like: whether differences are taken from the method that `like` names, not from the base.
     """
 
     methods: list[Method]
@@ -55,6 +56,7 @@ class Plan:
     num_last: int
     metric: str = "accuracy"
     is_better_higher: bool = True
+    base: str = "topk"
     budget: float | None = None
     is_against_like: bool = False
 
@@ -65,7 +67,8 @@ class Protocol(ABC):
 
     Args:
         split: how examples are divided among workers: iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA].
-        optimizer: what applies the aggregate: sgd, momentum (0.9) or adam.
+        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw or sgdw, for methods that do
+            not name one.
         like: instead of a density, the bytes per step that another method sends, written as
             NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
         value_code: how values travel, for methods that do not name a code.
@@ -92,7 +95,6 @@ class Protocol(ABC):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_split(self.split)
         check_value_code(self.value_code)
         check_index_code(self.index_code)
@@ -103,6 +105,8 @@ class Protocol(ABC):
         if self.like:
             Method.parse_like(self.like)
         methods = self.plan.methods
+        for name in (self.optimizer, *(self.optimizer_of(method) for method in methods)):
+            check_choice("optimizer", name, OPTIMIZERS)
         if not methods or len({self._identity(method) for method in methods}) < len(methods):
             labels = ",".join(method.label for method in methods)
             raise ArgumentError(f"methods must be different and at least one, got {labels!r}")
@@ -139,12 +143,16 @@ class Protocol(ABC):
         """How a method's indices travel."""
         return method.index_code or self.index_code
 
+    def optimizer_of(self, method: Method) -> str:
+        """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
+        return method.optimizer or self.optimizer
+
     def is_like(self, method: Method) -> bool:
         """Whether a method is the one that `like` names; its learning rate does not matter."""
         like, options = Method.parse_like(self.like), method.options
-        own = method.algorithm, options.get("density"), self.index_code_of(method)
+        own = method.algorithm, method.rounds, options.get("density"), self.index_code_of(method)
         return (*own, options.get("value_code", self.value_code)) == (
-            like.algorithm, like.options["density"], like.index_code, like.options["value_code"],
+            like.algorithm, like.rounds, like.options["density"], like.index_code, like.options["value_code"],
         )  # fmt: skip
 
     def _identity(self, method: Method) -> tuple[Any, ...]:
@@ -152,7 +160,8 @@ class Protocol(ABC):
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.plan.densities) > 1)
         algorithm = method.build(density=self.plan.densities[0], value_code=self.value_code)
         lr = method.lr or (self.plan.lrs[0] if len(self.plan.lrs) == 1 else None)
-        return algorithm, lr, self.index_code_of(method), is_open
+        how = self.index_code_of(method), self.optimizer_of(method), method.rounds
+        return algorithm, lr, is_open, *how
 
 
 ProtocolT = TypeVar("ProtocolT", bound=Protocol)

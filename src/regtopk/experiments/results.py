@@ -9,10 +9,12 @@ from regtopk.experiments.experiment import Summary
 from regtopk.experiments.protocol import Protocol, Run
 from regtopk.experiments.student import student_t
 from regtopk.method import Method
+from regtopk.rounds import GRADIENTS
 from regtopk.runs import Record
 from regtopk.words import counted
 
 LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
+BASES = {"topk": "from Top-k", "dense": "from dense"}  # columns, by what differences are taken from
 PICKING_SEEDS = (0, 1)  # the best method is chosen on these, and its gain measured on the others
 
 Key = tuple[str, float | None]  # a method's label, and its density where several are compared
@@ -62,17 +64,24 @@ def diverged_of(config: Protocol, records: Sequence[Record]) -> set[Key]:
 
 
 def base_of(config: Protocol, finals: Finals, lost: set[Key], key: Key) -> Key | None:
-    """What a method's difference is taken from: Top-k, or the method that `like` names.
+    """What a method's difference is taken from: Top-k, dense on some tasks, or the method that `like` names.
 
-    Of several Top-k at the same density it is the plain one, or else the first. If the method that `like`
+    Of several Top-k at the same density it is the plain one, or else the first. Methods that exchange updates
+    are no base. If the method that `like`
     names ran with several learning rates, it is the best of those that did not diverge.
     """
     methods = {label: Method.read(label) for label, _ in finals}
     if config.plan.is_against_like:
         bases = [k for k in finals if config.is_like(methods[k[0]])]
         return best_of(finals, [k for k in bases if k not in lost] or bases)
-    bases = [k for k in finals if methods[k[0]].algorithm == "topk" and key[1] in (None, k[1])]
-    plain = [k for k in bases if methods[k[0]].is_same(Method("topk", "topk"))]
+    base = config.plan.base
+    bases = [
+        k
+        for k in finals
+        if (methods[k[0]].algorithm, methods[k[0]].rounds) == (base, GRADIENTS)
+        and (base == "dense" or key[1] in (None, k[1]))
+    ]
+    plain = [k for k in bases if methods[k[0]].is_same(Method(base, base))]
     return next(iter([*plain, *bases]), None)
 
 
@@ -121,14 +130,14 @@ def _result(
         "method": key[0],
         "density": ends[0]["density"],
         "value_code": ends[0].get("value_code"),
-        "optimizer": config.optimizer,
+        "optimizer": config.optimizer_of(Method.read(key[0])),
         "lr": ends[0]["lr"],
         "seeds": list(own),
         "final": values,
         "mean": fmean(values),
         "std": stdev(values) if len(values) > 1 else None,
         "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.plan.stops[-1],
-        "difference_from_topk": None if base in (None, key) else difference(own, finals[base]),
+        f"difference_from_{config.plan.base}": None if base in (None, key) else difference(own, finals[base]),
         "diverged": [r["seed"] for r in ends if r["diverged"]],
         "minutes": sum(r["time_s"] for r in ends) / 60,
         "seconds_a_run": fmean(r["time_s"] for r in ends),
@@ -143,7 +152,7 @@ def _table(config: Protocol, results: Sequence[dict[str, Any]]) -> list[dict[str
     for result in sorted(
         results, key=lambda r: (bool(r["diverged"]), sign * r["mean"])
     ):  # diverged ones last
-        found = result["difference_from_topk"]
+        found = result[f"difference_from_{config.plan.base}"]
         has_interval = found is not None and len(found["seeds"]) >= LEAST_SEEDS
         rows.append(
             {
@@ -154,7 +163,8 @@ def _table(config: Protocol, results: Sequence[dict[str, Any]]) -> list[dict[str
                 config.plan.metric: result["mean"],
                 "± std": result["std"],
                 "seeds": len(result["seeds"]),
-                "from base" if config.plan.is_against_like else "from Top-k": found and found["mean"],
+                "from base" if config.plan.is_against_like else BASES[config.plan.base]: found
+                and found["mean"],
                 "95 % interval": f"{found['low']:{digits}} … {found['high']:{digits}}"
                 if has_interval
                 else None,

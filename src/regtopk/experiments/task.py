@@ -25,6 +25,7 @@ class Task(ABC):
     """
 
     is_loss_averaged: ClassVar[bool] = False  # whether a record has the mean loss since the record before
+    has_own_models: ClassVar[bool] = False  # whether `grads` also takes a model for every worker
     seeds: Sequence[int]
     num_workers: int
     layout: Layout
@@ -39,7 +40,7 @@ class Task(ABC):
         """What the workers send, (R, N, J), and their mean loss (R,); the next call may overwrite both.
 
         Args:
-            models: (R, J).
+            models: (R, J), or (R, N, J) for a task whose workers may have their own.
             step: which mini-batches.
             lr: learning rate, of tasks whose workers take local steps.
         """

@@ -1,8 +1,9 @@
-"""Small tasks: two toy workers, linear regression, and small networks on images."""
+"""The tasks of `regtopk compare`: two toy workers, linear regression, small networks on images, and a GPT."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,58 +14,23 @@ from regtopk.core.layers import layer_kinds
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.experiments import toy
+from regtopk.experiments.compared_task import ComparedTask, Defaults
 from regtopk.experiments.fig2 import Fig2Config, make_problems
-from regtopk.experiments.images import Images
+from regtopk.experiments.gpt import Gpt
+from regtopk.experiments.images import Images, load_images, standardised
 from regtopk.experiments.protocol import Protocol
 from regtopk.experiments.splits import batch_order, divide, weights_of
-from regtopk.experiments.task import Task
 
 
-class Defaults(NamedTuple):
-    """What a comparison on a task uses where its settings say nothing."""
-
-    num_workers: int
-    num_steps: int
-    batch_size: int
-    lr: float
-
-
-class SmallTask(Task):
-    """A task that fits in one call of torch.
-
-    Args:
-        config: sizes, split and device.
-        seeds: R of them.
-        images: what is learned, for tasks that have a `data_set`.
-    """
-
-    metric: ClassVar[str]  # what `evaluate` gives
-    is_better_higher: ClassVar[bool]
-    defaults: ClassVar[Defaults]
-    data_set: ClassVar[str] = ""  # what it is learned from, if anything is read
-
-    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
-        self.config = config
-        self.num_workers = config.num_workers
-        self.seeds = list(seeds)
-
-    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
-        """The one number that says how good a model is."""
-        return [{self.metric: value} for value in self.measure(models)]
-
-    @abstractmethod
-    def measure(self, models: Tensor) -> list[float]:
-        """How good each model is."""
-
-
-class LinearRegression(SmallTask):
+class LinearRegression(ComparedTask):
     """Figure 2's regression: the distance from the optimum."""
 
     metric = "distance"
     is_better_higher = False
+    has_log_axis = True
     defaults = Defaults(num_workers=20, num_steps=2500, batch_size=500, lr=0.01)
 
-    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
+    def __init__(self, config: Protocol, seeds: Sequence[int], examples: Any = None) -> None:
         super().__init__(config, seeds)
         if config.split != "iid":
             raise ArgumentError(
@@ -89,24 +55,24 @@ class LinearRegression(SmallTask):
         """Full batches: A_n w - b_n."""
         return self.problems.grads(models.unsqueeze(1)).squeeze(1), self._distance(models)
 
-    def measure(self, models: Tensor) -> list[float]:
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """||w - w*||."""
-        distances: list[float] = self._distance(models).tolist()
-        return distances
+        return [{self.metric: distance} for distance in self._distance(models).tolist()]
 
     def _distance(self, models: Tensor) -> Tensor:
         distance: Tensor = torch.linalg.vector_norm(models - self.problems.optimum, dim=-1)
         return distance
 
 
-class Toy(SmallTask):
+class Toy(ComparedTask):
     """Figure 1's two workers, whose large entries cancel: the risk."""
 
     metric = "risk"
     is_better_higher = False
+    has_log_axis = True
     defaults = Defaults(num_workers=2, num_steps=100, batch_size=1, lr=0.9)
 
-    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
+    def __init__(self, config: Protocol, seeds: Sequence[int], examples: Any = None) -> None:
         super().__init__(config, seeds)
         if (config.num_workers, config.split) != (len(toy.POINTS), "iid"):
             raise ArgumentError(
@@ -125,25 +91,25 @@ class Toy(SmallTask):
         """Of the logistic loss."""
         return torch.stack([toy.grads(model) for model in models]), self._risk(models)
 
-    def measure(self, models: Tensor) -> list[float]:
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """F(w)."""
-        risks: list[float] = self._risk(models).tolist()
-        return risks
+        return [{self.metric: risk} for risk in self._risk(models).tolist()]
 
     def _risk(self, models: Tensor) -> Tensor:
         return torch.stack([toy.risk(model) for model in models])
 
 
-class Classification(SmallTask):
+class Classification(ComparedTask):
     """A small network on images: the test accuracy in percent."""
 
     metric = "accuracy"
     is_better_higher = True
+    has_own_models = True
+    data_set: ClassVar[str]  # what it is learned from
 
-    def __init__(self, config: Protocol, seeds: Sequence[int], images: Images | None = None) -> None:
+    def __init__(self, config: Protocol, seeds: Sequence[int], examples: Images) -> None:
         super().__init__(config, seeds)
-        assert images is not None
-        self.images = images
+        self.images = examples
         divided = [divide(self.images.train_labels, config.num_workers, config.split, s) for s in seeds]
         orders = [
             batch_order(parts, config.batch_size, config.plan.stops[-1], seed)
@@ -156,7 +122,15 @@ class Classification(SmallTask):
         self.layout = Layout.of_shapes(
             (name, tuple(p.shape), kinds[name]) for name, p in self.network.named_parameters()
         )
-        self._grads = vmap(vmap(grad_and_value(self._loss), (None, 0, 0)), (0, 0, 0))
+        of_one = grad_and_value(self._loss)
+        self._grads = vmap(vmap(of_one, (None, 0, 0)), (0, 0, 0))
+        self._grads_of_own = vmap(vmap(of_one, (0, 0, 0)), (0, 0, 0))
+
+    @classmethod
+    def load(cls, config: Any) -> Images:
+        """The images, standardised."""
+        path = Path(config.data) if config.data else None
+        return standardised(load_images(cls.data_set, path, config.device))
 
     @abstractmethod
     def make_network(self) -> nn.Module:
@@ -175,19 +149,20 @@ class Classification(SmallTask):
     def grads(self, models: Tensor, step: int, lr: float) -> tuple[Tensor, Tensor]:
         """Of each worker's own mini-batch."""
         rows = self.order[:, step]
-        grads, losses = self._grads(models, self.images.train[rows], self.images.train_labels[rows])
+        of_all = self._grads_of_own if models.dim() == 3 else self._grads
+        grads, losses = of_all(models, self.images.train[rows], self.images.train_labels[rows])
         weights = torch.tensor(self.weights, device=losses.device, dtype=losses.dtype)
         return grads.detach(), (weights * losses.detach()).sum(-1)
 
     @torch.no_grad()
-    def measure(self, models: Tensor) -> list[float]:
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """Percent of the test images."""
-        accuracies = []
+        qualities = []
         for model in models:
             scores = torch.cat([self._apply(model, part) for part in self.images.test.split(5000)])
             is_right = scores.argmax(-1) == self.images.test_labels
-            accuracies.append(100 * float(is_right.double().mean()))
-        return accuracies
+            qualities.append({self.metric: 100 * float(is_right.double().mean())})
+        return qualities
 
     def _loss(self, model: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self._apply(model, x), y)
@@ -239,10 +214,11 @@ class Cifar10(Classification):
         return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-TASKS: dict[str, type[SmallTask]] = {
+TASKS: dict[str, type[ComparedTask]] = {
     "toy": Toy,
     "linreg": LinearRegression,
     "digits": Digits,
     "fashion-mnist": FashionMnist,
     "cifar10": Cifar10,
+    "gpt": Gpt,
 }

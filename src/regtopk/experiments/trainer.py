@@ -1,8 +1,6 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +9,21 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.link import Link
 from regtopk.core.timer import Timer
+from regtopk.experiments.optimizers import OPTIMIZERS, Descent
 from regtopk.experiments.task import Quality, Task
+from regtopk.rounds import GRADIENTS, Rounds
 from regtopk.simulate import Cluster
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-}
 LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
 
 
 class Trainer:
-    """R models (R, J), their optimizer, and the clusters that aggregate what their workers send.
+    """R models (R, J), what moves them, and the clusters that aggregate what their workers send.
+
+    Where gradients are exchanged, one optimizer for each seed takes the aggregate. Where updates are, every
+    worker has a model and an optimizer of its own, (R, N, J): `models` are those of the last exchange.
+    An optimizer that clips does it with the aggregate in the first case, and with each worker's own gradient
+    in the second.
 
     A seed has diverged once its loss or its model is not finite. It then keeps the model of the last stop
     before that, and the other seeds go on. A step looks at losses alone: models are looked at where
@@ -35,13 +35,24 @@ class Trainer:
         optimizer: one of `OPTIMIZERS`.
         lr: learning rate.
         index_code: how indices are counted.
+        rounds: what is exchanged, and how often.
+        num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
     """
 
     def __init__(
-        self, task: Task, algorithm: Algorithm[Any], *, optimizer: str, lr: float, index_code: str
+        self,
+        task: Task,
+        algorithm: Algorithm[Any],
+        *,
+        optimizer: str,
+        lr: float,
+        index_code: str,
+        rounds: Rounds = GRADIENTS,
+        num_steps: int = 0,
     ) -> None:
         self.task = task
         self.algorithm = algorithm
+        self.rounds = rounds
         self.models = task.start()
         self.num_steps = 0
         is_alike = all(weights == task.weights[0] for weights in task.weights)
@@ -59,7 +70,11 @@ class Trainer:
             for weights in (task.weights[:1] if is_batch else task.weights)
         ]
         self.lr = lr
-        self._optimizer = OPTIMIZERS[optimizer]([self.models], lr=task.outer_lr(lr))
+        # what workers compute gradients at: the models themselves, or one for each worker
+        self._local = self._of_workers().clone() if rounds.has_updates else self.models
+        self._outer = rounds.make_outer(self.models) if rounds.has_updates else None
+        own_lr = task.outer_lr(lr)
+        self._descent = Descent(self._local, OPTIMIZERS[optimizer], own_lr, task.layout, num_steps)
         self._timer = Timer(self.models.device)
         self._spent_s = 0.0  # in exchanges, before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
@@ -91,7 +106,7 @@ class Trainer:
     def take_losses(self) -> list[float | None]:
         """Training loss of each seed: the mean since the last call, or the last step's, as the task wants."""
         if self._losses is None or self._loss_sum is None:  # before the first step
-            losses = self.task.grads(self.models, self.num_steps, self.lr)[1]
+            losses = self.task.grads(self._local, self.num_steps, self.lr)[1]
         else:
             losses = self._loss_sum / self._num_summed if self.task.is_loss_averaged else self._losses
         self._loss_sum, self._num_summed = None, 0
@@ -124,7 +139,9 @@ class Trainer:
             "losses": self._losses,
             "seen": self._seen,
             "compress_s": self.compress_s,
-            "optimizer": self._optimizer.state_dict(),
+            "local": self._local,
+            "optimizer": self._descent.state_dict(),
+            "outer": self._outer and self._outer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
         }
 
@@ -137,24 +154,39 @@ class Trainer:
         self._losses = state["losses"]
         self._seen = state["seen"]
         self._spent_s = state["compress_s"]
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._local.copy_(state["local"])
+        self._descent.load_state_dict(state["optimizer"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
 
     def _step(self) -> None:
-        grads, losses = self.task.grads(self.models, self.num_steps, self.lr)
-        with self._timer.phase("compress"):
-            self.models.grad = self._aggregate(grads)
-        self._report(losses)
-        self._optimizer.step()
+        grads, losses = self.task.grads(self._local, self.num_steps, self.lr)
+        if self._outer is None:
+            self._descent.step(self._aggregate(grads), self.num_steps)
+            self._report(losses)
+        else:
+            self._descent.step(grads, self.num_steps)
+            if (self.num_steps + 1) % self.rounds.every == 0:
+                self.models.grad = self._aggregate(self._of_workers() - self._local)
+                self._outer.step()
+                self._local.copy_(self._of_workers())
+                self._report(losses)
         self._is_diverged |= ~torch.isfinite(losses)
         self._count(losses)
         self.num_steps += 1
 
-    def _aggregate(self, grads: Tensor) -> Tensor:
-        if len(self.clusters) == 1:
-            return self.clusters[0].step(grads if len(grads) > 1 else grads[0]).reshape(self.models.shape)
-        return torch.stack([cluster.step(own) for cluster, own in zip(self.clusters, grads, strict=True)])
+    def _of_workers(self) -> Tensor:
+        """The models as each worker gets them, (R, N, J)."""
+        return self.models.unsqueeze(1).expand(-1, self.task.num_workers, -1)
+
+    def _aggregate(self, sent: Tensor) -> Tensor:
+        """What the clusters make of what the workers send, (R, N, J) in and (R, J) out."""
+        with self._timer.phase("compress"):
+            if len(self.clusters) == 1:
+                return self.clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(self.models.shape)
+            return torch.stack([cluster.step(own) for cluster, own in zip(self.clusters, sent, strict=True)])
 
     def _report(self, losses: Tensor) -> None:
         if self.algorithm.listens:

@@ -15,6 +15,7 @@ from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, parts_of, read_heade
 HEADINGS = {
     "measure": "",
     "bytes a step": "bytes per step",
+    "test_loss": "nats per character (smaller is better)",
     "s a run": "s per run",
     "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
 }

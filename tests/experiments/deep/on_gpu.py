@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
+from regtopk.experiments.compare import CompareConfig, ComparedProblem
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples
@@ -19,6 +21,7 @@ from regtopk.experiments.deep.flat import flatten
 from regtopk.experiments.deep.networks import NETWORKS
 from regtopk.experiments.deep.task import DeepProblem
 from regtopk.experiments.fig3 import FIG3
+from regtopk.experiments.gpt import Gpt
 from regtopk.experiments.protocol import Run
 from regtopk.experiments.trainer import Trainer
 from regtopk.runs import read_records
@@ -105,10 +108,60 @@ def rounds_never_wait_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def make_gpts(folder: str, **settings: Any) -> tuple[CompareConfig, Gpt]:
+    """A small GPT on characters drawn at random, two seeds of it."""
+    path = Path(folder) / "text"
+    drawn = torch.randint(32, 127, (40_000,), generator=torch.Generator().manual_seed(0))
+    path.write_text("".join(map(chr, drawn.tolist())))
+    config = CompareConfig(
+        task="gpt", data=str(path), device=DEVICE, num_workers=4, num_steps=8, batch_size=4, num_layers=2,
+        width=128, context=64, **settings,
+    )  # fmt: skip
+    task = ComparedProblem(config).task([0, 1])
+    assert isinstance(task, Gpt)
+    return config, task
+
+
+def workers_with_models_of_their_own_are_the_same_in_a_graph() -> None:
+    with TemporaryDirectory() as folder:
+        for precision in ("float32", "bfloat16"):
+            task = make_gpts(folder, algorithms="dense", precision=precision)[1]
+            plain = make_gpts(folder, algorithms="dense", precision=precision)[1]
+            plain.engine._streams.clear()
+            models = task.start().unsqueeze(1).repeat(1, 4, 1)
+            models *= 1 + 0.01 * torch.arange(4, device=DEVICE).view(1, 4, 1)
+            for step in range(3):
+                (expected, losses), (found, found_losses) = (
+                    own.grads(models, step, 0.0) for own in (plain, task)
+                )
+                torch.testing.assert_close(found_losses, losses, rtol=1e-3, atol=1e-3)
+                error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+                assert float(error.max()) < 0.02, (precision, error)
+
+
+def updates_never_wait_for_the_device() -> None:
+    updates = "topk:value_code=4bit:exchange=updates:every=2,dense:exchange=updates:every=4:outer=nesterov"
+    with TemporaryDirectory() as folder:
+        config, task = make_gpts(folder, algorithms=f"dense,topk,{updates}", precision="bfloat16")
+        for method in config.plan.methods:
+            trainer = Trainer(
+                task, config.build(Run(method, 0.01)), optimizer="adamw", lr=0.004, index_code="elias-fano",
+                rounds=method.rounds, num_steps=8,
+            )  # fmt: skip
+            trainer.run_until(4)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                trainer.run_until(8)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
 CHECKS = (
     a_graph_computes_what_plain_calls_do,
     deterministic_runs_are_the_same_bits,
     rounds_never_wait_for_the_device,
+    workers_with_models_of_their_own_are_the_same_in_a_graph,
+    updates_never_wait_for_the_device,
 )
 
 

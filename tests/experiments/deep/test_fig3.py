@@ -231,6 +231,8 @@ def test_only_the_papers_protocol_is_compared_with_what_was_published() -> None:
         ({"split": "sort"}, r"split must be"),
         ({"data_set": "mnist"}, r"data_set must be one of cifar10, digits, text, got 'mnist'"),
         ({"sends": "difference", "optimizer": "adam"}, r"optimizer must be sgd or momentum"),
+        ({"sends": "difference", "methods": "dense:optimizer=adamw"}, r"optimizer must be sgd or momentum"),
+        ({"methods": "topk:exchange=updates"}, r"methods must exchange gradients here"),
         ({"data_set": "text", "split": "dirichlet"}, r"split must be iid, sorted or unequal for text"),
     ],
 )

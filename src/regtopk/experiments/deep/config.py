@@ -93,11 +93,18 @@ class DeepConfig(Protocol):
             raise ArgumentError(
                 f"split must be iid, sorted or unequal for text, which has no classes, got {self.split!r}"
             )
-        if self.sends == "difference" and self.optimizer == "adam":
-            raise ArgumentError(
-                "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, and "
-                f"adam would make steps of 1), got {self.optimizer!r}"
-            )
+        for method in self.plan.methods:
+            if method.rounds.has_updates:
+                raise ArgumentError(
+                    "methods must exchange gradients here (local_steps and sends say what travels), "
+                    f"got {method.label!r}"
+                )
+            optimizer = self.optimizer_of(method)
+            if self.sends == "difference" and optimizer not in ("sgd", "momentum"):
+                raise ArgumentError(
+                    "optimizer must be sgd or momentum where differences are sent (they are taken with lr 1, "
+                    f"and adam would make steps of 1), got {optimizer!r}"
+                )
 
     @cached_property
     def plan(self) -> Plan:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regtopk.errors import ArgumentError
-from regtopk.experiments.deep.text import load_text, windows
+from regtopk.experiments.deep.text import WINDOW, Text, load_text, windows
 from regtopk.experiments.images import load_images, standardised
 
 DATA_SETS = ("cifar10", "digits", "text")
@@ -58,7 +58,9 @@ def load_examples(data_set: str, data: str, device: str, pixels: Pixels | None =
         pixels: mean and standard deviation that a network expects; None: the images' own.
     """
     path = Path(data) if data else None
-    return _of_text(path, device) if data_set == "text" else _of_images(data_set, path, device, pixels)
+    if data_set == "text":
+        return of_text(load_text(path), device)
+    return _of_images(data_set, path, device, pixels)
 
 
 def _of_images(data_set: str, path: Path | None, device: str, pixels: Pixels | None) -> Examples:
@@ -79,9 +81,9 @@ def _of_images(data_set: str, path: Path | None, device: str, pixels: Pixels | N
     return Examples(train, targets[0], test, targets[1], labels, int(labels.max()) + 1, fingerprint)
 
 
-def _of_text(path: Path | None, device: str) -> Examples:
-    text = load_text(path)
-    train, test = (windows(tokens).to(device) for tokens in (text.train, text.test))
+def of_text(text: Text, device: str, window: int = WINDOW) -> Examples:
+    """Windows of a text: all but the last character of each are read, all but the first predicted."""
+    train, test = (windows(tokens, window).to(device) for tokens in (text.train, text.test))
     places = torch.arange(len(train))
     return Examples(
         train[:, :-1].contiguous(), train[:, 1:].contiguous(),

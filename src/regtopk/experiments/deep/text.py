@@ -1,6 +1,8 @@
-"""Text as tokens, one for each different character: a file the user has, or Python's own library sources."""
+"""Text as tokens, one for each different character: a file the user has, or sources that this Python has."""
 
 import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,27 +15,35 @@ from regtopk.errors import ArgumentError
 WINDOW = 129  # characters per example: 128 that are read, each with the one that follows
 TEST_PART = 10  # the last tenth is kept for the test
 MOST_BYTES = 2_000_000  # of library sources
+PACKAGES = ("site-packages", "dist-packages")  # folders of installed packages
+LEAST_INSTALLED, MOST_INSTALLED = 8_000_000, 24_000_000  # bytes of installed sources
+USUAL = bytes([10, *range(32, 127)])  # the line feed and what ASCII prints: 96 characters
 
 
 class Text(NamedTuple):
-    """Tokens (n,) int64 of the training and the test part, and how many different ones there are."""
+    """Tokens (n,) int64 of the training and the test part, how many different ones there are, and a hash."""
 
     train: Tensor
     test: Tensor
     vocabulary_size: int
+    sha256: str  # of the text in UTF-8
 
 
-def load_text(path: Path | None = None) -> Text:
+def load_text(
+    path: Path | None = None, *, sources: Callable[[], str] | None = None, window: int = WINDOW
+) -> Text:
     """Read a text: the vocabulary is the characters found, the last tenth is the test.
 
     Args:
-        path: a file in UTF-8; None takes the sources of this Python's library, which differ with its version.
+        path: a file in UTF-8; None takes sources that this Python has, which differ with its version.
+        sources: which of these, `library_sources` or `installed_sources`; None: the first.
+        window: characters per example.
 
     Raises:
         ArgumentError: there is no such file, it is not UTF-8, or it is too short for one test example.
     """
-    text = library_sources() if path is None else _read(path)
-    least = TEST_PART * WINDOW
+    text = (sources or library_sources)() if path is None else _read(path)
+    least = TEST_PART * window
     if len(text) < least:
         raise ArgumentError(f"text must have at least {least:,} characters, got {len(text):,} in {path}")
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
@@ -41,7 +51,7 @@ def load_text(path: Path | None = None) -> Text:
     train, test = torch.from_numpy(tokens.astype(np.int64)).split_with_sizes(
         [len(tokens) - len(tokens) // TEST_PART, len(tokens) // TEST_PART]
     )
-    return Text(train, test, len(vocabulary))
+    return Text(train, test, len(vocabulary), sha256(text.encode()).hexdigest())
 
 
 def windows(tokens: Tensor, length: int = WINDOW) -> Tensor:
@@ -65,6 +75,59 @@ def library_sources(folder: Path | None = None) -> str:
     if not parts:
         raise ArgumentError(f"this Python has no library sources in {folder}: give a text file")
     return b"".join(parts).decode("ascii")
+
+
+def installed_sources(folders: Sequence[Path] = (), least: int = LEAST_INSTALLED) -> str:
+    """Sources of Python's library and of the installed packages, 24 MB of them, or all if there are fewer.
+
+    Files come in the order of a hash of their names, which is as good as a random draw: a few packages do not
+    fill the text. Left out are copies, and files with other characters than `USUAL`. Of the chosen files the
+    first ones are the last tenth of the text, so the test has files of all kinds. The rest is in the order of
+    names: neighbours in the text are of one package.
+
+    Args:
+        folders: where; empty: where this Python has them.
+        least: bytes that must be found.
+
+    Raises:
+        ArgumentError: there are fewer.
+    """
+    names = "stdlib", "platlib", "purelib"
+    places = folders or list(dict.fromkeys(Path(sysconfig.get_paths()[name]) for name in names))
+    chosen = _draw(places)
+    num_bytes = sum(map(len, chosen.values()))
+    if num_bytes < least:
+        raise ArgumentError(
+            f"without data, sources of at least {least:,} bytes must be installed, got {num_bytes:,} in "
+            f"{', '.join(map(str, places))}: give a text file"
+        )
+    drawn, test, num_test = list(chosen), [], 0
+    while num_test < num_bytes // TEST_PART:
+        test.append(drawn.pop(0))
+        num_test += len(chosen[test[-1]])
+    return b"".join(chosen[name] for name in (*sorted(drawn), *sorted(test))).decode("ascii")
+
+
+def _draw(folders: Iterable[Path]) -> dict[str, bytes]:
+    """The contents of files, by their names below their folder, in the order of a hash of these."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            below = path.relative_to(folder)
+            if below.parts[0] not in PACKAGES and not path.name.startswith("_sysconfigdata"):
+                found.setdefault(below.as_posix(), path)
+    chosen: dict[str, bytes] = {}
+    seen, num_bytes = set(), 0
+    for name in sorted(found, key=lambda name: sha256(name.encode()).digest()):
+        content = found[name].read_bytes()
+        if content in seen or content.translate(None, USUAL):
+            continue
+        seen.add(content)
+        chosen[name] = content[: MOST_INSTALLED - num_bytes]
+        num_bytes += len(chosen[name])
+        if num_bytes == MOST_INSTALLED:
+            break
+    return chosen
 
 
 def _read(path: Path) -> str:

@@ -10,7 +10,11 @@ from regtopk.experiments.deep.networks.norm import LayerNorm
 
 
 class Block(nn.Module):
-    """Causal attention, then a perceptron, each on a normalised input and added to its path."""
+    """Causal attention, then a perceptron, each on a normalised input and added to its path.
+
+    The path is in float32. Linear layers and attention compute in the precision of their weights, as under
+    torch's autocast.
+    """
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -25,10 +29,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x + attention(norm(x)), then x + perceptron(norm(x))."""
         x = x + self._attend(self.norm1(x))
-        hidden: Tensor = self.hidden_out(F.gelu(self.hidden_in(self.norm2(x))))
+        normed = self.norm2(x).to(self.hidden_in.weight.dtype)
+        hidden: Tensor = self.hidden_out(F.gelu(self.hidden_in(normed)))
         return x + hidden
 
     def _attend(self, x: Tensor) -> Tensor:
+        x = x.to(self.attention_in.weight.dtype)
         heads = self.attention_in(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, heads, width / heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -74,5 +80,5 @@ class GPT(nn.Module):
         length, context = tokens.shape[1], self.position.num_embeddings
         if length > context:
             raise ArgumentError(f"tokens must be at most {context} long, the context, got {length}")
-        x = self.token(tokens) + self.position.weight[:length]
-        return F.linear(self.norm(self.blocks(x)), self.token.weight)
+        x = self.token(tokens).float() + self.position.weight[:length].float()
+        return F.linear(self.norm(self.blocks(x)).to(self.token.weight.dtype), self.token.weight)
