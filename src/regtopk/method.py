@@ -27,7 +27,8 @@ Option = int | float | bool | str | None
 class Method:
     """What a label such as "topk:lr=0.1" says.
 
-    ``score=regtopk`` gives an algorithm RegTop-k's score; mu, reference and q are then the score's options.
+    ``score=regtopk`` gives an algorithm RegTop-k's score; mu, damping, reference and q are then the score's
+    options.
     ``algorithm=NAME`` says which algorithm an adaptive one adapts; other options may be that algorithm's.
 
     Args:

@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 
+from regtopk.algorithms import RegTopK, TopK
 from regtopk.errors import ArgumentError
 from regtopk.experiments.experiment import silent
-from regtopk.experiments.fig2 import FIG2, METHODS, Fig2Config, make_problems
+from regtopk.experiments.fig2 import FIG2, METHODS, Curves, Descent, Fig2Config, make_problems
 from regtopk.runs import Record
 
 SMALL = Fig2Config(num_seeds=2, num_iterations=30, record_every=20, num_workers=5, numel=12, num_points=40)
@@ -82,10 +85,10 @@ def test_table_shows_only_numbers_of_the_summary() -> None:
     assert shown["S = 0.4, following"] == f"{summary['num_tracking_dense']['topk']['0.4']}/1"
 
 
-LONG = Fig2Config(num_iterations=4000, record_every=500, densities=(0.6,))
+LONG = Fig2Config(seeds="1-1", num_iterations=4000, record_every=500, densities=(0.6,))  # jumps at 3,089
 
 
-def test_seed_0_at_density_06_and_beyond() -> None:
+def test_a_seed_at_density_06_and_beyond() -> None:
     """At iteration 2,500 RegTop-k follows dense; by 4,000 it has jumped away, and with a cap it has not."""
     records = records_of(LONG)
     states = {(r["method"], r["iteration"]): r for r in records}
@@ -109,15 +112,33 @@ def test_seed_0_at_density_06_and_beyond() -> None:
     assert jumps.pop("regtopk") > 0 and not any(jumps.values())
 
 
-def test_the_authors_guard_undoes_long_steps_and_a_cap_needs_none() -> None:
-    theirs = {"num_iterations": 1500, "dtype": "float32", "loss": "mse", "start": "linear"}
-    base = {**vars(LONG), **theirs, "methods": "dense,regtopk,regtopk-cap"}
-    jumps = {}
-    for guard in (False, True):
-        config = Fig2Config(**{**base, "guard": guard})
-        jumps[guard] = FIG2.summarise(config, records_of(config))["num_jumps"]
-    assert jumps[False]["regtopk"]["0.6"][0] > 0 and jumps[True]["regtopk"]["0.6"][0] == 0
-    assert jumps[False]["regtopk-cap"]["0.6"][0] == 0
+def test_in_float32_a_factor_jumps_soon_and_a_cap_does_not() -> None:
+    theirs = {"num_iterations": 1000, "dtype": "float32", "loss": "mse", "start": "linear"}
+    config = Fig2Config(**{**vars(LONG), **theirs, "methods": "dense,regtopk,regtopk-cap"})
+    jumps = FIG2.summarise(config, records_of(config))["num_jumps"]
+    assert jumps["regtopk"]["0.6"][0] > 0 and jumps["regtopk-cap"]["0.6"][0] == jumps["dense"]["0.6"][0] == 0
+
+
+def test_the_authors_guard_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is undone if its squared length is 100 times that of the last one kept; the first may be long."""
+    config = Fig2Config(numel=1, num_workers=2, num_points=3, lr=1.0, guard=True)
+    table: Curves = {("regtopk", 1.0): RegTopK(density=1.0), ("topk", 1.0): TopK(density=1.0)}
+    descent = Descent(config, make_problems(config), table)
+    lengths = [400.0, 300.0, 30.0, 300.0, 290.0, 2.9, 29.1, 28.0]  # the first is too long for 1e5
+    is_kept = [False, True, True, False, True, True, False, True]
+    for cluster in descent.clusters:
+        steps = iter(lengths)
+        monkeypatch.setattr(cluster, "step", lambda grads, steps=steps: torch.full((1, 1), next(steps)))
+    guarded, plain = 0.0, 0.0
+    for length, kept in zip(lengths, is_kept, strict=True):
+        descent.step()
+        guarded, plain = guarded - length * kept, plain - length
+        assert descent.models.flatten().tolist() == pytest.approx([guarded, plain])
+
+
+def test_dense_may_run_alone() -> None:
+    config = Fig2Config(**{**vars(SMALL), "methods": "dense"})
+    assert {record["method"] for record in records_of(config)} == {"dense"}
 
 
 def test_the_authors_loss_and_start() -> None:
@@ -130,7 +151,7 @@ def test_the_authors_loss_and_start() -> None:
 
 def test_seeds_may_be_chosen() -> None:
     both = make_problems(SMALL)
-    second = make_problems(Fig2Config(**{**vars(SMALL), "seeds": "1-1"}))
+    second = make_problems(Fig2Config(**{**vars(SMALL), "num_seeds": 1, "seeds": "1-1"}))
     assert torch.equal(second.moment[0], both.moment[1])
 
 
@@ -140,12 +161,13 @@ def test_seeds_may_be_chosen() -> None:
         ({"methods": "dense,topkk"}, "methods must be one of .*, got 'topkk'"),
         ({"methods": "topk"}, "methods must be different, and dense among them, got 'topk'"),
         ({"methods": "dense,dense"}, "methods must be different"),
+        ({"num_seeds": 2, "seeds": "5-6"}, "give num_seeds or seeds, got 2 and '5-6'"),
         ({"seeds": "5-3"}, "seeds must be a number of them, or different ones"),
         ({"loss": "square"}, "loss must be one of half, mse, got 'square'"),
         ({"start": "one"}, "start must be one of zero, linear, got 'one'"),
         ({"dtype": "float16"}, "dtype must be one of float64, float32, got 'float16'"),
     ],
 )
-def test_bad_settings(settings: dict[str, str], message: str) -> None:
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        Fig2Config(**settings)  # type: ignore[arg-type]
+        Fig2Config(**settings)

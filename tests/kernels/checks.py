@@ -97,9 +97,9 @@ def bits(x: Tensor) -> Tensor:
 def choose_damped(
     numel: int, m: int, batch: tuple[int, ...] = (), device: str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """m distinct entries a row, ascending, and factors in [0, 1)."""
+    """m distinct entries a row, ascending, and factors in [0, 2): a finite Q may raise a score."""
     damped = torch.rand(*batch, numel, device=device).topk(m, dim=-1).indices.sort(-1).values
-    return damped, torch.rand(*batch, m, device=device)
+    return damped, 2 * torch.rand(*batch, m, device=device)
 
 
 ADVERSARIAL: dict[str, Callable[[int, str], Tensor]] = {

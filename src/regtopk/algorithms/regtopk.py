@@ -31,7 +31,7 @@ class RegTopK(Sparsifier[ScoredState]):
 
     Over Top-k this costs O(k) operations per step, and no byte.
 
-    Use it for: workers whose large entries cancel, at densities of about one half and more.
+    Use it for: workers whose large entries cancel, at densities above one half.
 
     Args:
         density: k / J in (0, 1]; or give ``k``.

@@ -41,6 +41,9 @@ def aggregate_from_parameters(
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         _check_pair(before, after)
         return (before - after) / lr
+    for name, given in (("before", before), ("after", after)):
+        if not isinstance(given, Iterable):
+            raise ArgumentError(f"{name} must be a tensor or parameters, got {type(given).__name__}")
     pairs = _pairs_of(before, after)
     return torch.cat([((old - new) / lr).flatten() for old, new in pairs])
 
@@ -65,12 +68,14 @@ def _pairs_of(before: Iterable[Tensor], after: Iterable[Tensor]) -> list[tuple[T
 
 
 def _check_pair(before: Tensor, after: Tensor) -> None:
+    for name, given in (("before", before), ("after", after)):
+        if not isinstance(given, Tensor):
+            raise ArgumentError(f"{name} must hold tensors, got {type(given).__name__}")
     if not before.is_floating_point():
         raise ArgumentError(f"before must be floating point, got {before.dtype}")
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        raise ArgumentError(
-            f"after must have the shape and dtype of before, {tuple(before.shape)} {before.dtype}, "
-            f"got {tuple(after.shape)} {after.dtype}"
-        )
-    if before.numel() and before.data_ptr() == after.data_ptr():
+    ours, theirs = ((tuple(x.shape), x.dtype, x.device) for x in (before, after))
+    if ours != theirs:
+        wanted, got = (" ".join(map(str, kind)) for kind in (ours, theirs))
+        raise ArgumentError(f"after must have the shape, dtype and device of before, {wanted}, got {got}")
+    if before.numel() and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr():
         raise ArgumentError("before must be a copy made before the step, got the same memory as after")

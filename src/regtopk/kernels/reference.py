@@ -65,8 +65,8 @@ def largest(score: Tensor, k: int) -> Tensor:
 
     Workers that rank entries by a number they share must break a tie alike, and `topk` promises nothing.
     """
-    found = score.topk(k, dim=-1)
-    lowest = found.values[..., -1:]
+    found = score.topk(k, dim=-1, sorted=False)
+    lowest = found.values.nan_to_num(nan=math.inf, posinf=math.inf).amin(-1, keepdim=True)
     if score.device.type == "cpu" and int((score >= lowest).sum()) == found.values.numel():  # no tie
         return found.indices.sort(dim=-1).values
     is_above, is_equal = ~(score <= lowest), score == lowest  # NaN is above all, as topk has it
