@@ -112,10 +112,10 @@ W = torch.ones(2)
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (W, torch.ones(3), "after must have the shape and dtype of before, (2,) torch.float32, "
-                           "got (3,) torch.float32"),
-        ([W], [W.double()], "after must have the shape and dtype of before, (2,) torch.float32, "
-                            "got (2,) torch.float64"),
+        (W, torch.ones(3), "after must have the shape, dtype and device of before, (2,) torch.float32 cpu, "
+                           "got (3,) torch.float32 cpu"),
+        ([W], [W.double()], "after must have the shape, dtype and device of before, (2,) torch.float32 cpu, "
+                            "got (2,) torch.float64 cpu"),
         (W.long(), W.long(), "before must be floating point, got torch.int64"),
         (W, W, "before must be a copy made before the step, got the same memory as after"),
         ([W], W, "before and after must both be tensors or both lists, got one tensor: after"),

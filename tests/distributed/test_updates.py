@@ -286,6 +286,7 @@ def join_buffers() -> None:
             assert torch.allclose(net[1].running_mean, expected, atol=1e-7)
             assert int(net[1].num_batches_tracked) == (11 if how == "local" and dist.get_rank() else 1)
             assert exchange.last_step.sent_bytes < 500
+            optimizer.step()  # and another round
             assert (
                 net.get_buffer("mask").isinf().all()
                 and net.get_buffer("cache").numel() == 1 + dist.get_rank()

@@ -32,6 +32,7 @@ class ModelBuffers:
         check_choice("buffers", how, ("mean", "rank0", "local"))
         self.how = how
         self._module = module
+        self._shapes = {name: buffer.shape for name, buffer in self.named.items()}
         self._start: dict[str, Tensor] = {}
         self.keep()
 
@@ -46,7 +47,8 @@ class ModelBuffers:
 
     def keep(self) -> None:
         """A round begins."""
-        self._start = {name: buffer.clone() for name, buffer in self.named.items()}
+        known = {name: buffer for name, buffer in self.named.items() if name in self._shapes}
+        self._start = {name: b.clone() for name, b in known.items() if b.shape == self._shapes[name]}
 
     def take_back(self) -> None:
         """Go back to where the round began."""
@@ -89,21 +91,21 @@ class ModelBuffers:
 
     def join(self, rank: Rank, device: torch.device) -> None:
         """End a round: make those the same on all ranks that any rank has changed."""
-        if self._start and self.how != "local":
+        if self._shapes and self.how != "local":
             now = self.named
-            changes = [_change(now.get(name), start).to(device) for name, start in self._start.items()]
+            changes = [_change(now.get(name), self._start.get(name)).to(device) for name in self._shapes]
             with rank.timer.phase("collective_s"):
                 agreed = rank.collectives.maximum(torch.stack(changes)).tolist()
             changed = [
-                now[name] for name, change in zip(self._start, agreed, strict=True) if change == _CHANGED
+                now[name] for name, change in zip(self._shapes, agreed, strict=True) if change == _CHANGED
             ]
             averaged = [b for b in changed if b.is_floating_point() and self.how == "mean"]
+            taken = [b for b in changed if not (b.is_floating_point() and self.how == "mean")]
             if averaged:
                 _average_(averaged, rank, device)
-            for buffer in changed:
-                if not (buffer.is_floating_point() and self.how == "mean"):
-                    mine = buffer.to(device).flatten()
-                    buffer.copy_(broadcast(rank, Broadcast(mine, 0)).view_as(buffer))
+            for buffer in taken:
+                mine = buffer.to(device).flatten()
+                buffer.copy_(broadcast(rank, Broadcast(mine, 0)).view_as(buffer))
         self.keep()
 
 
@@ -114,8 +116,8 @@ def take_over_(tensor: Tensor, collectives: Collectives, device: torch.device) -
     tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
 
 
-def _change(now: Tensor | None, start: Tensor) -> Tensor:
-    if now is None or now.shape != start.shape or now.dtype != start.dtype:
+def _change(now: Tensor | None, start: Tensor | None) -> Tensor:
+    if now is None or start is None or now.shape != start.shape or now.dtype != start.dtype:
         return torch.tensor(_RESHAPED)
     return (now != start).any().long()
 
