@@ -97,7 +97,9 @@ def test_a_seed_at_density_06_and_beyond() -> None:
     following = {"dense": 1, "topk": 0, "regtopk": 1, "regtopk-cap": 1}
     assert {method: states[method, 2500]["following"] for method in following} == following
     assert {method: states[method, 4000]["following"] for method in following} == following | {"regtopk": 0}
-    jumps = {method: counts["0.6"][0] for method, counts in FIG2.summarise(LONG, records)["num_jumps"].items()}
+    jumps = {
+        method: counts["0.6"][0] for method, counts in FIG2.summarise(LONG, records)["num_jumps"].items()
+    }
     assert jumps.pop("regtopk") > 0 and not any(jumps.values())
 
 
