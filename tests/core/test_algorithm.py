@@ -88,6 +88,7 @@ def test_options_are_plain_and_name_functions() -> None:
         "reference": "previous",
         "q": "inf",
         "regularizer": "tanh",
+        "impute": 0.0,
     }
 
 
