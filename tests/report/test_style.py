@@ -59,6 +59,7 @@ def test_labels() -> None:
     assert label_of("topk:density=0.01:index_code=raw32:value_code=4bit") == "Top-k, 1 %, raw32, 4bit"
     assert label_of("regtopk:mu=1:reference=current") == "RegTop-k, mu=1, current"
     assert label_of("dgc:lr=0.005") == "dgc, lr=0.005"
+    assert label_of("topk:exchange=updates:every=2") == "Top-k, updates, every=2"
     assert label_of("topk") == "Top-k"
     assert label_of("density") == "density"
 

@@ -54,13 +54,8 @@ SPARE = (
     ("#3d6a8f", "#93bfe2"),
     ("#7a6f00", "#d6c940"),
 )
-SELF_EXPLAINING = (
-    "value_code",
-    "index_code",
-    "reference",
-    "exchange",
-    "outer",
-)  # options whose value says enough
+# options whose value says enough
+SELF_EXPLAINING = ("value_code", "index_code", "reference", "exchange", "outer", "optimizer")
 
 # ink, lines and ground of figures: (on light, on dark)
 INK = ("#20242b", "#e6e9ee")
