@@ -31,6 +31,8 @@ class CompareConfig(GptSettings):
     Args:
         task: one of `TASKS`.
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
+            Options are the algorithm's own, lr, index_code, optimizer, and what is exchanged:
+            exchange=updates with every, outer, outer_lr and outer_momentum.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
             exchanges updates after every second step may send twice as much then.
@@ -201,9 +203,9 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 def description_of(config: CompareConfig) -> str:
     """What the page shows, and how runs are judged."""
     task, num_last = TASKS[config.task], config.plan.num_last
-    judged = "averages the last three evaluations; the last panel shows the very last" if num_last > 1 else (
-        "has the last evaluation"
-    )  # fmt: skip
+    judged = "has the last evaluation"
+    if num_last > 1:
+        judged = "averages the last three evaluations; the last panel shows the very last"
     unit = f" It is the {task.metric_words}: smaller is better." if task.metric_words else ""
     recipe = OPTIMIZERS[config.optimizer]
     clips = (

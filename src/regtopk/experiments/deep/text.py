@@ -119,8 +119,8 @@ def _draw(folders: Iterable[Path]) -> dict[str, bytes]:
     chosen: dict[str, bytes] = {}
     seen, num_bytes = set(), 0
     for name in sorted(found, key=lambda name: sha256(name.encode()).digest()):
-        content = found[name].read_bytes()
-        if content in seen or content.translate(None, USUAL):
+        content = found[name].read_bytes() if found[name].is_file() else b""
+        if not content or content in seen or content.translate(None, USUAL):
             continue
         seen.add(content)
         chosen[name] = content[: MOST_INSTALLED - num_bytes]
