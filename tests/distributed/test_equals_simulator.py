@@ -114,18 +114,19 @@ def test_split_by_region_bit_for_bit(four_ranks: Ranks, algorithm: Any) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_imputation(four_ranks: Ranks, weights: str, collective: str) -> None:
-    for algorithm in (
+    algorithms: list[Any] = [
         regtopk.TopK(density=0.07, impute=0.35, value_code="4bit"),
-        regtopk.RegTopK(density=0.3, impute=0.5),
-        regtopk.DGC(density=0.02, selection="sampled", sample=0.1, impute=1.0),
         regtopk.TopK(density=0.05, impute="learned"),
-    ):
-        compare(four_ranks, algorithm, weights=weights, collective=collective, num_steps=10)
+    ]
     if weights == "unequal":
-        algorithm = regtopk.TopK(density=0.02, impute=0.5)
-        compare(
-            four_ranks, algorithm, weights=weights, collective=collective, num_steps=5, dtype=torch.float64
-        )
+        algorithms += [
+            regtopk.RegTopK(density=0.3, impute=0.5),
+            regtopk.DGC(density=0.02, selection="sampled", sample=0.1, impute=1.0),
+        ]
+        own = {"weights": weights, "collective": collective, "dtype": torch.float64}
+        compare(four_ranks, regtopk.TopK(density=0.02, impute=0.5), num_steps=5, **own)
+    for algorithm in algorithms:
+        compare(four_ranks, algorithm, weights=weights, collective=collective, num_steps=5)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
