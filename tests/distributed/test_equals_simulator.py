@@ -123,7 +123,7 @@ def test_imputation(four_ranks: Ranks, weights: str, collective: str) -> None:
             regtopk.RegTopK(density=0.3, impute=0.5),
             regtopk.DGC(density=0.02, selection="sampled", sample=0.1, impute=1.0),
         ]
-        own = {"weights": weights, "collective": collective, "dtype": torch.float64}
+        own: dict[str, Any] = {"weights": weights, "collective": collective, "dtype": torch.float64}
         compare(four_ranks, regtopk.TopK(density=0.02, impute=0.5), num_steps=5, **own)
     for algorithm in algorithms:
         compare(four_ranks, algorithm, weights=weights, collective=collective, num_steps=5)
