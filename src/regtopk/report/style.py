@@ -36,7 +36,7 @@ METHODS = {
     "dense": Style("dense", "#5b6472", "#a3adba", width=4.5, opacity=0.45),
     "topk": Style("Top-k", "#d4500f", "#ff9a62", width=3.0),
     "regtopk": Style("RegTop-k", "#1f5fd6", "#7fb0ff", width=1.9),
-    "regtopk-cap": Style("RegTop-k, cap", "#c2366f", "#ff86b3", (3.7, 1.6), width=1.6),
+    "regtopk-cap": Style("RegTop-k, cap", "#9c1f58", "#ff5fa2", (3.7, 1.6), width=1.6),
     "regtopk-current": Style("RegTop-k, current", "#8a4fd0", "#c39bff", DASH_DOT, width=1.6),
     "global-topk": Style("global Top-k (oracle)", "#0d8a63", "#4fd6a6", DOTS, width=2.6),
     "randomk": Style("Random-k", "#a8790a", "#e8bd4f"),
