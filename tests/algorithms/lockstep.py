@@ -144,23 +144,23 @@ def _weighted(request: SparseSum | DenseSum | Peek, weight: Tensor, dtype: torch
 
 
 def _of_senders(asked: list[SenderSum], total: Tensor, *, is_echo: bool) -> OfSenders:
-    """Entry by entry; sums of weights run in rank order from zero."""
+    """Sums of weights run in rank order from zero."""
     weights = [torch.ones_like(request.weight) if is_echo else request.weight for request in asked]
-    supports = [set(request.sparse.indices[: int(request.sparse.counts)].tolist()) for request in asked]
-    nothing = torch.zeros_like(weights[0])
-    means, missing = [], []
-    entries = sorted(set().union(*supports))
-    for entry in entries:
-        sent = sum((w for w, support in zip(weights, supports, strict=True) if entry in support), nothing)
-        means.append(total[entry] / sent)
-        missing.append(sum(weights, nothing) - sent)
+    sent, named = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.bool)
+    everyone = torch.zeros_like(weights[0])
+    for request, weight in zip(asked, weights, strict=True):
+        support = request.sparse.indices[: int(request.sparse.counts)]
+        sent[support] += weight
+        named[support] = True
+        everyone = everyone + weight
+    entries = named.nonzero().flatten()
     numbers = None
     if asked[0].numbers is not None:
         numbers = torch.zeros_like(asked[0].numbers)
         for request, weight in zip(asked, weights, strict=True):
             assert request.numbers is not None
             numbers = numbers + weight * request.numbers
-    return OfSenders(total, torch.tensor(entries), torch.stack(means), torch.stack(missing), numbers)
+    return OfSenders(total, entries, total[entries] / sent[entries], everyone - sent[entries], numbers)
 
 
 def _gathered(asked: list[Gather]) -> Gathered:

@@ -49,7 +49,7 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
         (["fig1", "--preset", "paper"], "preset must not be given for fig1, which has none, got 'paper'"),
         (
             ["fig1", "--methods", "topk"],
-            "one of num_iterations, lr, mu, device, got 'methods'",
+            "one of num_iterations, lr, mu, w_1, device, got 'methods'",
         ),
     ],
 )
