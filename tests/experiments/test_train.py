@@ -19,6 +19,8 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
     ("setting", "message"),
     [
         ("algorithm=dense", "algorithm must not be dense, which is always there, got 'dense'"),
+        ("algorithm=topk:exchange=updates", "options of its own alone .* got 'topk:exchange=updates'"),
+        ("algorithm=topk:lr=0.1", "algorithm must have options of its own alone here, no lr"),
         ("algorithm=reg-topk", r"algorithm must be one of dense, .*got 'reg-topk' \(did you mean 'regtopk'"),
         ("algorithm=regtopk:mu=0", "mu must be positive and finite, got 0"),
         ("density=2", r"density must be in \(0, 1\], got 2.0"),

@@ -28,6 +28,7 @@ from regtopk.experiments.images import load_images
 from regtopk.experiments.launch import emit, join_group, launch
 from regtopk.experiments.settings import check_device
 from regtopk.method import Method
+from regtopk.rounds import GRADIENTS
 from regtopk.runs import Panel, Record
 
 TARGET = 95.0  # percent of the test digits: what "sent until" counts up to
@@ -69,6 +70,12 @@ class TrainConfig:
         """Check the settings."""
         check_density(self.density)
         check_value_code(self.value_code)
+        method = Method.parse(self.algorithm)
+        if method.rounds != GRADIENTS or method.lr or method.index_code or method.optimizer:
+            raise ArgumentError(
+                "algorithm must have options of its own alone here, no lr, index_code, optimizer or exchange, "
+                f"got {self.algorithm!r}"
+            )
         if make_algorithm(self).name == "dense":
             raise ArgumentError(f"algorithm must not be dense, which is always there, got {self.algorithm!r}")
         check_choice("scope", self.scope, ("model", "bucket"))
