@@ -73,7 +73,7 @@ class TrainConfig:
         method = Method.parse(self.algorithm)
         if method.rounds != GRADIENTS or method.lr or method.index_code or method.optimizer:
             raise ArgumentError(
-                "algorithm must have options of its own alone here, no lr, index_code, optimizer or exchange, "
+                "algorithm must have options of its own alone here, no lr, index_code, optimizer, exchange, "
                 f"got {self.algorithm!r}"
             )
         if make_algorithm(self).name == "dense":
