@@ -81,7 +81,8 @@ class FairTopK(Sparsifier[FairTopKState]):
     kappa + 1 go to workers in turn, not by magnitude. k and k' run one after the other; the paper evaluates
     both in every step. k_min..k_max does not narrow over time. By default k is rounded to the nearest, and
     stays as long as losses do not decrease; ``rounding="stochastic", patience=11`` are those of the authors'
-    code, which counts rounds where trials are counted here.
+    code, which counts rounds where trials are counted here. There k itself becomes the rounded number, and k'
+    has a draw of its own; here k stays a real number, and one draw serves both.
 
     Checked against the authors' loop, transcribed: nearly the same support. Their aggregate on it is shorter,
     since fewer workers add to an entry.

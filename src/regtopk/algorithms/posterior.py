@@ -53,7 +53,7 @@ class ScoredState(State):
 
 @dataclass(frozen=True, kw_only=True)
 class PosteriorScore:
-    """The score of an entry is |a_j^t| if it was not sent last, and otherwise less.
+    """The score of an entry is |a_j^t|, corrected if the entry was sent last.
 
         "factor":  |a_j^t| · u_mu(|1 + D_j^t|) / u_mu(|1 + Q|)      (Algorithm 1)
 
