@@ -15,7 +15,7 @@ from regtopk.experiments.deep.engine import Engine
 from regtopk.experiments.deep.examples import Examples, of_text
 from regtopk.experiments.deep.flat import flatten
 from regtopk.experiments.deep.networks.gpt import GPT
-from regtopk.experiments.deep.text import installed_sources, load_text
+from regtopk.experiments.deep.text import load_text, torch_sources
 from regtopk.experiments.protocol import Protocol
 from regtopk.experiments.splits import batch_order, divide, weights_of
 
@@ -106,7 +106,7 @@ class Gpt(ComparedTask):
         """Windows of the text, those of the test thinned out."""
         window = config.context + 1
         path = Path(config.data) if config.data else None
-        text = load_text(path, sources=installed_sources, window=window)
+        text = load_text(path, sources=torch_sources, window=window)
         examples = of_text(text, config.device, window)._replace(fingerprint=text.sha256)
         stride = -(-len(examples.test) // MOST_TESTED)
         tested = examples.test[::stride], examples.test_targets[::stride]

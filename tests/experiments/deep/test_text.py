@@ -7,7 +7,7 @@ import torch
 from regtopk.errors import ArgumentError
 from regtopk.experiments.deep import text as texts
 from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.deep.text import installed_sources, library_sources, load_text, windows
+from regtopk.experiments.deep.text import library_sources, load_text, torch_sources, windows
 
 
 def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:
@@ -34,26 +34,23 @@ def test_sources_come_in_order_and_without_what_a_build_wrote(tmp_path: Path) ->
     assert library_sources(tmp_path) == "onetwo"
 
 
-def test_installed_sources_are_drawn_once_and_end_with_files_of_all_kinds(
+def test_torch_sources_are_drawn_once_and_end_with_files_of_all_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, packages = tmp_path / "library", tmp_path / "library" / "site-packages"
     contents = {f"{name}/{number}.py": f"{name} {number}\n" for name in "abc" for number in range(10)}
-    for name, content in {**contents, "b/00.py": contents["b/0.py"]}.items():
-        path = (packages if name.startswith("a") else library) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for name, content in {**contents, "b/00.py": contents["b/0.py"], "b/tab.py": "if x:\n\ty\n"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    (library / "b" / "tab.py").write_text("if x:\n\ty\n")
-    (library / "_sysconfigdata_x.py").write_text("paths\n")
-    found = installed_sources([library, packages], least=1).splitlines()
+    found = torch_sources(tmp_path, least=1).splitlines()
     train, test = found[:-3], found[-3:]
-    assert sorted(found) == sorted(contents[name].strip() for name in contents)  # each once
+    assert sorted(found) == sorted(content.strip() for content in contents.values())  # each once
     assert test == sorted(test) and train == sorted(train) and found != sorted(found)
-    assert found == installed_sources([library, packages], least=1).splitlines()
-    monkeypatch.setattr(texts, "MOST_INSTALLED", 50)
-    assert len(installed_sources([library, packages], least=1)) == 50
-    with pytest.raises(ArgumentError, match=r"sources of at least 8,000,000 bytes must be installed, got 50"):
-        installed_sources([library, packages])
+    assert found == torch_sources(tmp_path, least=1).splitlines()
+    monkeypatch.setattr(texts, "MOST_OF_TORCH", 50)
+    assert len(torch_sources(tmp_path, least=1)) == 50
+    with pytest.raises(ArgumentError, match=r"torch must have sources of at least 8,000,000 bytes, got 50 in"):
+        torch_sources(tmp_path)
 
 
 def test_windows_predict_every_token_once() -> None:

@@ -1,7 +1,7 @@
-"""Text as tokens, one for each different character: a file the user has, or sources that this Python has."""
+"""Text as tokens, one for each different character: a file the user has, or sources of Python or torch."""
 
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +15,7 @@ from regtopk.errors import ArgumentError
 WINDOW = 129  # characters per example: 128 that are read, each with the one that follows
 TEST_PART = 10  # the last tenth is kept for the test
 MOST_BYTES = 2_000_000  # of library sources
-PACKAGES = ("site-packages", "dist-packages")  # folders of installed packages
-LEAST_INSTALLED, MOST_INSTALLED = 8_000_000, 24_000_000  # bytes of installed sources
+LEAST_OF_TORCH, MOST_OF_TORCH = 8_000_000, 24_000_000  # bytes of torch's sources
 USUAL = bytes([10, *range(32, 127)])  # the line feed and what ASCII prints: 96 characters
 
 
@@ -35,8 +34,8 @@ def load_text(
     """Read a text: the vocabulary is the characters found, the last tenth is the test.
 
     Args:
-        path: a file in UTF-8; None takes sources that this Python has, which differ with its version.
-        sources: which of these, `library_sources` or `installed_sources`; None: the first.
+        path: a file in UTF-8; None takes sources that are installed, which differ with their version.
+        sources: which of these, `library_sources` or `torch_sources`; None: the first.
         window: characters per example.
 
     Raises:
@@ -77,29 +76,28 @@ def library_sources(folder: Path | None = None) -> str:
     return b"".join(parts).decode("ascii")
 
 
-def installed_sources(folders: Sequence[Path] = (), least: int = LEAST_INSTALLED) -> str:
-    """Sources of Python's library and of the installed packages, 24 MB of them, or all if there are fewer.
+def torch_sources(folder: Path | None = None, least: int = LEAST_OF_TORCH) -> str:
+    """Sources of torch, 24 MB of them: whoever can train has this text, and it depends on torch's version alone.
 
-    Files come in the order of a hash of their names, which is as good as a random draw: a few packages do not
-    fill the text. Left out are copies, and files with other characters than `USUAL`. Of the chosen files the
-    first ones are the last tenth of the text, so the test has files of all kinds. The rest is in the order of
-    names: neighbours in the text are of one package.
+    Files come in the order of a hash of their names, which is as good as a random draw. Left out are copies,
+    and files with other characters than `USUAL`. Of the chosen files the first ones are the last tenth of the
+    text, so the test has files of all kinds. The rest is in the order of names: neighbours in the text are of
+    one package.
 
     Args:
-        folders: where; empty: where this Python has them.
+        folder: where; None: where torch is installed.
         least: bytes that must be found.
 
     Raises:
         ArgumentError: there are fewer.
     """
-    names = "stdlib", "platlib", "purelib"
-    places = folders or list(dict.fromkeys(Path(sysconfig.get_paths()[name]) for name in names))
-    chosen = _draw(places)
+    folder = folder or Path(torch.__file__).parent
+    chosen = _draw(folder)
     num_bytes = sum(map(len, chosen.values()))
     if num_bytes < least:
         raise ArgumentError(
-            f"without data, sources of at least {least:,} bytes must be installed, got {num_bytes:,} in "
-            f"{', '.join(map(str, places))}: give a text file"
+            f"without data, torch must have sources of at least {least:,} bytes, got {num_bytes:,} in "
+            f"{folder}: give a text file"
         )
     drawn, test, num_test = list(chosen), [], 0
     while num_test < num_bytes // TEST_PART:
@@ -108,24 +106,19 @@ def installed_sources(folders: Sequence[Path] = (), least: int = LEAST_INSTALLED
     return b"".join(chosen[name] for name in (*sorted(drawn), *sorted(test))).decode("ascii")
 
 
-def _draw(folders: Iterable[Path]) -> dict[str, bytes]:
-    """The contents of files, by their names below their folder, in the order of a hash of these."""
-    found: dict[str, Path] = {}
-    for folder in folders:
-        for path in folder.rglob("*.py"):
-            below = path.relative_to(folder)
-            if below.parts[0] not in PACKAGES and not path.name.startswith("_sysconfigdata"):
-                found.setdefault(below.as_posix(), path)
+def _draw(folder: Path) -> dict[str, bytes]:
+    """The contents of files, by their names below a folder, in the order of a hash of these."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.is_file()]
     chosen: dict[str, bytes] = {}
     seen, num_bytes = set(), 0
-    for name in sorted(found, key=lambda name: sha256(name.encode()).digest()):
-        content = found[name].read_bytes() if found[name].is_file() else b""
+    for name in sorted(names, key=lambda name: sha256(name.encode()).digest()):
+        content = (folder / name).read_bytes()
         if not content or content in seen or content.translate(None, USUAL):
             continue
         seen.add(content)
-        chosen[name] = content[: MOST_INSTALLED - num_bytes]
+        chosen[name] = content[: MOST_OF_TORCH - num_bytes]
         num_bytes += len(chosen[name])
-        if num_bytes == MOST_INSTALLED:
+        if num_bytes == MOST_OF_TORCH:
             break
     return chosen
 
