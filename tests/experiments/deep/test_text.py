@@ -49,7 +49,7 @@ def test_torch_sources_are_drawn_once_and_end_with_files_of_all_kinds(
     assert found == torch_sources(tmp_path, least=1).splitlines()
     monkeypatch.setattr(texts, "MOST_OF_TORCH", 50)
     assert len(torch_sources(tmp_path, least=1)) == 50
-    with pytest.raises(ArgumentError, match=r"torch must have sources of at least 8,000,000 bytes, got 50 in"):
+    with pytest.raises(ArgumentError, match=r"torch must have sources of at least 8,000,000 bytes, got 50"):
         torch_sources(tmp_path)
 
 

@@ -77,7 +77,7 @@ def library_sources(folder: Path | None = None) -> str:
 
 
 def torch_sources(folder: Path | None = None, least: int = LEAST_OF_TORCH) -> str:
-    """Sources of torch, 24 MB of them: whoever can train has this text, and it depends on torch's version alone.
+    """Sources of torch, 24 MB of them: all who train have them, and they depend on torch's version alone.
 
     Files come in the order of a hash of their names, which is as good as a random draw. Left out are copies,
     and files with other characters than `USUAL`. Of the chosen files the first ones are the last tenth of the
