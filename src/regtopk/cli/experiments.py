@@ -32,7 +32,8 @@ COMPARED = (
     "lr", "num_workers", "num_steps", "data", "device",
 )  # fmt: skip
 TRAINED = (
-    "num_workers", "algorithm", "density", "value_code", "scope", "dataset", "num_steps", "lr", "device",
+    "task", "num_workers", "algorithm", "exchange", "every", "outer", "outer_lr", "outer_momentum", "density",
+    "value_code", "index_code", "scope", "optimizer", "lr", "num_steps", "data", "device",
 )  # fmt: skip
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps", "num_seeds": "--seeds"}
 
