@@ -231,5 +231,5 @@ def compare(task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}
 
 @runs(TRAIN.config, TRAINED)
 def train() -> Request:
-    """Train with real processes, with an algorithm and dense; write records, figures and a page."""
+    """Train with real processes, by a method and dense; write records, figures and a page."""
     return Request(TRAIN, "train", ["train"])

@@ -64,7 +64,7 @@ class Descent:
     Args:
         parameters: changed by every step.
         decays: the weight decay of each parameter, which broadcasts to its entries.
-        are_models: whether there is one parameter (..., J), whose rows are models that are clipped one by one.
+        are_models: whether the one parameter has models as its rows (..., J), which are clipped one by one.
         recipe: how.
         lr: learning rate.
         num_steps: how many steps there will be, for recipes whose learning rate has a schedule.

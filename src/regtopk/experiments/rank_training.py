@@ -37,7 +37,7 @@ class RankTask(ABC):
 
     @abstractmethod
     def evaluate(self, network: nn.Module) -> dict[str, float]:
-        """How good a model is; "loss" here stands for the mean loss of the mini-batches."""
+        """How good a model is. A "loss" among the numbers is recorded in place of the mini-batches' mean."""
 
 
 class RankTraining:
@@ -99,8 +99,10 @@ class RankTraining:
         self._descent.step(self.num_steps)
         if loss.is_cuda:
             torch.cuda.synchronize()
-        is_first = self.num_steps % self.rounds.every == 0
-        self._round_s = (0.0 if is_first else self._round_s) + time.perf_counter() - start
+        step_s = time.perf_counter() - start
+        if self.exchange is not None:  # for the next exchange of adaptive algorithms
+            self.exchange.report(loss=float(loss), time_s=step_s)
+        self._round_s = step_s + (self._round_s if self.num_steps % self.rounds.every else 0.0)
         self._losses.append(loss.detach())
         self.num_steps += 1
 

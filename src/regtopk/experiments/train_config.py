@@ -1,4 +1,4 @@
-"""The settings of `regtopk train`: a task, a method with the words that `regtopk compare` knows, and sizes."""
+"""The settings of `regtopk train`: a task and its sizes, and a method in the words of `regtopk compare`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,33 +45,35 @@ class TrainConfig:
     """Settings of a training; 0 and empty words become the task's own defaults.
 
     Args:
-        task: what to learn: digits (scikit-learn's), or gpt (the next character of a text).
-        algorithm: what to train with, as NAME[:OPTION=VALUE]... with the words that regtopk compare knows,
-            such as topk:value_code=4bit:exchange=updates:every=2:lr=0.008. Dense DDP is trained too.
-        exchange: what workers exchange: gradients (regtopk.attach) or updates (regtopk.UpdateExchange).
-            Empty: what the words of the algorithm say, or else gradients.
-        every: steps that a worker takes by itself before an exchange of updates; 0: what the words say, or 1.
-        outer: what applies an aggregate of updates: none, sgd, or nesterov, as in DiLoCo.
-        outer_lr: learning rate of outer; 0: 1 for sgd, 0.7 for nesterov.
-        outer_momentum: of outer; 0: 0 for sgd, 0.9 for nesterov.
+        task: what to learn: digits (scikit-learn's), or gpt, the next character of a text. Sizes of gpt are
+            --set num_layers=2 --set width=64 --set context=64 --set batch_size=4.
+        algorithm: what to train with, as NAME[:OPTION=VALUE]... in the words of regtopk compare, such as
+            topk:value_code=4bit:exchange=updates:every=2:lr=0.008. Dense DDP is always trained too.
+        exchange: what workers exchange: gradients (by regtopk.attach), or what the optimizer changed: updates
+            (by regtopk.UpdateExchange). If not given, what --algorithm says, or else gradients.
+        every: with updates, how many steps a worker takes by itself before an exchange; it divides the number
+            of steps. If not given, what --algorithm says, or else 1.
+        outer: with updates, the optimizer that applies their aggregate: none, sgd, or nesterov as in DiLoCo.
+        outer_lr: learning rate of the outer optimizer. If not given, 1 for sgd, 0.7 for nesterov.
+        outer_momentum: momentum of the outer optimizer. If not given, 0 for sgd, 0.9 for nesterov.
         density: share of the entries that a worker sends, k / J in (0, 1].
         value_code: how values travel.
         index_code: how indices travel.
         scope: with gradients, select entries over the whole model, or over each DDP bucket: model or bucket.
         collective: how sparse sums run: auto (computed), all_gather or split.
-        optimizer: sgd, momentum, adam, adamw or sgdw, as in regtopk compare. Empty: sgd for digits, adamw for
-            gpt.
-        lr: learning rate, > 0; 0: 0.4 for digits, 0.004 for gpt. A method that names its own leaves this one
-            to dense.
+        optimizer: what follows gradients: sgd, momentum, adam, adamw or sgdw, as in regtopk compare. If not
+            given, sgd for digits, adamw for gpt.
+        lr: learning rate of the optimizer. If not given, 0.4 for digits, 0.004 for gpt. An lr among the words
+            of --algorithm is the method's alone, and dense keeps this one.
         num_workers: how many processes on this machine, N >= 2.
-        num_steps: how many steps, T; 0: 300 for digits, 240 for gpt.
+        num_steps: how many steps, T. If not given, 300 for digits, 240 for gpt.
         batch_size: examples per worker and step.
         num_layers: blocks of gpt.
         width: of gpt's stream between blocks.
         context: characters that gpt sees at once.
-        data: a text file for gpt; empty: sources of Python and of the installed packages.
+        data: a text file in UTF-8, for gpt. If not given, sources of Python and of the installed packages.
         num_seeds: how many seeds, from 0 on. A seed fixes the first weights and the batches.
-        record_every: steps between records, which are made where a round of updates ends.
+        record_every: steps between records. A record is made where a round of updates ends.
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
 
@@ -113,7 +115,7 @@ class TrainConfig:
         self.simulated  # noqa: B018 -- which checks what a comparison has too
         if method.algorithm == "dense" and not method.rounds.has_updates:
             raise ArgumentError(
-                f"algorithm must not be dense, which is always there, unless it exchanges updates, "
+                "algorithm must not be dense, which is always there, unless it exchanges updates, "
                 f"got {method.label!r}"
             )
         if self.scope == "bucket" and method.rounds.has_updates:

@@ -54,7 +54,9 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     ]
     target = {}
     if config.task == "digits":
-        measures["sent_bytes_until_target"] = {method: _sent_until_target(method, records) for method in final}
+        measures["sent_bytes_until_target"] = {
+            method: _sent_until_target(method, records) for method in final
+        }
         rows.insert(5, (f"sent until {TARGET:.0f} %, MB", "sent_bytes_until_target", 1e-6))
         target = {"target_accuracy": TARGET}
     what = {"task": config.task, "exchange": config.method.rounds.exchange}
@@ -82,9 +84,7 @@ def _table(
 def panels(config: TrainConfig) -> Sequence[Panel]:
     """Quality and training loss, against steps and against bytes sent."""
     shown = QUALITIES[config.task]
-    quality = Panel(
-        f"{shown.title}, by steps", "step", shown.metric, "step", shown.words, log_y=shown.log_y
-    )
+    quality = Panel(f"{shown.title}, by steps", "step", shown.metric, "step", shown.words, log_y=shown.log_y)
     loss = replace(quality, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)
     bytes_sent: dict[str, Any] = {"x": "sent_bytes", "x_label": "bytes sent by a worker", "log_x": True}
     return (
