@@ -96,6 +96,7 @@ class RankTraining:
         self._descent.optimizer.zero_grad()
         loss = self.task.loss(self.model, rows)
         loss.backward()
+        loss = loss.detach()
         self._descent.step(self.num_steps)
         if loss.is_cuda:
             torch.cuda.synchronize()
@@ -103,7 +104,7 @@ class RankTraining:
         if self.exchange is not None:  # for the next exchange of adaptive algorithms
             self.exchange.report(loss=float(loss), time_s=step_s)
         self._round_s = step_s + (self._round_s if self.num_steps % self.rounds.every else 0.0)
-        self._losses.append(loss.detach())
+        self._losses.append(loss)
         self.num_steps += 1
 
     def measure(self) -> dict[str, float]:
