@@ -4,6 +4,7 @@ Written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
 "dense:exchange=updates:every=16:outer=nesterov".
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +61,9 @@ class Rounds(NamedTuple):
         momentum = settings.momentum if self.outer_momentum is None else self.outer_momentum
         return Outer(lr, momentum, settings.nesterov)
 
-    def make_outer(self, parameters: Tensor) -> torch.optim.Optimizer:
+    def make_outer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that applies an aggregate of updates; none is SGD with a learning rate of 1."""
-        return torch.optim.SGD([parameters], **self.outer_settings._asdict())
+        return torch.optim.SGD(parameters, **self.outer_settings._asdict())
 
     def check(self, label: str) -> None:
         """Refuse values that break their rule.

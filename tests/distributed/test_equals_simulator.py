@@ -1,4 +1,4 @@
-"""Four ranks and the simulator, fed the same gradients, must agree bit for bit, and count the same bytes."""
+"""Ranks and the simulator, fed the same gradients, must agree bit for bit, and count the same bytes."""
 
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +20,7 @@ NUM_STEPS = 50
 SHAPES = {"one": (30, 40), "two": (40,), "three": (10, 26)}
 J = 1500  # twelve blocks of a code, the last not full
 WEIGHTS = {"equal": None, "unequal": [0.4, 0.3, 0.2, 0.1], "one of zero": [0.5, 0.0, 0.2, 0.3]}
+WEIGHTS_OF_TWO = {"equal": None, "unequal": [0.7, 0.3], "one of zero": [0.0, 1.0]}
 
 
 Result = tuple[Tensor, Tensor, dict[str, Tensor]]  # aggregates, residual, and counts of every step
@@ -39,18 +40,21 @@ def layout() -> Layout:
 
 def simulated(algorithm: Algorithm[Any], grads: Tensor, weights: Any, index_code: str) -> list[Result]:
     """Every worker's result."""
-    cluster = Cluster(algorithm, num_workers=4, weights=weights, index_code=index_code, layout=layout())
+    num_workers = grads.shape[1]
+    cluster = Cluster(
+        algorithm, num_workers=num_workers, weights=weights, index_code=index_code, layout=layout()
+    )
     aggregates, counts = [], []
     for step in grads:
         aggregates.append(cluster.step(step).clone())
         counts.append(torch.stack([cluster.last_step.state_dict()[name] for name in NAMES]))
     assert cluster.state is not None
     state = cluster.state.state_dict()
-    residual = state.get("residual", torch.zeros(4, 1))
+    residual = state.get("residual", torch.zeros(num_workers, 1))
     by_worker = torch.stack(counts).unbind(-1)
     return [
         (torch.stack(aggregates), residual[n], dict(zip(NAMES, by_worker[n].unbind(-1), strict=True)))
-        for n in range(4)
+        for n in range(num_workers)
     ]
 
 
@@ -83,10 +87,11 @@ def compare(
     num_steps: int = NUM_STEPS,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    grads = grads_of(num_steps, dtype)
-    expected = simulated(algorithm, grads, WEIGHTS[weights], index_code)
+    grads = grads_of(num_steps, dtype)[:, : ranks.num_ranks]
+    own_weights = {2: WEIGHTS_OF_TWO, 4: WEIGHTS}[ranks.num_ranks][weights]
+    expected = simulated(algorithm, grads, own_weights, index_code)
     options = {"index_code": index_code, "collective": collective}
-    found = ranks.run(on_rank, algorithm, grads, WEIGHTS[weights], options)
+    found = ranks.run(on_rank, algorithm, grads, own_weights, options)
     for (aggregates, residual, counts), want in zip(found, expected, strict=True):
         torch.testing.assert_close(aggregates, want[0], rtol=0, atol=0)
         torch.testing.assert_close(residual, want[1], rtol=0, atol=0)
@@ -113,7 +118,11 @@ def test_split_by_region_bit_for_bit(four_ranks: Ranks, algorithm: Any) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
-def test_imputation(four_ranks: Ranks, weights: str, collective: str) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_imputation(
+    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, weights: str, collective: str
+) -> None:
+    ranks = {2: two_ranks, 4: four_ranks}[num_ranks]
     algorithms: list[Any] = [
         regtopk.TopK(density=0.07, impute=0.35, value_code="4bit"),
         regtopk.TopK(density=0.05, impute="learned"),
@@ -124,9 +133,9 @@ def test_imputation(four_ranks: Ranks, weights: str, collective: str) -> None:
             regtopk.DGC(density=0.02, selection="sampled", sample=0.1, impute=1.0),
         ]
         own: dict[str, Any] = {"weights": weights, "collective": collective, "dtype": torch.float64}
-        compare(four_ranks, regtopk.TopK(density=0.02, impute=0.5), num_steps=5, **own)
+        compare(ranks, regtopk.TopK(density=0.02, impute=0.5), num_steps=5, **own)
     for algorithm in algorithms:
-        compare(four_ranks, algorithm, weights=weights, collective=collective, num_steps=5)
+        compare(ranks, algorithm, weights=weights, collective=collective, num_steps=5)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -32,7 +32,8 @@ COMPARED = (
     "lr", "num_workers", "num_steps", "data", "device",
 )  # fmt: skip
 TRAINED = (
-    "num_workers", "algorithm", "density", "value_code", "scope", "dataset", "num_steps", "lr", "device",
+    "task", "num_workers", "algorithm", "exchange", "every", "outer", "outer_lr", "outer_momentum", "density",
+    "value_code", "index_code", "scope", "optimizer", "lr", "num_steps", "data", "device",
 )  # fmt: skip
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps", "num_seeds": "--seeds"}
 
@@ -230,5 +231,5 @@ def compare(task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}
 
 @runs(TRAIN.config, TRAINED)
 def train() -> Request:
-    """Train with real processes, with an algorithm and dense; write records, figures and a page."""
+    """Train with real processes, by a method and dense; write records, figures and a page."""
     return Request(TRAIN, "train", ["train"])

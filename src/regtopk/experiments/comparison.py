@@ -237,7 +237,7 @@ def _records(
             "value_code": getattr(algorithm, "value_code", None),
             "index_code": config.index_code_of(method),
             "lr": trainer.lr,
-            **_exchanged(config, method),
+            **exchanged(config, method),
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
@@ -248,7 +248,7 @@ def _records(
         }
 
 
-def _exchanged(config: Protocol, method: Method) -> Record:
+def exchanged(config: Protocol, method: Method) -> Record:
     """What a method's workers exchange, the optimizer, and which gradients it clips."""
     rounds = method.rounds
     clipped = "each worker's own" if rounds.has_updates else "the aggregate"

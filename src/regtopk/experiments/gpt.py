@@ -78,14 +78,9 @@ class Gpt(ComparedTask):
     def __init__(self, config: GptSettings, seeds: Sequence[int], examples: Examples) -> None:
         super().__init__(config, seeds)
         self.examples = examples
-        shards = [divide(examples.labels, config.num_workers, config.split, seed) for seed in seeds]
-        self.order = torch.stack(
-            [
-                batch_order(own, config.batch_size, config.plan.stops[-1], seed)
-                for own, seed in zip(shards, seeds, strict=True)
-            ],
-            1,
-        ).to(config.device)  # (T, R, N, B)
+        shards = [shards_of(config, examples, seed) for seed in seeds]
+        orders = [order_of(config, own, seed) for own, seed in zip(shards, seeds, strict=True)]
+        self.order = torch.stack(orders, 1).to(config.device)  # (T, R, N, B)
         self.weights = [weights_of(own, config.split) for own in shards]
         self._weights = torch.tensor(self.weights, device=config.device)
         self._start = torch.stack([flatten(make_network(config, examples, seed)) for seed in seeds])
@@ -130,6 +125,16 @@ class Gpt(ComparedTask):
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, and the share of characters that are guessed right, in percent."""
         return self.engine.evaluate(models)
+
+
+def shards_of(config: GptSettings, examples: Examples, seed: int) -> list[Tensor]:
+    """Which windows each worker has."""
+    return divide(examples.labels, config.num_workers, config.split, seed)
+
+
+def order_of(config: GptSettings, shards: list[Tensor], seed: int) -> Tensor:
+    """The windows of every step, (T, N, B)."""
+    return batch_order(shards, config.batch_size, config.plan.stops[-1], seed)
 
 
 def make_network(config: GptSettings, examples: Examples, seed: int) -> GPT:

@@ -1,13 +1,13 @@
-"""Optimizers of flat models, with the clipping and the schedule that go with them."""
+"""Optimizers, with the weight decay, the clipping and the schedule that go with them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regtopk.core.worker import Layout
 
@@ -57,54 +57,74 @@ OPTIMIZERS = {
 
 
 class Descent:
-    """Models that follow gradients, each its own.
+    """Parameters that follow their gradients: they decay, gradients are clipped, and the optimizer steps.
+
+    Simulated workers and real ranks take their steps here, so both make the same operations in one order.
 
     Args:
-        models: (..., J), changed by every step.
+        parameters: changed by every step.
+        decays: the weight decay of each parameter, which broadcasts to its entries.
+        are_models: whether the one parameter has models as its rows (..., J), which are clipped one by one.
         recipe: how.
         lr: learning rate.
-        layout: says which entries are matrices.
         num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
     """
 
-    def __init__(self, models: Tensor, recipe: Recipe, lr: float, layout: Layout, num_steps: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        decays: Sequence[Tensor],
+        *,
+        are_models: bool,
+        recipe: Recipe,
+        lr: float,
+        num_steps: int,
+    ) -> None:
         assert num_steps or recipe.last_share == 1, "a schedule needs its number of steps"
-        self.models = models
+        self.optimizer = recipe.make(parameters, lr=lr)
+        self._parameters = parameters
+        self._decays = decays
+        self._are_models = are_models
         self._recipe = recipe
         self._lr = lr
         self._num_steps = num_steps
-        self._optimizer = recipe.make([models], lr=lr)
-        self._decay = _decay_of(layout, recipe.weight_decay).to(models) if recipe.weight_decay else None
+
+    @classmethod
+    def of_models(cls, models: Tensor, layout: Layout, *, recipe: Recipe, **how: Any) -> "Descent":
+        """Flat models (..., J), each of which goes its own way."""
+        decay = torch.zeros(layout.numel)
+        for layer in layout.layers:
+            if len(layer.shape) > 1:
+                decay[layer.start : layer.start + layer.numel] = recipe.weight_decay
+        return cls([models], [decay.to(models)], are_models=True, recipe=recipe, **how)
+
+    @classmethod
+    def of_network(cls, network: nn.Module, *, recipe: Recipe, **how: Any) -> "Descent":
+        """The parameters of one network."""
+        parameters = list(network.parameters())
+        decays = [p.new_tensor(recipe.weight_decay if p.dim() > 1 else 0.0) for p in parameters]
+        return cls(parameters, decays, are_models=False, recipe=recipe, **how)
 
     @torch.no_grad()
-    def step(self, grads: Tensor, step: int) -> None:
-        """Take a step of all models; `grads` (..., J) is not changed."""
+    def step(self, step: int) -> None:
+        """Take a step by the gradients that the parameters hold; clipped ones replace them."""
         lr = self._lr * self._recipe.lr_share(step, self._num_steps)
-        self._optimizer.param_groups[0]["lr"] = lr
-        if self._decay is not None:
-            self.models.addcmul_(self.models, self._decay, value=-lr)
-        self.models.grad = clipped(grads, self._recipe.max_norm) if self._recipe.max_norm else grads
-        self._optimizer.step()
+        self.optimizer.param_groups[0]["lr"] = lr
+        if self._recipe.weight_decay:
+            for p, decay in zip(self._parameters, self._decays, strict=True):
+                p.addcmul_(p, decay, value=-lr)
+        if self._recipe.max_norm:
+            self._clip()
+        self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer."""
-        return self._optimizer.state_dict()
+    def _clip(self) -> None:
+        """Scale gradients down to a norm, as torch's `clip_grad_norm_` does but for the last bits.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the optimizer."""
-        self._optimizer.load_state_dict(state)
-
-
-def clipped(grads: Tensor, max_norm: float) -> Tensor:
-    """Rows (..., J) scaled down to a norm, as torch's `clip_grad_norm_` does it."""
-    norms: Tensor = torch.linalg.vector_norm(grads, dim=-1, keepdim=True)
-    return grads * (max_norm / (norms + 1e-6)).clamp(max=1.0)
-
-
-def _decay_of(layout: Layout, weight_decay: float) -> Tensor:
-    """The decay of every entry, (J,): none for biases and norms."""
-    decay = torch.zeros(layout.numel)
-    for layer in layout.layers:
-        if len(layer.shape) > 1:
-            decay[layer.start : layer.start + layer.numel] = weight_decay
-    return decay
+        The norm is that of all entries at once, not that of the norms of parameters.
+        """
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        entries = grads[0] if self._are_models else torch.cat([grad.flatten() for grad in grads])
+        norms = torch.linalg.vector_norm(entries, dim=-1, keepdim=True)
+        scale = (self._recipe.max_norm / (norms + 1e-6)).clamp(max=1.0)
+        for p in self._parameters:
+            p.grad = None if p.grad is None else p.grad * scale

@@ -72,9 +72,14 @@ class Trainer:
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
         self._local = self._of_workers().clone() if rounds.has_updates else self.models
-        self._outer = rounds.make_outer(self.models) if rounds.has_updates else None
-        own_lr = task.outer_lr(lr)
-        self._descent = Descent(self._local, OPTIMIZERS[optimizer], own_lr, task.layout, num_steps)
+        self._outer = rounds.make_outer([self.models]) if rounds.has_updates else None
+        self._descent = Descent.of_models(
+            self._local,
+            task.layout,
+            recipe=OPTIMIZERS[optimizer],
+            lr=task.outer_lr(lr),
+            num_steps=num_steps,
+        )
         self._timer = Timer(self.models.device)
         self._spent_s = 0.0  # in exchanges, before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
@@ -140,7 +145,7 @@ class Trainer:
             "seen": self._seen,
             "compress_s": self.compress_s,
             "local": self._local,
-            "optimizer": self._descent.state_dict(),
+            "optimizer": self._descent.optimizer.state_dict(),
             "outer": self._outer and self._outer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
         }
@@ -155,7 +160,7 @@ class Trainer:
         self._seen = state["seen"]
         self._spent_s = state["compress_s"]
         self._local.copy_(state["local"])
-        self._descent.load_state_dict(state["optimizer"])
+        self._descent.optimizer.load_state_dict(state["optimizer"])
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
@@ -164,10 +169,12 @@ class Trainer:
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps, self.lr)
         if self._outer is None:
-            self._descent.step(self._aggregate(grads), self.num_steps)
+            self.models.grad = self._aggregate(grads)
+            self._descent.step(self.num_steps)
             self._report(losses)
         else:
-            self._descent.step(grads, self.num_steps)
+            self._local.grad = grads
+            self._descent.step(self.num_steps)
             if (self.num_steps + 1) % self.rounds.every == 0:
                 self.models.grad = self._aggregate(self._of_workers() - self._local)
                 self._outer.step()

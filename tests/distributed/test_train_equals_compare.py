@@ -1,0 +1,117 @@
+"""`regtopk train --task gpt` on real ranks ends with the bits of `regtopk compare gpt` in the simulator."""
+
+import argparse
+import inspect
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.experiments.compare import ComparedProblem
+from regtopk.experiments.deep.flat import flatten
+from regtopk.experiments.gpt_on_rank import GptOnRank, save_examples
+from regtopk.experiments.rank_training import RankTraining
+from regtopk.experiments.threads import threads_for
+from regtopk.experiments.train_config import TrainConfig
+from regtopk.experiments.trainer import Trainer
+from regtopk.method import Method
+from tests.distributed.ranks import Ranks
+
+SMALL: dict[str, Any] = {
+    "task": "gpt", "num_steps": 8, "batch_size": 2, "num_layers": 1, "width": 32, "context": 16,
+}  # fmt: skip
+SEED = 1
+IMPUTED = "topk:value_code=4bit:impute=0.35:exchange=updates"
+Result = tuple[Tensor, float]  # the model, and the bytes that a worker contributed
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text(inspect.getsource(argparse)[:20_000])
+    return path
+
+
+def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path) -> Result:
+    """What this rank ends with; without a hook gradients are left to DDP."""
+    config, method = TrainConfig(**settings), Method.parse(label)
+    task = GptOnRank(config.simulated, examples, torch.device("cpu"))
+    training = RankTraining(task, config, method, config.build(method) if has_hook else None, SEED)
+    for _ in range(config.num_steps):
+        training.step()
+    if training.exchange is not None:
+        training.exchange.close()
+    return flatten(training.network), training.measure()["payload_bytes"]
+
+
+def simulated(settings: dict[str, Any], label: str) -> Result:
+    """What the comparison with the same settings, seed and method ends with."""
+    config, method = TrainConfig(**settings).simulated, Method.parse(label)
+    with threads_for(0):
+        trainer = Trainer(
+            ComparedProblem(config).task([SEED]),
+            TrainConfig(**settings).build(method),
+            optimizer=config.optimizer_of(method),
+            lr=method.lr or config.lr[0],
+            index_code=config.index_code_of(method),
+            rounds=method.rounds,
+            num_steps=config.num_steps,
+        )
+        start = trainer.models[0].clone()
+        trainer.run_until(config.num_steps)
+    assert (trainer.models[0] != start).double().mean() > 0.01
+    return trainer.models[0], trainer.payload_bytes[0]
+
+
+def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **settings: Any) -> None:
+    settings = {"collective": "all_gather", **SMALL, **settings}
+    settings |= {"num_workers": ranks.num_ranks, "data": str(data)}
+    examples = data.with_suffix(".examples")
+    save_examples(TrainConfig(**settings).simulated, examples)
+    waiting = ranks.start(on_rank, settings, label, has_hook, examples)
+    model, payload_bytes = simulated(settings, label)
+    found = ranks.wait_for(waiting)
+    for own, _ in found:
+        assert torch.equal(own, model), f"{int((own != model).sum())} of {len(model)} entries differ"
+    if has_hook and settings["collective"] != "split":  # DDP has no frames, and a split two messages
+        assert fmean(own_bytes for _, own_bytes in found) == payload_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "label",
+    [
+        IMPUTED,
+        f"{IMPUTED}:outer=nesterov",
+        f"{IMPUTED}:every=2:lr=0.008",
+        f"{IMPUTED}:every=2:outer=nesterov",
+        "dense:exchange=updates:every=2:outer=sgd:outer_lr=0.5",
+        "regtopk:density=0.05",
+        "dense",  # with a hook, which sums in the order of ranks
+    ],
+)
+def test_every_bit(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, label: str, data: Path) -> None:
+    check({2: two_ranks, 4: four_ranks}[num_ranks], label, data)
+
+
+def test_plain_ddp_of_two_ranks(two_ranks: Ranks, data: Path) -> None:
+    """Sums of two numbers have one order alone. On four ranks gloo adds in another order than ours."""
+    check(two_ranks, "dense", data, has_hook=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("collective", ["all_gather", "split"])
+def test_imputed_sums_however_they_run(
+    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, collective: str, data: Path
+) -> None:
+    ranks = {2: two_ranks, 4: four_ranks}[num_ranks]
+    check(ranks, f"{IMPUTED}:every=2", data, density=0.1, collective=collective)
+    check(ranks, "topk:impute=0.35", data, density=0.1, collective=collective)
+
+
+def test_other_optimizers(two_ranks: Ranks, data: Path) -> None:
+    for optimizer in ("sgdw", "momentum", "adam"):
+        check(two_ranks, f"topk:exchange=updates:every=2:optimizer={optimizer}", data)
