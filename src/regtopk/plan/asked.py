@@ -15,6 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.requests import DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.worker import Layout, Worker
+from regtopk.method import Method
 from regtopk.simulate.driver import SimulatedDriver
 
 PROBE_ENTRIES = 8  # k of the small vector; both numbers of workers divide it
@@ -67,27 +68,26 @@ class Probe(NamedTuple):
         return ("all_gather", "split") if is_sparse else ("split",)
 
 
-def takes(name: str, option: str) -> bool:
-    """Whether an algorithm of the table takes an option."""
-    return any(field.name == option for field in fields(ALGORITHMS[name]))
+def takes(words: str, option: str) -> bool:
+    """Whether an algorithm takes an option."""
+    return any(field.name == option for field in fields(ALGORITHMS[words.partition(":")[0]]))
 
 
-def make_algorithm(name: str, density: float, code: str = "float32") -> Algorithm[Any]:
-    """An algorithm of the table; it is told a density and a code if it takes such options."""
-    told = {"density": density, "value_code": code}
-    return ALGORITHMS[name](**{option: value for option, value in told.items() if takes(name, option)})
+def make_algorithm(words: str, density: float, code: str = "float32") -> Algorithm[Any]:
+    """An algorithm in words, "topk:impute=0.35"; it is told a density and a code if it takes such options."""
+    return Method.parse(words).build(density=density, value_code=code)
 
 
 @lru_cache(maxsize=1024)
-def probe(name: str, density: float, code: str) -> Probe:
-    """Run a step of an algorithm of the table, and look at its requests.
+def probe(words: str, density: float, code: str) -> Probe:
+    """Run a step of an algorithm, and look at its requests.
 
     Where the gradient decides how many entries are sent, as many as planned are assumed.
     """
-    is_told = takes(name, "density")
+    is_told = takes(words, "density")
     rows = isqrt(min(MAX_PROBE_NUMEL, round(PROBE_ENTRIES / density)) if is_told else PROBE_NUMEL)
     numel = rows * rows
-    algorithm = make_algorithm(name, min(1.0, PROBE_ENTRIES / numel), code)
+    algorithm = make_algorithm(words, min(1.0, PROBE_ENTRIES / numel), code)
     (few, support), (more, _) = (_step(algorithm, rows, num_workers) for num_workers in (FEW, MORE))
     _, support_of_another = _step(algorithm, rows, FEW, seed=1)
     if len(few) != len(more):  # the number of requests grows with N: those of more workers are planned

@@ -99,10 +99,12 @@ def measurement_of(line: str) -> Measurement:
         return cases.algorithm_points, (what,)
     if kind == "quantise":
         return cases.code_points, (what,)
+    if kind == "updates":
+        return cases.update_points, (what,)
     if kind in ("encode", "decode"):
-        return cases.message_points, ("gather", what)
+        return cases.message_points, ("gather", *what.split(" "))
     if kind in ("split", "dense"):
-        return cases.message_points, (kind, what.partition(" ")[2])
+        return cases.message_points, (kind, *what.split(" ")[1:])
     if line == "exchange":
         return cases.exchange_points, ()
     return (torch_cases.collective_points if kind == "move" else torch_cases.hook_points), ()

@@ -9,20 +9,25 @@ from functools import partial
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import converse
 from regtopk.core.codes import is_lossless, quantise
-from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
+from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver, layout
+from regtopk.distributed.buckets import Buckets
 from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.rank import Rank
 from regtopk.plan.asked import make_algorithm
 from regtopk.plan.bench import Bench, typical
 from regtopk.plan.exchange import Work, answer
 from regtopk.plan.methods import MIDDLE_NUMEL, numel_units
+from regtopk.rounds import Rounds
 
 SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
 SLOW_S = 0.3  # an algorithm that would take longer on the next vector is not timed on it
@@ -102,23 +107,25 @@ def _time_algorithm(bench: Bench, name: str, density: float, numel: int) -> tupl
     return typical(step)["select_s"], rank.record.num_entries
 
 
-def message_points(bench: Bench, kind: str, code: str) -> Iterator[Point]:
+def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Iterator[Point]:
     """Encoding one's own messages of a kind and decoding everybody's.
 
     Args:
         bench: which times it.
         kind: "gather", "split" or "dense".
         code: of the values; "none" for sets of indices, which are gathered.
+        senders: "senders" if decoding also finds out who sent each entry.
     """
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for num_workers, (numel, count) in product((2, 8), sizes):
         is_split = kind == "split"
         rank = echo_rank(num_workers, is_split=is_split, bench=bench)
-        request = _request(kind, code, numel, count, bench.device)
+        request = _request(kind, code, numel, count, bench.device, SenderSum if senders else SparseSum)
 
         def run(rank: Rank = rank, request: Request = request) -> dict[str, float]:
             rank.begin(bench.device)
             total = driver.answer(rank, request)
+            total = total.total if isinstance(total, OfSenders) else total
             rank.spare = total if kind == "gather" and code != "none" else None  # reused, as in an exchange
             return rank.timer.seconds()
 
@@ -130,14 +137,16 @@ def message_points(bench: Bench, kind: str, code: str) -> Iterator[Point]:
         yield decode, seconds["decode_s"]
 
 
-def _request(kind: str, code: str, numel: int, count: int, device: torch.device) -> Request:
+def _request(
+    kind: str, code: str, numel: int, count: int, device: torch.device, sparse_sum: type[SparseSum]
+) -> Request:
     indices = torch.arange(count, device=device) * (numel // count)
     if code == "none":
         return Gather(indices, numel=numel)
     values, weight = quantise(torch.randn(count, device=device), code), torch.tensor(0.5, device=device)
     if kind == "dense":
         return DenseSum(values, weight, code)
-    return SparseSum(SparseGradient(indices, values, numel, code=code), weight)
+    return sparse_sum(SparseGradient(indices, values, numel, code=code), weight)
 
 
 def code_points(bench: Bench, code: str) -> Iterator[Point]:
@@ -165,3 +174,35 @@ def exchange_points(bench: Bench) -> Iterator[Point]:
         layout.copy_from_flat_(grads, flat)
 
     yield Work("exchange", {"numel": MIDDLE_NUMEL}), bench.typical(prepare_and_write_back)
+
+
+@torch.no_grad()
+def update_points(bench: Bench, outer: str) -> Iterator[Point]:
+    """What a round of updates does with the whole vector.
+
+    That is theta_start - theta_n, a look for NaN, the outer step, and the copy back into the model.
+    """
+    rank = echo_rank(2, bench=bench)
+    settings = Rounds(outer=outer).outer_settings._asdict()
+    for numel in (SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL):
+        layers = [nn.Linear(_MATRIX, _MATRIX, bias=False) for _ in range(numel // _MATRIX**2)]
+        net = nn.Sequential(*layers).to(bench.device)
+        inner = torch.optim.SGD(net.parameters())
+        model = LocalModel(
+            net, inner, None if outer == "none" else partial(torch.optim.SGD, **settings), "mean"
+        )
+        model.begin(rank.collectives, Buckets(model.parameters, frozenset(), Dense(), rank).all)
+        aggregate = torch.zeros(numel, device=bench.device)
+
+        def make_round(model: LocalModel = model, aggregate: Tensor = aggregate) -> None:
+            flat = layout.as_flat(list(model.take_update().values()), aggregate.dtype)
+            assert flat is not None
+            torch.isfinite(torch.stack(torch.aminmax(flat))).all()
+            if model.outer is None:
+                layout.subtract_flat_(model.start.values(), aggregate)
+            else:
+                layout.copy_from_flat_(model.update.values(), aggregate)
+                model.outer.step()
+            model.go_on(rank)
+
+        yield Work(f"updates {outer}", numel_units(numel)), bench.typical(make_round)

@@ -43,13 +43,19 @@ class Move(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A step's exchange: equal parts one after another, each with this work and these moves."""
+    """An exchange: equal parts one after another, each with this work and these moves."""
 
     payload_bytes: int  # of the messages that a worker contributes, of all parts
     moves: Sequence[Move]
     work: Sequence[Work]
     memory_bytes: float = 0.0  # of the messages at the peak
     num_parts: int = 1  # all but the last may run beside the backward pass
+    every: int = 1  # how many steps a worker takes from one exchange to the next
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload of a step: all of it, or its share of an exchange of updates."""
+        return self.payload_bytes / self.every
 
     @property
     def lines(self) -> set[str]:
@@ -89,12 +95,17 @@ def answer(
     else:
         count, numel, code = request.tensor.shape[-1], 0, "none"
     memory_bytes += _BYTES_PER_DECODED_ENTRY * N * count
-    return Exchange(size, moves, _coding(code, count, N, numel), memory_bytes)
+    return Exchange(size, moves, _coding(code, count, N, numel, _senders(request)), memory_bytes)
 
 
-def _coding(code: str, count: int, num_received: int, numel: int) -> list[Work]:
+def _coding(code: str, count: int, num_received: int, numel: int, senders: str = "") -> list[Work]:
     decoded: Units = {"calls": 1, "entries": num_received * count, "numel": numel}
-    return [Work(f"encode {code}", {"calls": 1, "entries": count}), Work(f"decode {code}", decoded)]
+    return [Work(f"encode {code}", {"calls": 1, "entries": count}), Work(f"decode {code}{senders}", decoded)]
+
+
+def _senders(request: Request) -> str:
+    """What the cost of decoding is called where it also finds out who sent each entry."""
+    return " senders" if isinstance(request, SenderSum) else ""
 
 
 def _dense_sum(request: DenseSum, N: int) -> Exchange:
@@ -133,7 +144,10 @@ def _split_sum(request: SparseSum, N: int) -> Exchange:
     ]
     work = [
         Work(f"split encode {code}", {"calls": 1, "messages": N, "entries": count + size.union / N}),
-        Work(f"split decode {code}", {"messages": N, "entries": count + size.union, "numel": numel}),
+        Work(
+            f"split decode {code}{_senders(request)}",
+            {"messages": N, "entries": count + size.union, "numel": numel},
+        ),
     ]
     memory_bytes = sum(move.sent_bytes for move in moves) + _BYTES_PER_DECODED_ENTRY * size.union / N
     return Exchange(N * size.piece_bytes, moves, work, memory_bytes)

@@ -1,12 +1,14 @@
 """A plan for people: its table, its answer in words, and a recorded run that `report` draws."""
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from regtopk.plan.asked import make_algorithm, probe
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSE, POWERSGD, Method
-from regtopk.plan.predict import Plan, Prediction, predict
+from regtopk.plan.methods import DENSE, POWERSGD, TORCH, Method
+from regtopk.plan.predict import ROUND_SHARE, ROUNDS, Plan, Prediction, predict
 from regtopk.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.runs import Panel, Record, RunWriter, make_header
 
@@ -79,6 +81,7 @@ def panels(plan: Plan) -> list[Panel]:
 
 def table(plan: Plan) -> list[dict[str, str]]:
     """One row per method in its fastest way: dense, and then the fastest first."""
+    has_updates = bool(plan.affordable_rounds())
     return [
         {
             "measure": p.method.label,
@@ -86,6 +89,7 @@ def table(plan: Plan) -> list[dict[str, str]]:
             "values": p.method.value_code,
             "collective": p.method.collective,
             "payload": format_size(p.exchange.payload_bytes),
+            **({"payload per step": format_size(p.exchange.bytes_per_step)} if has_updates else {}),
             "step": format_time(p.step_time_s),
             "speed-up": format_factor(plan.speedup(p)),
         }
@@ -107,18 +111,49 @@ def verdict(plan: Plan) -> str:
     return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
 
 
-def _in_words(method: Method) -> str:
+def _in_words(method: Method, name: str | None = None) -> str:
+    name = name or method.label
     if method == POWERSGD:
-        return f"{method.label} of {method.amount}"
-    return f"{method.label}, density {method.amount}, {method.value_code} values by {method.collective}"
+        return f"{name} of {method.amount}"
+    return f"{name}, density {method.amount}, {method.value_code} values by {method.collective}"
+
+
+def as_code(method: Method, scope: str) -> str:
+    """The line of Python that does what a method of this library does."""
+    algorithm = make_algorithm(method.name, method.density, method.value_code)
+    given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
+    told = [f"{f.name}={given[f.name]!r}" for f in fields(algorithm) if given[f.name] != f.default]
+    words = [f"regtopk.{type(algorithm).__name__}({', '.join(told)})"]
+    if method.rounds.has_updates:
+        words.append(f"every={method.rounds.every}")
+        if method.rounds.outer != "none":
+            outer = ", ".join(f"{name}={x!r}" for name, x in method.rounds.outer_settings._asdict().items())
+            words.append(f"outer=lambda p: torch.optim.SGD(p, {outer})")
+    elif scope != "model":
+        words.append(f"scope={scope!r}")
+    if len(probe(method.name, method.density, method.value_code).ways) > 1:
+        words.append(f"collective={method.collective!r}")
+    call = "UpdateExchange(model, optimizer" if method.rounds.has_updates else "attach(model"
+    return f"exchange = regtopk.{call}, {', '.join(words)})"
 
 
 def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
 
     def row(p: Prediction) -> dict[str, Any]:
-        took = {"step_time_s": p.step_time_s, "speedup": plan.speedup(p)}
-        return {**p.method._asdict(), "payload_bytes": p.exchange.payload_bytes, **took}
+        rounds = p.method.rounds
+        return {
+            "name": p.method.name,
+            "density": p.method.density,
+            "value_code": p.method.value_code,
+            "collective": p.method.collective,
+            "exchange": rounds.exchange,
+            "every": rounds.every,
+            "payload_bytes": p.exchange.payload_bytes,
+            "bytes_per_step": p.exchange.bytes_per_step,
+            "step_time_s": p.step_time_s,
+            "speedup": plan.speedup(p),
+        }
 
     return {
         "inputs": inputs,
@@ -133,9 +168,18 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
 def notes(plan: Plan, memory_bytes: float) -> list[str]:
     """What one should know beside the numbers."""
     said = [
-        "A faster step is not a better one: at a lower density, or with fewer bits, training may need more "
-        "steps (docs/comparisons.md).",
+        "A faster step is not a better one: at a lower density, with fewer bits or rarer exchanges, training "
+        "may need more steps (docs/comparisons.md).",
     ]
+    if plan.best.method not in TORCH:
+        said.append(f"The best, on every rank: {as_code(plan.best.method, plan.situation.scope)}")
+    for p, every in plan.affordable_rounds():
+        costs = f"A round of {_in_words(p.method, p.method.kind)}, costs"
+        said.append(
+            f"{costs} at most {ROUND_SHARE:.0%} of the computation from --every {every} on."
+            if every
+            else f"{costs} more than {ROUND_SHARE:.0%} of the computation even with --every {ROUNDS[-1]}."
+        )
     if plan.not_measured:
         names = ", ".join(dict.fromkeys(method.label for method in plan.not_measured))
         said.append(f"Left out, since this calibration has not measured all of their work: {names}.")

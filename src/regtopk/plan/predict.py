@@ -20,6 +20,8 @@ from regtopk.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a step's computation
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
+ROUNDS = [2**n for n in range(7)]  # steps of a round of updates that are looked at
+ROUND_SHARE = 0.1  # of the computation, that rounds should cost at most
 EQUAL = 1.05  # steps whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
@@ -88,7 +90,7 @@ def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
         on_wire_s += num_parts * (move.num_hops * link.latency_s + bits / link.bandwidth)
     hides_s = on_wire_s if costs.machine["device"] == "cpu" else on_wire_s + here_s
     hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
-    return compute_s + work_s + here_s + on_wire_s - hidden_s
+    return compute_s + (work_s + here_s + on_wire_s - hidden_s) / exchange.every
 
 
 class Plan(NamedTuple):
@@ -119,6 +121,22 @@ class Plan(NamedTuple):
         dense = next(p for p in self.predictions if p.method == DENSE)
         return dense.step_time_s / prediction.step_time_s
 
+    def affordable_rounds(self) -> list[tuple[Prediction, int | None]]:
+        """Each kind of updates in its fastest way, with the least `every` whose rounds cost little enough.
+
+        That is at most 10 % of the computation they follow; None if not even 64 steps are enough.
+        """
+        compute_s = self.situation.link.compute_s
+        found: dict[str, tuple[float, Prediction]] = {}
+        for p in self.predictions:
+            if p.method.rounds.has_updates:
+                round_s = p.exchange.every * (p.step_time_s - compute_s)
+                found[p.method.kind] = min(found.get(p.method.kind, (round_s, p)), (round_s, p))
+        return [
+            (p, next((n for n in ROUNDS if round_s <= ROUND_SHARE * n * compute_s), None))
+            for round_s, p in found.values()
+        ]
+
     def fastest_by_label(self) -> list[Prediction]:
         """Each method in its fastest way, the best as advised: dense, then the others, fastest first."""
         found: dict[str, Prediction] = {}
@@ -136,7 +154,7 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
     advised = [p for p in predictions if not p.method.is_blind]
     fastest = min(p.step_time_s for p in advised)
     near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
-    return max(near, key=lambda p: p.exchange.payload_bytes)
+    return max(near, key=lambda p: p.exchange.bytes_per_step)
 
 
 def make_plan(
