@@ -3,7 +3,7 @@
 The algorithm is its own description, so a new one is planned without a word about it here.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache
 from math import ceil, isqrt
 from typing import Any, Literal, NamedTuple
@@ -33,22 +33,11 @@ class Asked(NamedTuple):
     numel_per_k: float | None  # of the vector that its entries belong to; None where that is the gradient
     is_ragged: bool  # the gradient decides how many entries are sent: ranks tell their sizes first
 
-    def scaled(self, numel: int, k: int, num_workers: int) -> Request:
-        """The request on a vector of J entries: of the right shapes, on torch's "meta" device."""
+    def size(self, numel: int, k: int, num_workers: int) -> tuple[int, int]:
+        """Its length on a vector of J entries, and the length of the vector that its entries belong to."""
         length = max(1, ceil(k * (self.per_k + self.per_k_over_n / num_workers) - 1e-9))
         of = numel if self.numel_per_k is None else round(k * self.numel_per_k)
-        request = self.request
-        if isinstance(request, SparseSum):
-            sparse = request.sparse
-            indices, values = (_empty(min(length, of), x.dtype) for x in (sparse.indices, sparse.values))
-            sparse = replace(sparse, indices=indices, values=values, numel=of, count=None)
-            return replace(request, sparse=sparse)
-        tensor = _empty(length, request.tensor.dtype)
-        if isinstance(request, (DenseSum, Peek)):
-            return replace(request, tensor=tensor)
-        if isinstance(request, Gather):
-            request = replace(request, count=None)
-        return replace(request, tensor=tensor, numel=request.numel and of)
+        return (min(length, of) if isinstance(self.request, SparseSum) else length), of
 
 
 class Probe(NamedTuple):
@@ -140,7 +129,3 @@ def _sent(request: Request) -> tuple[int, Tensor | None, str]:
         return request.sparse.indices.shape[-1], request.sparse.count, request.sparse.code
     count = request.count if isinstance(request, Gather) else None
     return request.tensor.shape[-1], count, request.code if isinstance(request, DenseSum) else "none"
-
-
-def _empty(length: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(length, dtype=dtype, device="meta")

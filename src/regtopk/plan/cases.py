@@ -130,7 +130,7 @@ def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Ite
             return rank.timer.seconds()
 
         seconds = typical(run)
-        encode, decode = answer(request, num_workers, is_split=is_split).work
+        encode, decode = answer(request, count, numel, num_workers, is_split=is_split).work
         if is_split:  # copies choose the same entries, so that the sum has no more than each
             encode.units["entries"], decode.units["entries"] = count + count / num_workers, 2 * count
         yield encode, seconds["encode_s"]

@@ -184,8 +184,8 @@ def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
         moves.append(broadcast(AGREEMENT_BYTES, N))
     payload_bytes, memory_bytes = 0, 0.0
     for asked in probed.requests:
-        request, is_split = asked.scaled(numel, k, N), method.collective == "split"
-        answered = answer(request, N, is_ragged=asked.is_ragged, is_split=is_split)
+        sizes, is_split = asked.size(numel, k, N), method.collective == "split"
+        answered = answer(asked.request, *sizes, N, is_ragged=asked.is_ragged, is_split=is_split)
         work += answered.work
         moves += answered.moves
         payload_bytes += num_parts * answered.payload_bytes
