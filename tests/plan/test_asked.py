@@ -1,10 +1,12 @@
 """What the plan says a step asks for, against what the real driver does when all ranks are alike."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import converse
@@ -15,6 +17,7 @@ from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver
 from regtopk.plan import exchange
 from regtopk.plan.asked import make_algorithm, probe, takes
+from regtopk.plan.bench import Bench
 from regtopk.plan.cases import Echo, echo_rank
 from regtopk.plan.exchange import Exchange, answer
 from regtopk.plan.methods import CODES
@@ -24,18 +27,38 @@ PLANNED = [name for name in ALGORITHMS if not probe(name, K / NUMEL, "float32").
 RAGGED = [n for n in PLANNED if any(a.is_ragged for a in probe(n, K / NUMEL, "float32").requests)]
 
 
+class Listing(Echo):
+    """Lists the collectives that are called, each with its bytes."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers)
+        self.calls: list[tuple[str, int]] = []
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.calls.append(("all_gather", tensor.nbytes))
+        return super().all_gather(tensor)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
+        return super().all_to_all(parts, sizes)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        self.calls.append(("broadcast", tensor.nbytes))
+        return super().broadcast(tensor, source)
+
+
 def run(name: str, code: str, *, is_split: bool = False) -> tuple[Any, list[tuple[str, int]]]:
     """A step of an algorithm: what it counted, and the collectives it called."""
     layout = Layout.of_shapes([("", (256, 256), "linear")])
     worker = Worker(torch.tensor(1 / N), torch.tensor(0), N, 0, layout)
     algorithm = make_algorithm(name, K / NUMEL, code)
-    rank = echo_rank(N, is_split=is_split)
-    assert isinstance(rank.collectives, Echo)
+    listing = Listing(N)
+    rank = echo_rank(listing, Bench(torch.device("cpu")), is_split=is_split)
     torch.manual_seed(0)
     converse(
         algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), partial(driver.answer, rank)
     )
-    return rank.record, rank.collectives.calls
+    return rank.record, listing.calls
 
 
 def answers(name: str, code: str, k: int, *, is_split: bool = False) -> list[Exchange]:
