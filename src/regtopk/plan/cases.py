@@ -7,7 +7,6 @@ nothing travels.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
@@ -233,9 +232,9 @@ def _time_model(bench: Bench, width: int, depth: int, name: str, group: dist.Pro
         model.zero_grad()
         model(x).sum().backward()
 
-    for _ in range(4):  # DDP makes its buckets in the first two, PowerSGD begins in the third
+    for _ in range(3):  # DDP makes its buckets in the first two, PowerSGD begins in the third
         step()
-    return median(bench.seconds(step) for _ in range(5))
+    return bench.typical(step)
 
 
 def collective_points(bench: Bench) -> Iterator[Point]:

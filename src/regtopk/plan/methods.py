@@ -74,8 +74,6 @@ class Method(NamedTuple):
 DENSE = Method("dense", 1.0, "float32", "all_reduce")
 FP16 = Method("fp16", 1.0, "float16", "all_reduce")
 POWERSGD = Method("powersgd", 1.0, "float32", "all_reduce")
-
-
 TORCH = (DENSE, FP16, POWERSGD)
 
 
@@ -177,7 +175,7 @@ def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
     else:
         work = [Work("ddp", {"numel": numel}), Work("exchange", {"numel": numel})]
     work.append(Work(f"select {method.name}", {"calls": 1, "entries": k, **numel_units(numel)}))
-    if method.value_code in CODES:
+    if takes(method.name, "value_code"):
         work.append(Work(f"quantise {method.value_code}", {"calls": 1, "entries": k}))
     moves = [all_reduce(AGREEMENT_BYTES, N)]
     if probed.listens:

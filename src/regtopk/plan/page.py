@@ -1,5 +1,6 @@
 """A plan for people: its table, its answer in words, and a recorded run that `report` draws."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,20 @@ def write_run(
     Raises:
         OutputError: the folder cannot be written, or holds a run.
     """
+    here = plan.situation
+    panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
+    by_bandwidth = panel(
+        title=f"{here.num_workers} workers, links of any bandwidth",
+        x="mbit_per_s",
+        x_label="bandwidth of a link, Mbit/s",
+        where={"against": "bandwidth"},
+    )
+    by_workers = panel(
+        title=f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
+        x="num_workers",
+        x_label="workers",
+        where={"against": "workers"},
+    )
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
@@ -32,7 +47,7 @@ def write_run(
         "circles are the planned link.",
         command=command,
         config=summary["inputs"],
-        panels=panels(plan),
+        panels=[by_bandwidth, by_workers],
     )
     with RunWriter(folder, header, force=force) as writer:
         for record in curves(plan, costs):
@@ -57,26 +72,6 @@ def curves(plan: Plan, costs: Calibration) -> list[Record]:
             if there == here:
                 records[-1]["here"] = speedup
     return sorted(records, key=lambda record: labels.index(record["method"]))
-
-
-def panels(plan: Plan) -> list[Panel]:
-    """Two: against bandwidth, and against workers."""
-    here = plan.situation
-    panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
-    return [
-        panel(
-            title=f"{here.num_workers} workers, links of any bandwidth",
-            x="mbit_per_s",
-            x_label="bandwidth of a link, Mbit/s",
-            where={"against": "bandwidth"},
-        ),
-        panel(
-            title=f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
-            x="num_workers",
-            x_label="workers",
-            where={"against": "workers"},
-        ),
-    ]
 
 
 def table(plan: Plan) -> list[dict[str, str]]:
@@ -122,19 +117,22 @@ def as_code(method: Method, scope: str) -> str:
     """The line of Python that does what a method of this library does."""
     algorithm = make_algorithm(method.name, method.density, method.value_code)
     given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
-    told = [f"{f.name}={given[f.name]!r}" for f in fields(algorithm) if given[f.name] != f.default]
-    words = [f"regtopk.{type(algorithm).__name__}({', '.join(told)})"]
-    if method.rounds.has_updates:
-        words.append(f"every={method.rounds.every}")
-        if method.rounds.outer != "none":
-            outer = ", ".join(f"{name}={x!r}" for name, x in method.rounds.outer_settings._asdict().items())
-            words.append(f"outer=lambda p: torch.optim.SGD(p, {outer})")
-    elif scope != "model":
-        words.append(f"scope={scope!r}")
+    told = {f.name: given[f.name] for f in fields(algorithm) if given[f.name] != f.default}
+    made = f"regtopk.{type(algorithm).__name__}({_arguments(told)})"
+    options: dict[str, Any] = {}
     if len(probe(method.name, method.density, method.value_code).ways) > 1:
-        words.append(f"collective={method.collective!r}")
-    call = "UpdateExchange(model, optimizer" if method.rounds.has_updates else "attach(model"
-    return f"exchange = regtopk.{call}, {', '.join(words)})"
+        options["collective"] = method.collective
+    if not method.rounds.has_updates:
+        return f"exchange = regtopk.attach(model, {made}, {_arguments({'scope': scope} | options)})"
+    words = _arguments({"every": method.rounds.every} | options)
+    if method.rounds.outer != "none":
+        settings = _arguments(method.rounds.outer_settings._asdict())
+        words += f", outer=lambda p: torch.optim.SGD(p, {settings})"
+    return f"exchange = regtopk.UpdateExchange(model, optimizer, {made}, {words})"
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -121,22 +121,6 @@ class Plan(NamedTuple):
         dense = next(p for p in self.predictions if p.method == DENSE)
         return dense.step_time_s / prediction.step_time_s
 
-    def affordable_rounds(self) -> list[tuple[Prediction, int | None]]:
-        """Each kind of updates in its fastest way, with the least `every` whose rounds cost little enough.
-
-        That is at most 10 % of the computation they follow; None if not even 64 steps are enough.
-        """
-        compute_s = self.situation.link.compute_s
-        found: dict[str, tuple[float, Prediction]] = {}
-        for p in self.predictions:
-            if p.method.rounds.has_updates:
-                round_s = p.exchange.every * (p.step_time_s - compute_s)
-                found[p.method.kind] = min(found.get(p.method.kind, (round_s, p)), (round_s, p))
-        return [
-            (p, next((n for n in ROUNDS if round_s <= ROUND_SHARE * n * compute_s), None))
-            for round_s, p in found.values()
-        ]
-
     def fastest_by_label(self) -> list[Prediction]:
         """Each method in its fastest way, the best as advised: dense, then the others, fastest first."""
         found: dict[str, Prediction] = {}
@@ -144,6 +128,18 @@ class Plan(NamedTuple):
             found.setdefault(p.method.label, p)
         found[self.best.method.label] = self.best
         return sorted(found.values(), key=lambda p: (p.method != DENSE, p.step_time_s))
+
+    def affordable_rounds(self) -> list[tuple[Prediction, int | None]]:
+        """Each kind of updates in its fastest way, and the least `every` whose rounds cost little enough.
+
+        That is at most 10 % of the computation between them; None if not even 64 steps are enough.
+        """
+        compute_s, found = self.situation.link.compute_s, []
+        slowest_first = reversed(self.fastest_by_label())
+        for p in {p.method.kind: p for p in slowest_first if p.method.rounds.has_updates}.values():
+            round_s = p.exchange.every * (p.step_time_s - compute_s)
+            found.append((p, next((n for n in ROUNDS if round_s <= ROUND_SHARE * n * compute_s), None)))
+        return found
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
