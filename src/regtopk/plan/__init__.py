@@ -12,5 +12,5 @@
     cases        the work that a calibration times: this library's, that of torch's hooks, gloo's collectives
     calibrate    all of it on this machine, by as many processes as workers share it
     predict      step times, the best method and the break-even bandwidth
-    page         the table, the answer in words and in code, and a page with speed-ups against bandwidth and workers
+    page         the table, the answer in words and in code, and a page with speed-ups
 """

@@ -38,17 +38,11 @@ Measurement = tuple[Callable[..., Iterator[Point]], tuple[str, ...]]  # a functi
 
 @dataclass(frozen=True)
 class Machine:
-    """What a calibration depends on.
+    """What a calibration depends on."""
 
-    Args:
-        local_workers: how many workers share this machine.
-        num_threads: of each; 0 for torch's own number, or the cores each worker gets.
-        device: "cpu" or "cuda".
-    """
-
-    local_workers: int = 1
-    num_threads: int = 0
-    device: str = "cpu"
+    local_workers: int = 1  # that share this machine
+    num_threads: int = 0  # of each; 0 for torch's own number, or the cores each worker gets
+    device: str = "cpu"  # or "cuda"
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -103,7 +97,7 @@ def measurement_of(line: str) -> Measurement:
         return cases.hook_points, ()
     if kind == "move":
         return cases.collective_points, ()
-    measured = {
+    measured: dict[str, Callable[..., Iterator[Point]]] = {
         "select": cases.algorithm_points,
         "quantise": cases.code_points,
         "updates": cases.update_points,

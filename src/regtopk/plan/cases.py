@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import converse
-from regtopk.core.codes import is_lossless, quantise
+from regtopk.core.codes import quantise
 from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSum
 from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
@@ -111,9 +111,7 @@ def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Ite
         senders: "senders" if decoding also finds out who sent each entry.
     """
     sparse_sum, is_split = SenderSum if senders else SparseSum, kind == "split"
-    sizes = [(SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17)]
-    if kind == "dense":  # DiLoCo sends the whole model
-        sizes.append((MIDDLE_NUMEL, MIDDLE_NUMEL))
+    sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for N, (numel, count) in product((2, 8), sizes):
         rank = echo_rank(Echo(N), bench, is_split=is_split)
         indices = torch.arange(count, device=bench.device) * (numel // count)
@@ -150,8 +148,7 @@ def code_points(bench: Bench, code: str) -> Iterator[Point]:
         def round_off(values: Tensor = values, indices: Tensor = indices) -> None:
             residual.scatter_add_(-1, indices, values - quantise(values, code))
 
-        seconds = 0.0 if is_lossless(code) else bench.typical(round_off)
-        yield Work(f"quantise {code}", {"calls": 1, "entries": count}), seconds
+        yield Work(f"quantise {code}", {"calls": 1, "entries": count}), bench.typical(round_off)
 
 
 def exchange_points(bench: Bench) -> Iterator[Point]:

@@ -175,7 +175,7 @@ def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
     else:
         work = [Work("ddp", {"numel": numel}), Work("exchange", {"numel": numel})]
     work.append(Work(f"select {method.name}", {"calls": 1, "entries": k, **numel_units(numel)}))
-    if takes(method.name, "value_code"):
+    if takes(method.name, "value_code") and not is_lossless(method.value_code):
         work.append(Work(f"quantise {method.value_code}", {"calls": 1, "entries": k}))
     moves = [all_reduce(AGREEMENT_BYTES, N)]
     if probed.listens:

@@ -16,6 +16,7 @@ from regtopk.runs import Panel, Record, RunWriter, make_header
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
+LINKS = "bandwidth of a link, Mbit/s"
 
 
 def write_run(
@@ -26,20 +27,12 @@ def write_run(
     Raises:
         OutputError: the folder cannot be written, or holds a run.
     """
-    here = plan.situation
+    here, bandwidth = plan.situation, format_bandwidth(plan.situation.link.bandwidth)
+    axes = (
+        ("bandwidth", "mbit_per_s", LINKS, f"{here.num_workers} workers, links of any bandwidth"),
+        ("workers", "num_workers", "workers", f"{bandwidth}, any number of workers"),
+    )
     panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
-    by_bandwidth = panel(
-        title=f"{here.num_workers} workers, links of any bandwidth",
-        x="mbit_per_s",
-        x_label="bandwidth of a link, Mbit/s",
-        where={"against": "bandwidth"},
-    )
-    by_workers = panel(
-        title=f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
-        x="num_workers",
-        x_label="workers",
-        where={"against": "workers"},
-    )
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
@@ -47,7 +40,10 @@ def write_run(
         "circles are the planned link.",
         command=command,
         config=summary["inputs"],
-        panels=[by_bandwidth, by_workers],
+        panels=[
+            panel(title=title, x=x, x_label=x_label, where={"against": against})
+            for against, x, x_label, title in axes
+        ],
     )
     with RunWriter(folder, header, force=force) as writer:
         for record in curves(plan, costs):

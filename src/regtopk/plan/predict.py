@@ -29,20 +29,12 @@ MOST_WORKERS = 1_000_000
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a step is taken.
-
-    Args:
-        workload: the gradients.
-        num_workers: N, >= 2.
-        link: bandwidth in bits per second and one-way latency of every worker's link; its compute_s is a
-            step without an exchange.
-        scope: "model" or "bucket", of this library's exchanges.
-    """
+    """Where a step is taken."""
 
     workload: Workload
-    num_workers: int
-    link: Link
-    scope: str = "model"
+    num_workers: int  # N, >= 2
+    link: Link  # of every worker, latency one way; its compute_s is a step without an exchange
+    scope: str = "model"  # or "bucket", of this library's exchanges of gradients
 
     def __post_init__(self) -> None:
         """Check the numbers."""
