@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from regtopk.plan.costs import Calibration, Line
-from regtopk.plan.methods import exchange_of, planned_methods
+from regtopk.plan.methods import DILOCO, exchange_of, planned_methods, update_labels
 from regtopk.plan.workload import Workload
 
 ROUND_NUMBERS: Line = {
@@ -18,7 +18,8 @@ ROUND_NUMBERS: Line = {
 
 def all_lines() -> set[str]:
     """The names of all costs."""
-    methods = planned_methods((0.01,), every=True)
+    labels = [DILOCO.format(16), *update_labels(["topk", "topk:impute=0.35", "topk:impute=learned"], 2)]
+    methods = planned_methods((0.01,), every=True) + planned_methods((0.01,), labels=labels)
     return set[str]().union(*(exchange_of(m, Workload.of_size(10**6), 4, "model").lines for m in methods))
 
 

@@ -1,10 +1,12 @@
 """What the plan says a step asks for, against what the real driver does when all ranks are alike."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import converse
@@ -15,6 +17,7 @@ from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver
 from regtopk.plan import exchange
 from regtopk.plan.asked import make_algorithm, probe, takes
+from regtopk.plan.bench import Bench
 from regtopk.plan.cases import Echo, echo_rank
 from regtopk.plan.exchange import Exchange, answer
 from regtopk.plan.methods import CODES
@@ -24,23 +27,43 @@ PLANNED = [name for name in ALGORITHMS if not probe(name, K / NUMEL, "float32").
 RAGGED = [n for n in PLANNED if any(a.is_ragged for a in probe(n, K / NUMEL, "float32").requests)]
 
 
+class Listing(Echo):
+    """Lists the collectives that are called, each with its bytes."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers)
+        self.calls: list[tuple[str, int]] = []
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.calls.append(("all_gather", tensor.nbytes))
+        return super().all_gather(tensor)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
+        return super().all_to_all(parts, sizes)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        self.calls.append(("broadcast", tensor.nbytes))
+        return super().broadcast(tensor, source)
+
+
 def run(name: str, code: str, *, is_split: bool = False) -> tuple[Any, list[tuple[str, int]]]:
     """A step of an algorithm: what it counted, and the collectives it called."""
     layout = Layout.of_shapes([("", (256, 256), "linear")])
     worker = Worker(torch.tensor(1 / N), torch.tensor(0), N, 0, layout)
     algorithm = make_algorithm(name, K / NUMEL, code)
-    rank = echo_rank(N, is_split=is_split)
-    assert isinstance(rank.collectives, Echo)
+    listing = Listing(N)
+    rank = echo_rank(listing, Bench(torch.device("cpu")), is_split=is_split)
     torch.manual_seed(0)
     converse(
         algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), partial(driver.answer, rank)
     )
-    return rank.record, rank.collectives.calls
+    return rank.record, listing.calls
 
 
 def answers(name: str, code: str, k: int, *, is_split: bool = False) -> list[Exchange]:
     return [
-        answer(asked.scaled(NUMEL, k, N), N, is_ragged=asked.is_ragged, is_split=is_split)
+        answer(asked.request, *asked.size(NUMEL, k, N), N, is_ragged=asked.is_ragged, is_split=is_split)
         for asked in probe(name, K / NUMEL, code).requests
     ]
 
@@ -79,12 +102,13 @@ def test_messages_whose_size_depends_on_the_gradient(name: str) -> None:
 
 def test_what_is_asked_of_many_workers_and_long_vectors() -> None:
     """Consensus: proposals of ceil(k / N) entries of J, and a dense sum of k."""
-    gather, dense = (asked.scaled(10**9, 10**6, 96) for asked in probe("consensus", 0.001, "4bit").requests)
-    assert isinstance(gather, Gather) and gather.tensor.shape == (10_417,) and gather.numel == 10**9
-    assert isinstance(dense, DenseSum) and dense.tensor.shape == (10**6,) and dense.code == "4bit"
+    gather, dense = probe("consensus", 0.001, "4bit").requests
+    assert isinstance(gather.request, Gather) and gather.size(10**9, 10**6, 96) == (10_417, 10**9)
+    assert isinstance(dense.request, DenseSum) and dense.size(10**9, 10**6, 96)[0] == 10**6
+    assert dense.request.code == "4bit"
     (candidates,) = probe("random-candidates", 0.001, "4bit").requests
-    request = candidates.scaled(10**9, 10**6, 96)
-    assert isinstance(request, SparseSum) and request.sparse.numel == 16 * 10**6
+    assert isinstance(candidates.request, SparseSum)
+    assert candidates.size(10**9, 10**6, 96) == (10**6, 16 * 10**6)
 
 
 def test_an_algorithm_that_listens_says_so() -> None:
@@ -109,18 +133,17 @@ def test_a_split_sum_moves_about_what_is_planned(code: str) -> None:
     assert calls[3][1] < expected[3][1] < 9 * calls[3][1]  # copies choose the same: their union is smaller
 
 
-def sparse_sum(count: int, numel: int) -> SparseSum:
-    indices, values = (torch.empty(count, dtype=d, device="meta") for d in (torch.int64, torch.float32))
-    return SparseSum(SparseGradient(indices, values, numel), torch.ones(()))
+NOTHING = torch.empty(0, dtype=torch.int64)
+SPARSE_SUM = SparseSum(SparseGradient(NOTHING, NOTHING.float(), 1), torch.ones(()))
 
 
 def test_a_split_sum_is_of_the_union_of_the_supports() -> None:
     """10 of 100 entries, two workers that choose independently: 19 on average."""
-    answered = answer(sparse_sum(10, 100), 2, is_split=True)
+    answered = answer(SPARSE_SUM, 10, 100, 2, is_split=True)
     assert answered.work[1].units["entries"] == pytest.approx(10 + 19)
     sums = full_message_bytes(10, 50, dtype=torch.float32, value_code="float32", index_code="elias-fano")
     assert answered.moves[3].sent_bytes == sums
-    whole = answer(sparse_sum(100, 100), 3, is_split=True)
+    whole = answer(SPARSE_SUM, 100, 100, 3, is_split=True)
     assert whole.work[1].units["entries"] == 200
 
 
@@ -133,7 +156,7 @@ def test_collectives_move_what_rings_and_trees_do() -> None:
 
 def test_memory_grows_with_workers_but_not_when_split() -> None:
     gathered, split = (
-        [answer(sparse_sum(10**5, 10**8), n, is_split=s).memory_bytes for n in (2, 1024)]
+        [answer(SPARSE_SUM, 10**5, 10**8, n, is_split=s).memory_bytes for n in (2, 1024)]
         for s in (False, True)
     )
     assert gathered[1] > 100 * gathered[0]

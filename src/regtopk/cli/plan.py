@@ -9,18 +9,21 @@ from typing import Annotated
 import torch
 import typer
 
+from regtopk.algorithms import ALGORITHMS
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
+from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.plan import page
 from regtopk.plan.calibrate import Machine, calibrate
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSITIES, planned_methods
+from regtopk.plan.methods import DENSITIES, DILOCO, DILOCO_EVERY, planned_methods, update_labels
 from regtopk.plan.predict import Situation, make_plan
 from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
 from regtopk.report import write_report
+from regtopk.rounds import EXCHANGES
 
 
 @say_errors
@@ -55,7 +58,16 @@ def plan(
     calibration: Annotated[
         Path | None, typer.Option(help="File of the costs; the user's cache if not given.")
     ] = None,
+    exchange: Annotated[
+        str, typer.Option(help="gradients, or updates: what every worker's own optimizer changed.")
+    ] = "gradients",
     every: Annotated[
+        int | None, typer.Option(help="Optimizer steps from one exchange of updates to the next.")
+    ] = None,
+    algorithms: Annotated[
+        str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
+    ] = None,
+    plan_all: Annotated[
         bool, typer.Option("--all", help="Rank every algorithm, not only those one would try first.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for a page with curves.")] = None,
@@ -64,7 +76,8 @@ def plan(
 ) -> None:
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     machine = Machine(local_workers, threads, device)
-    methods = planned_methods(_densities(density), every=every)
+    labels = _labels(algorithms, exchange, every, plan_all=plan_all)
+    methods = planned_methods(_densities(density), every=plan_all, labels=labels)
     bits_per_s = parse_bandwidth(bandwidth)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     memory_bytes = parse_size("memory", memory) if memory else memory_of_a_worker(local_workers)
@@ -94,6 +107,8 @@ def plan(
         "latency_s": latency_s,
         "step_time_s": step_time_s,
         "scope": scope,
+        "exchange": exchange,
+        "every": every,
         "memory_bytes": memory_bytes,
         "calibration": costs.machine,
     }
@@ -118,6 +133,24 @@ def _densities(text: str) -> list[float]:
         return [check_density(float(part)) for part in text.split(",")]
     except ValueError:
         raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
+
+
+def _labels(algorithms: str | None, exchange: str, every: int | None, *, plan_all: bool) -> list[str]:
+    """The methods that were asked for, in words; none if those one would try first are to be planned."""
+    check_choice("exchange", exchange, EXCHANGES)
+    if every is not None:
+        if exchange != "updates":
+            raise ArgumentError(f"--every needs --exchange updates, got --every {every}")
+        check_integer("every", every, at_least=1)
+    if algorithms is not None and plan_all:
+        raise ArgumentError("give --algorithms or --all, got both")
+    if exchange == "gradients":
+        return algorithms.split(",") if algorithms else []
+    if algorithms is None:
+        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else ["topk"]
+        return [DILOCO.format(every or DILOCO_EVERY), *update_labels(others, every)]
+    told = [label for label in algorithms.split(",") if "exchange=" in label]
+    return told + update_labels([label for label in algorithms.split(",") if label not in told], every)
 
 
 def _of_model(

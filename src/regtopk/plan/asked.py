@@ -3,7 +3,7 @@
 The algorithm is its own description, so a new one is planned without a word about it here.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache
 from math import ceil, isqrt
 from typing import Any, Literal, NamedTuple
@@ -15,6 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.requests import DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.worker import Layout, Worker
+from regtopk.method import Method
 from regtopk.simulate.driver import SimulatedDriver
 
 PROBE_ENTRIES = 8  # k of the small vector; both numbers of workers divide it
@@ -32,22 +33,11 @@ class Asked(NamedTuple):
     numel_per_k: float | None  # of the vector that its entries belong to; None where that is the gradient
     is_ragged: bool  # the gradient decides how many entries are sent: ranks tell their sizes first
 
-    def scaled(self, numel: int, k: int, num_workers: int) -> Request:
-        """The request on a vector of J entries: of the right shapes, on torch's "meta" device."""
+    def size(self, numel: int, k: int, num_workers: int) -> tuple[int, int]:
+        """Its length on a vector of J entries, and the length of the vector that its entries belong to."""
         length = max(1, ceil(k * (self.per_k + self.per_k_over_n / num_workers) - 1e-9))
         of = numel if self.numel_per_k is None else round(k * self.numel_per_k)
-        request = self.request
-        if isinstance(request, SparseSum):
-            sparse = request.sparse
-            indices, values = (_empty(min(length, of), x.dtype) for x in (sparse.indices, sparse.values))
-            sparse = replace(sparse, indices=indices, values=values, numel=of, count=None)
-            return replace(request, sparse=sparse)
-        tensor = _empty(length, request.tensor.dtype)
-        if isinstance(request, (DenseSum, Peek)):
-            return replace(request, tensor=tensor)
-        if isinstance(request, Gather):
-            request = replace(request, count=None)
-        return replace(request, tensor=tensor, numel=request.numel and of)
+        return (min(length, of) if isinstance(self.request, SparseSum) else length), of
 
 
 class Probe(NamedTuple):
@@ -67,27 +57,26 @@ class Probe(NamedTuple):
         return ("all_gather", "split") if is_sparse else ("split",)
 
 
-def takes(name: str, option: str) -> bool:
-    """Whether an algorithm of the table takes an option."""
-    return any(field.name == option for field in fields(ALGORITHMS[name]))
+def takes(words: str, option: str) -> bool:
+    """Whether an algorithm takes an option."""
+    return any(field.name == option for field in fields(ALGORITHMS[words.partition(":")[0]]))
 
 
-def make_algorithm(name: str, density: float, code: str = "float32") -> Algorithm[Any]:
-    """An algorithm of the table; it is told a density and a code if it takes such options."""
-    told = {"density": density, "value_code": code}
-    return ALGORITHMS[name](**{option: value for option, value in told.items() if takes(name, option)})
+def make_algorithm(words: str, density: float, code: str = "float32") -> Algorithm[Any]:
+    """An algorithm in words, "topk:impute=0.35"; it is told a density and a code if it takes such options."""
+    return Method.parse(words).build(density=density, value_code=code)
 
 
 @lru_cache(maxsize=1024)
-def probe(name: str, density: float, code: str) -> Probe:
-    """Run a step of an algorithm of the table, and look at its requests.
+def probe(words: str, density: float, code: str) -> Probe:
+    """Run a step of an algorithm, and look at its requests.
 
     Where the gradient decides how many entries are sent, as many as planned are assumed.
     """
-    is_told = takes(name, "density")
+    is_told = takes(words, "density")
     rows = isqrt(min(MAX_PROBE_NUMEL, round(PROBE_ENTRIES / density)) if is_told else PROBE_NUMEL)
     numel = rows * rows
-    algorithm = make_algorithm(name, min(1.0, PROBE_ENTRIES / numel), code)
+    algorithm = make_algorithm(words, min(1.0, PROBE_ENTRIES / numel), code)
     (few, support), (more, _) = (_step(algorithm, rows, num_workers) for num_workers in (FEW, MORE))
     _, support_of_another = _step(algorithm, rows, FEW, seed=1)
     if len(few) != len(more):  # the number of requests grows with N: those of more workers are planned
@@ -140,7 +129,3 @@ def _sent(request: Request) -> tuple[int, Tensor | None, str]:
         return request.sparse.indices.shape[-1], request.sparse.count, request.sparse.code
     count = request.count if isinstance(request, Gather) else None
     return request.tensor.shape[-1], count, request.code if isinstance(request, DenseSum) else "none"
-
-
-def _empty(length: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(length, dtype=dtype, device="meta")

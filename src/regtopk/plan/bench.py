@@ -20,14 +20,10 @@ class Bench:
     Workers that share a machine wait for one another, so the elapsed time of a few repetitions says little
     about the many steps of a training. Processor time does not depend on who waits when. Where all workers
     always have work, a step lasts as long as the work of all of them together.
-
-    Args:
-        device: where the work is done.
-        now: the clock, in seconds.
     """
 
     device: torch.device
-    now: Callable[[], float] = time.perf_counter
+    now: Callable[[], float] = time.perf_counter  # the clock, in seconds
 
     @classmethod
     def of(cls, device: str, num_workers: int, num_threads: int, num_cores: int) -> "Bench":

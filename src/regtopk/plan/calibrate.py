@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from regtopk._version import __version__
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ClusterError
-from regtopk.plan import cases, torch_cases
+from regtopk.plan import cases
 from regtopk.plan.bench import Bench
 from regtopk.plan.cases import Point
 from regtopk.plan.costs import Line, fit
@@ -38,17 +38,11 @@ Measurement = tuple[Callable[..., Iterator[Point]], tuple[str, ...]]  # a functi
 
 @dataclass(frozen=True)
 class Machine:
-    """What a calibration depends on.
+    """What a calibration depends on."""
 
-    Args:
-        local_workers: how many workers share this machine.
-        num_threads: of each; 0 for torch's own number, or the cores each worker gets.
-        device: "cpu" or "cuda".
-    """
-
-    local_workers: int = 1
-    num_threads: int = 0
-    device: str = "cpu"
+    local_workers: int = 1  # that share this machine
+    num_threads: int = 0  # of each; 0 for torch's own number, or the cores each worker gets
+    device: str = "cpu"  # or "cuda"
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -94,18 +88,22 @@ def processor_name() -> str:
 
 def measurement_of(line: str) -> Measurement:
     """How the cost of that name is measured; several may come from one measurement."""
-    kind, _, what = line.partition(" ")
-    if kind == "select":
-        return cases.algorithm_points, (what,)
-    if kind == "quantise":
-        return cases.code_points, (what,)
+    kind, *words = line.split(" ")
     if kind in ("encode", "decode"):
-        return cases.message_points, ("gather", what)
+        return cases.message_points, ("gather", *words)
     if kind in ("split", "dense"):
-        return cases.message_points, (kind, what.partition(" ")[2])
-    if line == "exchange":
-        return cases.exchange_points, ()
-    return (torch_cases.collective_points if kind == "move" else torch_cases.hook_points), ()
+        return cases.message_points, (kind, *words[1:])
+    if kind in ("ddp", "fp16", "powersgd"):
+        return cases.hook_points, ()
+    if kind == "move":
+        return cases.collective_points, ()
+    measured: dict[str, Callable[..., Iterator[Point]]] = {
+        "select": cases.algorithm_points,
+        "quantise": cases.code_points,
+        "updates": cases.update_points,
+        "exchange": cases.exchange_points,
+    }
+    return measured[kind], tuple(words)
 
 
 def calibrate(
@@ -121,29 +119,28 @@ def calibrate(
     Raises:
         ClusterError: a process failed.
     """
-    found: Any = get_context("spawn").Queue()
+    measured: Any = get_context("spawn").Queue()
     num_processes = max(2, machine.local_workers)
-    points: list[Point] = []
+    found: dict[str, Line] = {}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = machine, num_processes, f"{folder}/store", sorted(lines), found
+        arguments = machine, num_processes, f"{folder}/store", sorted(lines), measured
         try:
             ranks = start_processes(_rank, arguments, nprocs=num_processes, join=False, daemon=True)
             is_done = False
             while not is_done:
                 is_done = ranks.join(timeout=0.2)
-                while not found.empty():
-                    fraction, more = found.get()
-                    points += more
+                while not measured.empty():
+                    fraction, more = measured.get()
+                    found |= more
                     progress(fraction)
         except ProcessException as error:
             raise ClusterError(f"calibration failed: {error}") from error
-    by_line: dict[str, list[tuple[Units, float]]] = defaultdict(list)
-    for work, seconds in points:
-        by_line[work.line].append((work.units, seconds))
-    return {line: fit(of_line) for line, of_line in by_line.items()}
+    return found
 
 
-def _rank(rank: int, machine: Machine, num_processes: int, store: str, lines: list[str], found: Any) -> None:
+def _rank(
+    rank: int, machine: Machine, num_processes: int, store: str, lines: list[str], measured: Any
+) -> None:
     """One process: measure everything together with the others; rank 0 hands over what they found."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, and this process ends with it
     torch.set_num_threads(machine.threads)
@@ -155,9 +152,11 @@ def _rank(rank: int, machine: Machine, num_processes: int, store: str, lines: li
     for number, (measure, of) in enumerate(measurements, start=1):
         torch.manual_seed(rank)
         dist.barrier()
-        takes_part = rank == 0 or machine.local_workers > 1 or measure is torch_cases.collective_points
-        points = list(measure(bench, *of)) if takes_part else []
+        takes_part = rank == 0 or machine.local_workers > 1 or measure is cases.collective_points
+        points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
+        for work, seconds in measure(bench, *of) if takes_part else ():
+            points[work.line].append((work.units, seconds))
         if rank == 0:
-            found.put((number / len(measurements), points))
+            measured.put((number / len(measurements), {line: fit(points[line]) for line in points}))
     dist.barrier()
     dist.destroy_process_group()

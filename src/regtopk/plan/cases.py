@@ -1,84 +1,83 @@
-"""The work of this library that a calibration times.
+"""The work that a calibration times: this library's, that of DDP and torch's hooks, and gloo's collectives.
 
-It runs the real algorithms, driver and codes for one rank of a cluster whose other ranks are copies of it, so
+The algorithms, the driver and the codes run for one rank of a cluster whose other ranks are copies of it, so
 nothing travels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import converse
-from regtopk.core.codes import is_lossless, quantise
-from regtopk.core.requests import DenseSum, Gather, Request, SparseSum
+from regtopk.core.codes import quantise
+from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver, layout
+from regtopk.distributed.buckets import Buckets
 from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.rank import Rank
 from regtopk.plan.asked import make_algorithm
 from regtopk.plan.bench import Bench, typical
-from regtopk.plan.exchange import Work, answer
-from regtopk.plan.methods import MIDDLE_NUMEL, numel_units
+from regtopk.plan.exchange import Move, Work, all_gather, all_reduce, all_to_all, answer, broadcast
+from regtopk.plan.methods import BUCKET_BYTES, MIDDLE_NUMEL, POWERSGD_RANK, numel_units
+from regtopk.rounds import Rounds
 
 SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
 SLOW_S = 0.3  # an algorithm that would take longer on the next vector is not timed on it
 _MATRIX = 512  # all sizes are powers of two: copies can answer only if all ranks' regions are equal
+_MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
+_ONE_BUCKET_MB = 1000
+_SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
+_NUM_CALLS = 24
 
 Point = tuple[Work, float]  # some work, and the seconds it took
 
 
 class Echo(Collectives):
-    """The collectives of rank 0 of N, whose other ranks send the same; `calls` lists each and its bytes."""
+    """The collectives of rank 0 of N, whose other ranks send the same."""
 
     def __init__(self, num_workers: int) -> None:
-        self.rank = 0
-        self.num_workers = num_workers
-        self.calls: list[tuple[str, int]] = []
+        self.rank, self.num_workers = 0, num_workers
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """N copies of the tensor."""
-        self.calls.append(("all_gather", tensor.nbytes))
         return tensor.repeat(self.num_workers, 1)
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """N copies of the part for rank 0."""
-        self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
         return [parts[0]] * self.num_workers
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """N times the tensor."""
-        self.calls.append(("all_reduce", tensor.nbytes))
-        return tensor * self.num_workers
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor."""
-        self.calls.append(("broadcast", tensor.nbytes))
         return tensor
 
 
-def echo_rank(num_workers: int, *, is_split: bool = False, bench: Bench | None = None) -> Rank:
-    """Rank 0 of N, whose messages the other ranks repeat, with the clock of a bench."""
-    weights = torch.full((num_workers,), 1 / num_workers, dtype=torch.float64)
-    now = (bench or Bench(torch.device("cpu"))).now
-    return Rank(Echo(num_workers), weights, collective="split" if is_split else "all_gather", now=now)
+def echo_rank(collectives: Collectives, bench: Bench, *, is_split: bool = False) -> Rank:
+    """A rank of such a cluster, with the clock of a bench."""
+    N = collectives.num_workers
+    weights = torch.full((N,), 1 / N, dtype=torch.float64)
+    return Rank(collectives, weights, collective="split" if is_split else "all_gather", now=bench.now)
 
 
 def algorithm_points(bench: Bench, name: str) -> Iterator[Point]:
     """What an algorithm itself computes on a standard normal gradient, without its messages."""
+    sizes = (SMALL_NUMEL, 1024), (SMALL_NUMEL, 16), (MIDDLE_NUMEL, 1024), (LARGE_NUMEL, 1024)
     seconds, before = 0.0, 1
-    for numel, density in (
-        (SMALL_NUMEL, 1 / 1024),
-        (SMALL_NUMEL, 1 / 16),
-        (MIDDLE_NUMEL, 1 / 1024),
-        (LARGE_NUMEL, 1 / 1024),
-    ):
+    for numel, numel_per_k in sizes:
         if seconds * numel / before > SLOW_S:
             return
-        seconds, count = _time_algorithm(bench, name, density, numel)
+        seconds, count = _time_algorithm(bench, name, 1 / numel_per_k, numel)
         yield Work(f"select {name}", {"calls": 1, "entries": count, **numel_units(numel)}), seconds
         before = numel
 
@@ -89,7 +88,7 @@ def _time_algorithm(bench: Bench, name: str, density: float, numel: int) -> tupl
     device = bench.device
     weight, index = torch.tensor(0.5, device=device), torch.tensor(0, device=device)
     worker = Worker(weight, index, 2, 1, Layout.of_shapes(matrices))
-    algorithm, rank = make_algorithm(name, density), echo_rank(2, bench=bench)
+    algorithm, rank = make_algorithm(name, density), echo_rank(Echo(2), bench)
     state = algorithm.init(worker)
     grad = torch.randn(numel, device=device)
 
@@ -102,42 +101,41 @@ def _time_algorithm(bench: Bench, name: str, density: float, numel: int) -> tupl
     return typical(step)["select_s"], rank.record.num_entries
 
 
-def message_points(bench: Bench, kind: str, code: str) -> Iterator[Point]:
+def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Iterator[Point]:
     """Encoding one's own messages of a kind and decoding everybody's.
 
     Args:
         bench: which times it.
         kind: "gather", "split" or "dense".
         code: of the values; "none" for sets of indices, which are gathered.
+        senders: "senders" if decoding also finds out who sent each entry.
     """
+    sparse_sum, is_split = SenderSum if senders else SparseSum, kind == "split"
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
-    for num_workers, (numel, count) in product((2, 8), sizes):
-        is_split = kind == "split"
-        rank = echo_rank(num_workers, is_split=is_split, bench=bench)
-        request = _request(kind, code, numel, count, bench.device)
+    for N, (numel, count) in product((2, 8), sizes):
+        rank = echo_rank(Echo(N), bench, is_split=is_split)
+        indices = torch.arange(count, device=bench.device) * (numel // count)
+        request: Request = Gather(indices, numel=numel)
+        if code != "none":
+            weight = torch.tensor(0.5, device=bench.device)
+            values = quantise(torch.randn(count, device=bench.device), code)
+            request = sparse_sum(SparseGradient(indices, values, numel, code=code), weight)
+            if kind == "dense":
+                request = DenseSum(values, weight, code)
 
         def run(rank: Rank = rank, request: Request = request) -> dict[str, float]:
             rank.begin(bench.device)
             total = driver.answer(rank, request)
+            total = total.total if isinstance(total, OfSenders) else total
             rank.spare = total if kind == "gather" and code != "none" else None  # reused, as in an exchange
             return rank.timer.seconds()
 
         seconds = typical(run)
-        encode, decode = answer(request, num_workers, is_split=is_split).work
+        encode, decode = answer(request, count, numel, N, is_split=is_split).work
         if is_split:  # copies choose the same entries, so that the sum has no more than each
-            encode.units["entries"], decode.units["entries"] = count + count / num_workers, 2 * count
+            encode.units["entries"], decode.units["entries"] = count + count / N, 2 * count
         yield encode, seconds["encode_s"]
         yield decode, seconds["decode_s"]
-
-
-def _request(kind: str, code: str, numel: int, count: int, device: torch.device) -> Request:
-    indices = torch.arange(count, device=device) * (numel // count)
-    if code == "none":
-        return Gather(indices, numel=numel)
-    values, weight = quantise(torch.randn(count, device=device), code), torch.tensor(0.5, device=device)
-    if kind == "dense":
-        return DenseSum(values, weight, code)
-    return SparseSum(SparseGradient(indices, values, numel, code=code), weight)
 
 
 def code_points(bench: Bench, code: str) -> Iterator[Point]:
@@ -150,8 +148,7 @@ def code_points(bench: Bench, code: str) -> Iterator[Point]:
         def round_off(values: Tensor = values, indices: Tensor = indices) -> None:
             residual.scatter_add_(-1, indices, values - quantise(values, code))
 
-        seconds = 0.0 if is_lossless(code) else bench.typical(round_off)
-        yield Work(f"quantise {code}", {"calls": 1, "entries": count}), seconds
+        yield Work(f"quantise {code}", {"calls": 1, "entries": count}), bench.typical(round_off)
 
 
 def exchange_points(bench: Bench) -> Iterator[Point]:
@@ -165,3 +162,97 @@ def exchange_points(bench: Bench) -> Iterator[Point]:
         layout.copy_from_flat_(grads, flat)
 
     yield Work("exchange", {"numel": MIDDLE_NUMEL}), bench.typical(prepare_and_write_back)
+
+
+@torch.no_grad()
+def update_points(bench: Bench, outer: str) -> Iterator[Point]:
+    """What a round of updates does with the whole vector.
+
+    That is theta_start - theta_n, a look for NaN, the outer step, and the copy back into the model.
+    """
+    make_outer = partial(torch.optim.SGD, **Rounds(outer=outer).outer_settings._asdict())
+    rank = echo_rank(Echo(2), bench)
+    for numel in (SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL):
+        net = _chain(_MATRIX, numel // _MATRIX**2).to(bench.device)
+        inner = torch.optim.SGD(net.parameters())
+        model = LocalModel(net, inner, None if outer == "none" else make_outer, "mean")
+        model.begin(rank.collectives, Buckets(model.parameters, frozenset(), Dense(), rank).all)
+        aggregate = torch.zeros(numel, device=bench.device)
+
+        def make_round(model: LocalModel = model, aggregate: Tensor = aggregate) -> None:
+            update = list(model.take_update().values())
+            flat = layout.as_flat(update, aggregate.dtype)
+            assert flat is not None, "an update lies in one piece"
+            torch.aminmax(flat)
+            if model.outer is None:
+                layout.subtract_flat_(model.start.values(), aggregate)
+            else:
+                layout.copy_from_flat_(update, aggregate)
+                model.outer.step()
+            model.go_on(rank)
+
+        yield Work(f"updates {outer}", numel_units(numel)), bench.typical(make_round)
+
+
+def _chain(width: int, depth: int) -> nn.Sequential:
+    """A model of square matrices."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+
+
+def hook_points(bench: Bench) -> Iterator[Point]:
+    """The time that DDP adds to a bare model, and that torch's hooks add to DDP, in a group of one."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for width, depth in _MODELS:
+        plain, ddp, fp16, powersgd = (
+            _time_model(bench, width, depth, name, group) for name in ("plain", "ddp", "fp16", "powersgd")
+        )
+        numel = depth * width * width
+        yield Work("ddp", {"numel": numel}), max(0.0, ddp - plain)
+        yield Work("fp16", {"numel": numel}), max(0.0, fp16 - ddp)
+        yield Work("powersgd", {"messages": depth, **numel_units(numel)}), max(0.0, powersgd - ddp)
+
+
+def _time_model(bench: Bench, width: int, depth: int, name: str, group: dist.ProcessGroup) -> float:
+    """Seconds of a forward and backward pass of a model whose own work is small."""
+    model: nn.Module = _chain(width, depth).to(bench.device)
+    if name != "plain":
+        bucket_cap_mb = _ONE_BUCKET_MB if name == "powersgd" else None
+        model = ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_cap_mb)
+        if name == "fp16":
+            ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        if name == "powersgd":
+            state = powerSGD_hook.PowerSGDState(group, POWERSGD_RANK, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    x = torch.randn(1, width, device=bench.device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    for _ in range(3):  # DDP makes its buckets in the first two, PowerSGD begins in the third
+        step()
+    return bench.typical(step)
+
+
+def collective_points(bench: Bench) -> Iterator[Point]:
+    """Messages and bytes of gloo's collectives between the processes: what they cost without a network."""
+    assert dist.group.WORLD is not None
+    N, run = dist.get_world_size(), Collectives(dist.group.WORLD)
+    for size in (_SMALL_BYTES, BUCKET_BYTES):
+        vector, half = torch.zeros(size // 4), torch.zeros(size // 2, dtype=torch.float16)
+        yield _time_calls(bench, all_reduce(size, N), partial(dist.all_reduce, vector))
+        yield _time_calls(bench, all_reduce(size, N, "all_reduce half"), partial(dist.all_reduce, half))
+    for size in (_SMALL_BYTES, _MESSAGE_BYTES):
+        vector, many = torch.zeros(size // 4), torch.zeros(N * (size // 4))
+        yield _time_calls(bench, broadcast(size, N), partial(dist.broadcast, vector, 0))
+        swap = partial(dist.all_to_all_single, torch.empty_like(many), many)
+        yield _time_calls(bench, all_to_all(size, N), swap)
+        yield _time_calls(bench, all_gather(size, N), partial(run.all_gather, vector))
+
+
+def _time_calls(bench: Bench, move: Move, run: Callable[[], Any]) -> Point:
+    """Many calls after one another, since processes come to a single one at different times."""
+    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 6
+    run()
+    dist.barrier()
+    return move.work, bench.seconds(lambda: [run() for _ in range(num_calls)]) / num_calls

@@ -18,15 +18,10 @@ Line = dict[str, float]  # seconds per unit
 
 @dataclass(frozen=True)
 class Calibration:
-    """The costs of one machine, and what they were measured on.
+    """The costs of one machine, and what they were measured on."""
 
-    Args:
-        machine: whatever the costs depend on: processor, threads, versions, workers on the machine.
-        lines: by the name of the work.
-    """
-
-    machine: dict[str, Any]
-    lines: dict[str, Line]
+    machine: dict[str, Any]  # what costs depend on: processor, threads, versions, workers on the machine
+    lines: dict[str, Line]  # by the name of the work
 
     def seconds(self, work: Work) -> float:
         """How long some work takes.
@@ -74,11 +69,7 @@ class Calibration:
 
 
 def fit(points: Sequence[tuple[Units, float]]) -> Line:
-    """The line, with no negative cost, that comes nearest to measured times, relative to each of them.
-
-    Args:
-        points: units of work and the seconds they took.
-    """
+    """The line, with no negative cost, that comes nearest to measured times, relative to each of them."""
     names = sorted({unit for units, _ in points for unit in units})
     times = np.array([max(seconds, 1e-9) for _, seconds in points])
     amounts = np.array([[units.get(name, 0.0) for name in names] for units, _ in points]) / times[:, None]

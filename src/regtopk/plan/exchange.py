@@ -1,6 +1,6 @@
 """What an exchange takes of a worker: the work, the collectives and their bytes, and the memory.
 
-The collectives are those that `distributed` runs on gloo. Sizes come from `core.traffic` and `core.regions`:
+The collectives are those that `distributed` runs on gloo. Sizes come from `core.codes` and `core.regions`:
 where a message's size depends on J and k alone, they are those of the real messages.
 """
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from regtopk.core.codes import full_message_bytes
 from regtopk.core.regions import region_bytes, sender_code, split_of
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Request, SenderSum, SparseSum
-from regtopk.core.traffic import contribution, numbers_bytes
-from regtopk.core.worker import Layout, Worker
+from regtopk.core.requests import Broadcast, DenseSum, Peek, Request, SenderSum, SparseSum
+from regtopk.core.traffic import numbers_bytes
 
 Units = dict[str, float]
 INDEX_CODE = "elias-fano"
@@ -43,13 +43,19 @@ class Move(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A step's exchange: equal parts one after another, each with this work and these moves."""
+    """An exchange: equal parts one after another, each with this work and these moves."""
 
     payload_bytes: int  # of the messages that a worker contributes, of all parts
     moves: Sequence[Move]
     work: Sequence[Work]
     memory_bytes: float = 0.0  # of the messages at the peak
     num_parts: int = 1  # all but the last may run beside the backward pass
+    every: int = 1  # how many steps a worker takes from one exchange to the next
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Payload of a step: all of it, or its share of an exchange of updates."""
+        return self.payload_bytes / self.every
 
     @property
     def lines(self) -> set[str]:
@@ -58,82 +64,84 @@ class Exchange(NamedTuple):
 
 
 def answer(
-    request: Request, num_workers: int, *, is_ragged: bool = False, is_split: bool = False
+    request: Request, length: int, numel: int, N: int, *, is_ragged: bool = False, is_split: bool = False
 ) -> Exchange:
-    """How N workers answer a request, whose tensors may be on the "meta" device.
+    """How N workers answer a request.
 
     Args:
-        request: of the real shapes.
-        num_workers: N, all of them sending.
+        request: as it was made on a small vector.
+        length: of what each worker sends, on the real one.
+        numel: of the vector that its entries belong to.
+        N: the number of workers, all of them sending.
         is_ragged: whether ranks must tell one another the sizes of their messages first.
         is_split: whether a sparse sum is split by index region, instead of gathered by all.
     """
-    N = num_workers
     if isinstance(request, DenseSum):
-        return _dense_sum(request, N)
-    if isinstance(request, SparseSum) and is_split:
-        return _split_sum(request, N)
-    worker = Worker(torch.ones(()), torch.tensor(0), N, 0, Layout.anonymous(1), index_code=INDEX_CODE)
-    size = int(contribution(request, worker).payload_bytes)
-    if isinstance(request, Broadcast):
-        return Exchange(size, [broadcast(size, N)], _coding("none", request.tensor.shape[-1], 1, 0))
-    assert isinstance(request, (SparseSum, Gather)), "only a simulator can answer a Peek"
-    travels_as_it_is = isinstance(request, Gather) and request.numel is None
-    tells_sizes = is_ragged or travels_as_it_is
-    moves = [all_gather(SIZES_BYTES, N)] * tells_sizes + [all_gather(size, N)]
-    memory_bytes = sum(move.sent_bytes for move in moves)
-    if travels_as_it_is:
-        return Exchange(size, moves, [], memory_bytes)
+        return _dense_sum(request, length, N)
+    assert not isinstance(request, Peek), "only a simulator can answer a Peek"
     if isinstance(request, SparseSum):
-        count, numel, code = request.sparse.indices.shape[-1], request.sparse.numel, request.sparse.code
+        if is_split:
+            return _split_sum(request, length, numel, N)
+        code, dtype = request.sparse.code, request.sparse.values.dtype
+        size = full_message_bytes(length, numel, dtype=dtype, value_code=code, index_code=INDEX_CODE)
+        if isinstance(request, SenderSum):
+            size += numbers_bytes(request.numbers)
+        work = _coding(code, length, N, numel, _senders(request))
+    elif request.numel is None:  # it travels as it is
+        size, work, is_ragged = length * request.tensor.itemsize, [], True
     else:
-        count, numel, code = request.tensor.shape[-1], 0, "none"
-    memory_bytes += _BYTES_PER_DECODED_ENTRY * N * count
-    return Exchange(size, moves, _coding(code, count, N, numel), memory_bytes)
+        size = full_message_bytes(
+            length, numel, dtype=torch.float32, value_code="none", index_code=INDEX_CODE
+        )
+        work = _coding("none", length, 1 if isinstance(request, Broadcast) else N)
+    if isinstance(request, Broadcast):
+        return Exchange(size, [broadcast(size, N)], work)
+    moves = [all_gather(SIZES_BYTES, N)] * is_ragged + [all_gather(size, N)]
+    decoded_bytes = _BYTES_PER_DECODED_ENTRY * N * length if work else 0
+    return Exchange(size, moves, work, sum(move.sent_bytes for move in moves) + decoded_bytes)
 
 
-def _coding(code: str, count: int, num_received: int, numel: int) -> list[Work]:
-    decoded: Units = {"calls": 1, "entries": num_received * count, "numel": numel}
-    return [Work(f"encode {code}", {"calls": 1, "entries": count}), Work(f"decode {code}", decoded)]
+def _coding(code: str, length: int, num_received: int, numel: int = 0, senders: str = "") -> list[Work]:
+    decoded: Units = {"calls": 1, "entries": num_received * length, "numel": numel}
+    return [Work(f"encode {code}", {"calls": 1, "entries": length}), Work(f"decode {code}{senders}", decoded)]
 
 
-def _dense_sum(request: DenseSum, N: int) -> Exchange:
+def _senders(request: SparseSum) -> str:
+    """What the cost of decoding is called where it also finds out who sent each entry."""
+    return " senders" if isinstance(request, SenderSum) else ""
+
+
+def _dense_sum(request: DenseSum, length: int, N: int) -> Exchange:
     """Parts to the owners of the regions, and the sums from them."""
-    count, dtype = request.tensor.shape[-1], request.weight.dtype
-    parts, sums = (region_bytes(count, N, (), dtype, code) for code in (request.code, request.sum_code))
+    codes = request.code, request.sum_code
+    parts, sums = (region_bytes(length, N, (), request.weight.dtype, code) for code in codes)
     moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
     work = [
-        Work(f"dense encode {request.code}", {"calls": 1, "messages": N, "entries": count + count / N}),
-        Work(f"dense decode {request.code}", {"messages": N, "entries": 2 * count}),
+        Work(f"dense encode {request.code}", {"calls": 1, "messages": N, "entries": length + length / N}),
+        Work(f"dense decode {request.code}", {"messages": N, "entries": 2 * length}),
     ]
     return Exchange(sum(parts), moves, work, sum(move.sent_bytes for move in moves))
 
 
-def _split_sum(request: SparseSum, N: int) -> Exchange:
+def _split_sum(request: SparseSum, length: int, numel: int, N: int) -> Exchange:
     """Pieces to the owners of the regions, and the sums from them; sizes are told before both."""
-    sparse = request.sparse
-    count, numel, code = sparse.indices.shape[-1], sparse.numel, sparse.code
-    size = split_of(
-        count,
-        numel,
-        N,
-        dtype=sparse.values.dtype,
-        value_code=code,
-        index_code=INDEX_CODE,
-        sender_code=sender_code([1 / N] * N) if isinstance(request, SenderSum) else None,
-    )
-    sums_bytes = size.sums_bytes
+    code, dtype, senders = request.sparse.code, request.sparse.values.dtype, None
+    extra_bytes = 0
     if isinstance(request, SenderSum):
-        sums_bytes += numbers_bytes(request.numbers)
+        senders, extra_bytes = sender_code([1 / N] * N), numbers_bytes(request.numbers)
+    size = split_of(
+        length, numel, N, dtype=dtype, value_code=code, index_code=INDEX_CODE, sender_code=senders
+    )
     moves = [
         all_gather(8 * N, N),
         all_to_all(size.piece_bytes, N),
         all_gather(8, N),
-        all_to_all(sums_bytes, N),
+        all_to_all(size.sums_bytes + extra_bytes, N),
     ]
+    decoded: Units = {"messages": N, "entries": length + size.union, "numel": numel}
     work = [
-        Work(f"split encode {code}", {"calls": 1, "messages": N, "entries": count + size.union / N}),
-        Work(f"split decode {code}", {"messages": N, "entries": count + size.union, "numel": numel}),
+        Work(f"split encode {code}", {"calls": 1, "messages": N, "entries": length + size.union / N}),
+        Work(f"split decode {code}{_senders(request)}", decoded),
     ]
     memory_bytes = sum(move.sent_bytes for move in moves) + _BYTES_PER_DECODED_ENTRY * size.union / N
     return Exchange(N * size.piece_bytes, moves, work, memory_bytes)

@@ -5,19 +5,27 @@ Nothing here depends on a machine or a link: `predict` multiplies with their cos
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from regtopk.algorithms import ALGORITHMS
+from regtopk.core.algorithm import check_density
 from regtopk.core.codes import is_lossless
+from regtopk.errors import ArgumentError
+from regtopk.method import Method as Words
 from regtopk.plan.asked import probe, takes
 from regtopk.plan.exchange import Exchange, Units, Work, all_reduce, answer, broadcast
 from regtopk.plan.workload import Workload
+from regtopk.rounds import GRADIENTS, Rounds
 
 Way = Literal["all_reduce", "all_gather", "split"]
 CODES = ("float32", "4bit", "2bit")  # of the algorithms that can be told one
 DENSITIES = (0.001, 0.01, 0.1)
 CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first; the others are planned if asked
+EVERY = (1, 2, 4)  # steps of a round of updates, unless told
+DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
+DILOCO_EVERY = 16
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
 AGREEMENT_BYTES = 24  # the small all_reduce before every exchange, and a report
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
@@ -26,12 +34,13 @@ POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent
 
 
 class Method(NamedTuple):
-    """A way to exchange gradients; `dense` by all_reduce is DDP without a hook."""
+    """A way to exchange gradients or updates; `dense` by all_reduce is DDP without a hook."""
 
-    name: str
+    name: str  # an algorithm, with its other options: "topk:impute=0.35"
     density: float
     value_code: str
     collective: Way
+    rounds: Rounds = GRADIENTS
 
     @property
     def sends_less(self) -> bool:
@@ -41,12 +50,20 @@ class Method(NamedTuple):
     @property
     def is_blind(self) -> bool:
         """Whether it sends entries without a look at the gradient: at equal density it learns less."""
-        return self.name in ALGORITHMS and probe(self.name, self.density, self.value_code).is_blind
+        return self not in TORCH and probe(self.name, self.density, self.value_code).is_blind
+
+    @property
+    def kind(self) -> str:
+        """The name without the number of steps between exchanges."""
+        if self.rounds.has_updates:
+            is_diloco = self.name == "dense" and self.rounds.outer == "nesterov"
+            return "DiLoCo" if is_diloco else f"{self.name} updates"
+        return "dense, coded" if self.name == DENSE.name and self != DENSE else self.name
 
     @property
     def label(self) -> str:
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
-        return "dense, coded" if self.name == DENSE.name and self != DENSE else self.name
+        return f"{self.kind}, every {self.rounds.every}" if self.rounds.has_updates else self.kind
 
     @property
     def amount(self) -> str:
@@ -57,9 +74,12 @@ class Method(NamedTuple):
 DENSE = Method("dense", 1.0, "float32", "all_reduce")
 FP16 = Method("fp16", 1.0, "float16", "all_reduce")
 POWERSGD = Method("powersgd", 1.0, "float32", "all_reduce")
+TORCH = (DENSE, FP16, POWERSGD)
 
 
-def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = False) -> list[Method]:
+def planned_methods(
+    densities: Sequence[float] = DENSITIES, *, every: bool = False, labels: Sequence[str] = ()
+) -> list[Method]:
     """DDP, torch's hooks, and algorithms at every density, with every code and by every collective they run.
 
     An algorithm that decides by itself how many entries to send is planned as if it sent that many. One that
@@ -68,16 +88,45 @@ def planned_methods(densities: Sequence[float] = DENSITIES, *, every: bool = Fal
     Args:
         densities: for the algorithms that take one.
         every: plan all algorithms that a cluster can run, not only those one would try first.
+        labels: plan these instead, in words as `regtopk compare` takes them.
     """
-    found = [DENSE, FP16, POWERSGD]
-    for name in ALGORITHMS if every else CHOSEN:
-        for code in CODES if takes(name, "value_code") else CODES[:1]:
-            probed = probe(name, densities[0], code)
-            sends_all_as_it_is = probed.density == 1 and is_lossless(probed.code)  # what DDP does anyway
-            if probed.peeks or sends_all_as_it_is:
-                continue
-            own = densities if probed.density is None else [probed.density]
-            found += [Method(name, density, probed.code, way) for density in own for way in probed.ways]
+    found = list(TORCH)
+    for label in labels or (ALGORITHMS if every else CHOSEN):
+        words = Words.parse(label)
+        ways = _ways(words, densities)
+        if not (ways or every or words.algorithm == DENSE.name):
+            raise ArgumentError(f"algorithms must be such as a cluster can run, got {label!r}")
+        found += ways
+    return list(dict.fromkeys(found))
+
+
+def update_labels(labels: Sequence[str], every: int | None) -> list[str]:
+    """The same methods on updates: every so many steps, or every few if not told; their words may tell."""
+    split = [label.partition(":") for label in labels]
+    steps = EVERY if every is None else [every]
+    return [f"{name}:exchange=updates:every={n}{colon}{rest}" for name, colon, rest in split for n in steps]
+
+
+def _ways(words: Words, densities: Sequence[float]) -> list[Method]:
+    """An algorithm at every density, with every code and by every collective that its words leave open."""
+    if words.index_code is not None or "k" in words.options:
+        raise ArgumentError(
+            f"a planned method has a density, not k, and the index code elias-fano, got {words.label!r}"
+        )
+    options = dict(words.options)
+    density, code = options.pop("density", None), options.pop("value_code", None)
+    name = ":".join([words.algorithm, *(f"{key}={text}" for key, text in words.words if key in options)])
+    found = []
+    codes = CODES if takes(name, "value_code") else CODES[:1]
+    for value_code in codes if code is None else [str(code)]:
+        probed = probe(name, densities[0], value_code)
+        sends_all_as_it_is = probed.density == 1 and is_lossless(probed.code)  # what DDP does anyway
+        if probed.peeks or (sends_all_as_it_is and not words.rounds.has_updates):
+            continue
+        own = densities if density is None else [check_density(density)]
+        own = own if probed.density is None else [probed.density]
+        ways = product(own, probed.ways)
+        found += [Method(name, each, probed.code, way, words.rounds) for each, way in ways]
     return found
 
 
@@ -108,7 +157,7 @@ def exchange_of(method: Method, workload: Workload, num_workers: int, scope: str
         powersgd = Work("powersgd", {"messages": num_matrices, **numel_units(numel)})
         work = [Work("ddp", {"numel": numel}), powersgd]
         return Exchange(sum(sizes), [all_reduce(size, N) for size in sizes], work)
-    return _ours(method, numel, N, num_parts if scope == "bucket" else 1)
+    return _ours(method, numel, N, num_parts if scope == "bucket" and not method.rounds.has_updates else 1)
 
 
 def num_buckets(numel: int) -> int:
@@ -121,25 +170,25 @@ def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
     numel = max(1, numel // num_parts)
     k = max(1, round(method.density * numel))
     probed = probe(method.name, method.density, method.value_code)
-    work = [
-        Work("ddp", {"numel": numel}),
-        Work("exchange", {"numel": numel}),
-        Work(f"select {method.name}", {"calls": 1, "entries": k, **numel_units(numel)}),
-    ]
-    if method.value_code in CODES:
+    if method.rounds.has_updates:
+        work = [Work(f"updates {method.rounds.outer}", numel_units(numel))]
+    else:
+        work = [Work("ddp", {"numel": numel}), Work("exchange", {"numel": numel})]
+    work.append(Work(f"select {method.name}", {"calls": 1, "entries": k, **numel_units(numel)}))
+    if takes(method.name, "value_code") and not is_lossless(method.value_code):
         work.append(Work(f"quantise {method.value_code}", {"calls": 1, "entries": k}))
     moves = [all_reduce(AGREEMENT_BYTES, N)]
     if probed.listens:
         moves.append(broadcast(AGREEMENT_BYTES, N))
     payload_bytes, memory_bytes = 0, 0.0
     for asked in probed.requests:
-        request, is_split = asked.scaled(numel, k, N), method.collective == "split"
-        answered = answer(request, N, is_ragged=asked.is_ragged, is_split=is_split)
+        sizes, is_split = asked.size(numel, k, N), method.collective == "split"
+        answered = answer(asked.request, *sizes, N, is_ragged=asked.is_ragged, is_split=is_split)
         work += answered.work
         moves += answered.moves
         payload_bytes += num_parts * answered.payload_bytes
         memory_bytes = max(memory_bytes, answered.memory_bytes)
-    return Exchange(payload_bytes, moves, work, memory_bytes, num_parts)
+    return Exchange(payload_bytes, moves, work, memory_bytes, num_parts, method.rounds.every)
 
 
 def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:

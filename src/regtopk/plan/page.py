@@ -1,18 +1,22 @@
 """A plan for people: its table, its answer in words, and a recorded run that `report` draws."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from regtopk.plan.asked import make_algorithm, probe
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSE, POWERSGD, Method
-from regtopk.plan.predict import Plan, Prediction, predict
+from regtopk.plan.methods import DENSE, POWERSGD, TORCH, Method
+from regtopk.plan.predict import ROUND_SHARE, ROUNDS, Plan, Prediction, predict
 from regtopk.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.runs import Panel, Record, RunWriter, make_header
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
+LINKS = "bandwidth of a link, Mbit/s"
 
 
 def write_run(
@@ -23,6 +27,12 @@ def write_run(
     Raises:
         OutputError: the folder cannot be written, or holds a run.
     """
+    here, bandwidth = plan.situation, format_bandwidth(plan.situation.link.bandwidth)
+    axes = (
+        ("bandwidth", "mbit_per_s", LINKS, f"{here.num_workers} workers, links of any bandwidth"),
+        ("workers", "num_workers", "workers", f"{bandwidth}, any number of workers"),
+    )
+    panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
@@ -30,7 +40,10 @@ def write_run(
         "circles are the planned link.",
         command=command,
         config=summary["inputs"],
-        panels=panels(plan),
+        panels=[
+            panel(title=title, x=x, x_label=x_label, where={"against": against})
+            for against, x, x_label, title in axes
+        ],
     )
     with RunWriter(folder, header, force=force) as writer:
         for record in curves(plan, costs):
@@ -57,28 +70,9 @@ def curves(plan: Plan, costs: Calibration) -> list[Record]:
     return sorted(records, key=lambda record: labels.index(record["method"]))
 
 
-def panels(plan: Plan) -> list[Panel]:
-    """Two: against bandwidth, and against workers."""
-    here = plan.situation
-    panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
-    return [
-        panel(
-            title=f"{here.num_workers} workers, links of any bandwidth",
-            x="mbit_per_s",
-            x_label="bandwidth of a link, Mbit/s",
-            where={"against": "bandwidth"},
-        ),
-        panel(
-            title=f"{format_bandwidth(here.link.bandwidth)}, any number of workers",
-            x="num_workers",
-            x_label="workers",
-            where={"against": "workers"},
-        ),
-    ]
-
-
 def table(plan: Plan) -> list[dict[str, str]]:
     """One row per method in its fastest way: dense, and then the fastest first."""
+    has_updates = bool(plan.affordable_rounds())
     return [
         {
             "measure": p.method.label,
@@ -86,6 +80,7 @@ def table(plan: Plan) -> list[dict[str, str]]:
             "values": p.method.value_code,
             "collective": p.method.collective,
             "payload": format_size(p.exchange.payload_bytes),
+            **({"payload per step": format_size(p.exchange.bytes_per_step)} if has_updates else {}),
             "step": format_time(p.step_time_s),
             "speed-up": format_factor(plan.speedup(p)),
         }
@@ -107,18 +102,52 @@ def verdict(plan: Plan) -> str:
     return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
 
 
-def _in_words(method: Method) -> str:
+def _in_words(method: Method, name: str | None = None) -> str:
+    name = name or method.label
     if method == POWERSGD:
-        return f"{method.label} of {method.amount}"
-    return f"{method.label}, density {method.amount}, {method.value_code} values by {method.collective}"
+        return f"{name} of {method.amount}"
+    return f"{name}, density {method.amount}, {method.value_code} values by {method.collective}"
+
+
+def as_code(method: Method, scope: str) -> str:
+    """The line of Python that does what a method of this library does."""
+    algorithm = make_algorithm(method.name, method.density, method.value_code)
+    given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
+    told = {f.name: given[f.name] for f in fields(algorithm) if given[f.name] != f.default}
+    made = f"regtopk.{type(algorithm).__name__}({_arguments(told)})"
+    options: dict[str, Any] = {}
+    if len(probe(method.name, method.density, method.value_code).ways) > 1:
+        options["collective"] = method.collective
+    if not method.rounds.has_updates:
+        return f"exchange = regtopk.attach(model, {made}, {_arguments({'scope': scope} | options)})"
+    words = _arguments({"every": method.rounds.every} | options)
+    if method.rounds.outer != "none":
+        settings = _arguments(method.rounds.outer_settings._asdict())
+        words += f", outer=lambda p: torch.optim.SGD(p, {settings})"
+    return f"exchange = regtopk.UpdateExchange(model, optimizer, {made}, {words})"
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
 
     def row(p: Prediction) -> dict[str, Any]:
-        took = {"step_time_s": p.step_time_s, "speedup": plan.speedup(p)}
-        return {**p.method._asdict(), "payload_bytes": p.exchange.payload_bytes, **took}
+        rounds = p.method.rounds
+        return {
+            "name": p.method.name,
+            "density": p.method.density,
+            "value_code": p.method.value_code,
+            "collective": p.method.collective,
+            "exchange": rounds.exchange,
+            "every": rounds.every,
+            "payload_bytes": p.exchange.payload_bytes,
+            "bytes_per_step": p.exchange.bytes_per_step,
+            "step_time_s": p.step_time_s,
+            "speedup": plan.speedup(p),
+        }
 
     return {
         "inputs": inputs,
@@ -133,9 +162,18 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
 def notes(plan: Plan, memory_bytes: float) -> list[str]:
     """What one should know beside the numbers."""
     said = [
-        "A faster step is not a better one: at a lower density, or with fewer bits, training may need more "
-        "steps (docs/comparisons.md).",
+        "A faster step is not a better one: at a lower density, with fewer bits or rarer exchanges, training "
+        "may need more steps (docs/comparisons.md).",
     ]
+    if plan.best.method not in TORCH:
+        said.append(f"The best, on every rank: {as_code(plan.best.method, plan.situation.scope)}")
+    for p, every in plan.affordable_rounds():
+        costs = f"A round of {_in_words(p.method, p.method.kind)}, costs"
+        said.append(
+            f"{costs} at most {ROUND_SHARE:.0%} of the computation from --every {every} on."
+            if every
+            else f"{costs} more than {ROUND_SHARE:.0%} of the computation even with --every {ROUNDS[-1]}."
+        )
     if plan.not_measured:
         names = ", ".join(dict.fromkeys(method.label for method in plan.not_measured))
         said.append(f"Left out, since this calibration has not measured all of their work: {names}.")

@@ -20,6 +20,8 @@ from regtopk.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a step's computation
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
+ROUNDS = [2**n for n in range(7)]  # steps of a round of updates that are looked at
+ROUND_SHARE = 0.1  # of the computation, that rounds should cost at most
 EQUAL = 1.05  # steps whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
@@ -27,20 +29,12 @@ MOST_WORKERS = 1_000_000
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a step is taken.
-
-    Args:
-        workload: the gradients.
-        num_workers: N, >= 2.
-        link: bandwidth in bits per second and one-way latency of every worker's link; its compute_s is a
-            step without an exchange.
-        scope: "model" or "bucket", of this library's exchanges.
-    """
+    """Where a step is taken."""
 
     workload: Workload
-    num_workers: int
-    link: Link
-    scope: str = "model"
+    num_workers: int  # N, >= 2
+    link: Link  # of every worker, latency one way; its compute_s is a step without an exchange
+    scope: str = "model"  # or "bucket", of this library's exchanges of gradients
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -88,7 +82,7 @@ def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
         on_wire_s += num_parts * (move.num_hops * link.latency_s + bits / link.bandwidth)
     hides_s = on_wire_s if costs.machine["device"] == "cpu" else on_wire_s + here_s
     hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
-    return compute_s + work_s + here_s + on_wire_s - hidden_s
+    return compute_s + (work_s + here_s + on_wire_s - hidden_s) / exchange.every
 
 
 class Plan(NamedTuple):
@@ -127,6 +121,18 @@ class Plan(NamedTuple):
         found[self.best.method.label] = self.best
         return sorted(found.values(), key=lambda p: (p.method != DENSE, p.step_time_s))
 
+    def affordable_rounds(self) -> list[tuple[Prediction, int | None]]:
+        """Each kind of updates in its fastest way, and the least `every` whose rounds cost little enough.
+
+        That is at most 10 % of the computation between them; None if not even 64 steps are enough.
+        """
+        compute_s, found = self.situation.link.compute_s, []
+        slowest_first = reversed(self.fastest_by_label())
+        for p in {p.method.kind: p for p in slowest_first if p.method.rounds.has_updates}.values():
+            round_s = p.exchange.every * (p.step_time_s - compute_s)
+            found.append((p, next((n for n in ROUNDS if round_s <= ROUND_SHARE * n * compute_s), None)))
+        return found
+
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
     """The fastest step; of those within 5 % of it the one that sends most, since it learns most.
@@ -136,7 +142,7 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
     advised = [p for p in predictions if not p.method.is_blind]
     fastest = min(p.step_time_s for p in advised)
     near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
-    return max(near, key=lambda p: p.exchange.payload_bytes)
+    return max(near, key=lambda p: p.exchange.bytes_per_step)
 
 
 def make_plan(

@@ -1,4 +1,7 @@
-"""Numbers with units: read as people write them, and written as people read them."""
+"""Numbers with units: read as people write them, and written as people read them.
+
+What cannot be read raises an `ArgumentError` that names the option, its rule and the text.
+"""
 
 import math
 import re
@@ -22,9 +25,6 @@ def parse_bandwidth(text: str) -> float:
 
     "B" is a byte, "b" and "bit" are bits. "MB" and "mb" without "per second" are refused, since half of those
     who write them mean bytes.
-
-    Raises:
-        ArgumentError: not a bandwidth above zero.
     """
     number, unit = _split(text)
     found = _BANDWIDTH_UNIT.fullmatch(unit)
@@ -39,11 +39,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
-    """Seconds of "10ms", "50us", "0.2 s", or of a number without a unit: "0.2".
-
-    Raises:
-        ArgumentError: not a time, or below (or at) zero.
-    """
+    """Seconds of "10ms", "50us", "0.2 s", or of a number without a unit: "0.2"."""
     rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2 (seconds)"
     number, unit = _split(text)
     per_second = _PER_SECOND.get(unit or "s", math.nan)  # dividing, 50us are 5e-5 to the bit
@@ -51,11 +47,7 @@ def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
 
 
 def parse_count(name: str, text: str) -> int:
-    """The whole number that "124M", "11173962", "11,173,962" or "1.5B" stands for.
-
-    Raises:
-        ArgumentError: not a whole number of at least 1.
-    """
+    """The whole number that "124M", "11173962", "11,173,962" or "1.5B" stands for."""
     rule = "a whole number of at least 1, such as 11173962, 124M or 1.5B"
     number, unit = _split(text)
     count = _checked(name, number * _COUNTS.get(unit.lower(), math.nan), text, rule)
@@ -64,11 +56,7 @@ def parse_count(name: str, text: str) -> int:
 
 
 def parse_size(name: str, text: str) -> int:
-    """Bytes of "16GB" or "16 GiB".
-
-    Raises:
-        ArgumentError: not a size above zero.
-    """
+    """Bytes of "16GB" or "16 GiB"."""
     number, unit = _split(text)
     size = number * _SIZES.get(unit.lower(), math.nan)
     return int(_checked(name, size, text, "a size above 0 such as 16GB or 16GiB"))

@@ -20,13 +20,9 @@ SIDE = 1024  # of the square matrices that a model of unknown shapes is thought 
 
 @dataclass(frozen=True)
 class Workload:
-    """The gradients of a model.
+    """The gradients of a model, or its updates."""
 
-    Args:
-        shapes: of the trainable parameters.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the trainable parameters
 
     @cached_property
     def numel(self) -> int:
