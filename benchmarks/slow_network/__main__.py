@@ -89,7 +89,7 @@ def measure_gpt(options: argparse.Namespace, command: str) -> None:
         if "race" in options.parts:
             race.race(links)
         if "steps" in options.parts:
-            race.measure_slow_steps(links)
+            race.measure_steps(links)
         if "latency" in options.parts:
             race.measure_latency(links)
     if "latency" in options.parts:

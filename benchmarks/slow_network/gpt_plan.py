@@ -1,4 +1,4 @@
-"""What is trained in the race of the GPT, how far, and with which learning rates: written down before it is run."""
+"""What is trained in the race of the GPT, how far, with which learning rates: settled before it is run."""
 
 from dataclasses import dataclass
 
@@ -10,52 +10,54 @@ class Plan:
     Args:
         num_layers, width, context: of the GPT.
         batch_size: windows of a rank and step.
+        num_steps: of a run; the learning rate rises in the first `warm_up` steps, and falls linearly to zero.
+            PowerSGD sends dense gradients during the warm-up.
         target: the test loss that all must reach, in nats per character.
-        losses: above it, that the table shows on the way.
-        lrs: that all methods try, on the seed `search_seed`; runs that count are on `claim_seed`.
-        most_steps: of a run, a multiple of `stretch`.
+        losses: above it, that a table shows too.
+        lrs: that all methods try on `search_seed`, in `search_steps` steps. What counts runs on `claim_seed`.
         stretch: steps from one evaluation to the next: whole rounds of every method.
         num_tested: windows of the test.
-        warm_up: first steps, in which the learning rate rises. PowerSGD sends dense gradients meanwhile.
-        link, slow_link: bits per second, of the race and of the steps that are measured for the other table.
-        slow_seconds: about how long a method's steps are measured on the slow link.
-        latency_s: one way, of the links where latency is measured; `latency_batch_size` makes a local step of
-            the length that training on such links has.
-        latency_stretches: how many stretches are measured with latency, and without.
+        link, slow_link: bits per second.
+        seconds: for which a method's steps are measured on a link, in at least 2 rounds and at most 8.
+        latency_s: one way, of the links where latency is measured.
+        latency_batch_size: windows of a rank and step there.
+        latency_stretches: how many are measured with latency, and without.
     """
 
     num_layers: int = 4
     width: int = 256
     context: int = 32
     batch_size: int = 1
-    target: float = 2.6
-    losses: tuple[float, ...] = (3.2, 3.0, 2.8)
-    lrs: tuple[float, ...] = (0.002, 0.001, 0.004, 0.008)
-    most_steps: int = 512
-    stretch: int = 16
-    num_tested: int = 128
+    num_steps: int = 320
     warm_up: int = 32
+    target: float = 2.6
+    losses: tuple[float, ...] = (3.0, 2.8, 2.7)
+    lrs: tuple[float, ...] = (0.001, 0.002, 0.004)
+    search_steps: int = 160
     search_seed: int = 0
     claim_seed: int = 1
+    stretch: int = 16
+    num_tested: int = 128
     link: float = 100e6
     slow_link: float = 10e6
-    slow_seconds: float = 40.0
+    seconds: float = 25.0
     latency_s: float = 0.05
-    latency_batch_size: int = 8
-    latency_stretches: int = 4
+    latency_batch_size: int = 16
+    latency_stretches: int = 3
 
 
 FULL = Plan()
 QUICK = Plan(
     num_layers=2,
     width=64,
-    target=3.9,
-    losses=(4.2,),
-    lrs=(0.004,),
-    most_steps=48,
-    num_tested=16,
+    num_steps=32,
     warm_up=8,
-    slow_seconds=1.0,
+    target=3.6,
+    losses=(4.0,),
+    lrs=(0.004, 0.002),
+    search_steps=16,
+    num_tested=16,
+    seconds=0.5,
     latency_batch_size=1,
     latency_stretches=1,
 )

@@ -8,101 +8,114 @@ from regtopk.plan.units import format_bandwidth, format_time
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of every method to every loss, measured and computed, and ratios of steps with latency."""
+    """Steps and seconds of every method to every loss, and the step with latency over the one without."""
     plan = content["plan"]
-    race = {row["method"]: row for row in content["race"]}
-    slow = {
-        row["method"]: row for row in content["steps"] if row["bandwidth_bits_per_s"] == plan["slow_link"]
-    }
-    to_losses = []
-    for method, row in race.items():
+    links = (plan["link"], plan["slow_link"])
+    entries = []
+    for row in content["race"]:
         for loss in (*plan["losses"], plan["target"]):
-            reached = steps_and_seconds_to(row, loss)
+            reached = first_at(row, loss)
             if reached is None:
                 continue
-            steps, seconds = reached
-            entry = {"method": method, "loss": loss, "steps": steps, "seconds": {_link(row): seconds}}
-            if method in slow:
-                computed_s = slow_seconds(steps, slow, method, plan["warm_up"])
-                entry["seconds"][_link(slow[method])] = computed_s
-            to_losses.append(entry)
-    return {"to_losses": to_losses, "latency": _latency(content["steps"], plan["link"])}
+            steps, measured_s = reached
+            entry = {"method": row["method"], "loss": loss, "steps": steps, "seconds": {}, "is_computed": {}}
+            for link in links:
+                is_computed = row["bandwidth_bits_per_s"] != link
+                seconds = computed_s(row["method"], steps, link, content) if is_computed else measured_s
+                name = format_bandwidth(link)
+                entry["seconds"][name], entry["is_computed"][name] = seconds, is_computed
+            entries.append(entry)
+    step_s = {row["latency_s"]: row["step_s"] for row in content["latency"]}
+    return {"to_losses": entries, "latency": _latency(step_s)}
 
 
-def steps_and_seconds_to(row: Row, loss: float) -> tuple[int, float] | None:
-    """Of the first evaluation at or below a loss."""
+def first_at(row: Row, loss: float) -> tuple[int, float] | None:
+    """Steps and seconds until the first evaluation at or below a loss."""
     for number, (seconds, found) in enumerate(row["curve"], 1):
         if found <= loss:
             return number * row["stretch"], seconds
     return None
 
 
-def slow_seconds(steps: int, slow: dict[str, Row], method: str, warm_up: int) -> float:
-    """Step time x steps; PowerSGD's first steps are dense ones."""
-    num_dense = min(steps, warm_up) if method == "powersgd" else 0
-    return num_dense * slow["dense"]["step_s"] + (steps - num_dense) * slow[method]["step_s"]
+def computed_s(method: str, steps: int, link: float, content: dict[str, Any]) -> float | None:
+    """Steps x the time of a step on the link; PowerSGD's first steps are dense ones."""
+    step_s = {row["method"]: row["step_s"] for row in content["steps"] if row["bandwidth_bits_per_s"] == link}
+    if not {method, "dense"} <= set(step_s):
+        return None
+    num_dense = min(steps, content["plan"]["warm_up"]) if method == "powersgd" else 0
+    seconds: float = num_dense * step_s["dense"] + (steps - num_dense) * step_s[method]
+    return seconds
 
 
-def _latency(rows: list[Row], link: float) -> dict[str, float]:
-    """Step times by latency one way, in ms, and the longest over the one without."""
-    found = {row["latency_s"]: row["step_s"] for row in rows if row["bandwidth_bits_per_s"] == link}
-    if len(found) < 2 or 0.0 not in found:
+def _latency(step_s: dict[float, float]) -> dict[str, float]:
+    if len(step_s) < 2:
         return {}
-    longest = max(found)
-    return {
-        "latency_s": longest,
-        "step_s": found[longest],
-        "step_s_without": found[0.0],
-        "ratio": found[longest] / found[0.0],
-    }
-
-
-def _link(row: Row) -> str:
-    return format_bandwidth(row["bandwidth_bits_per_s"])
+    none, longest = min(step_s), max(step_s)
+    times = {"step_s": step_s[longest], "step_s_without": step_s[none]}
+    return {"latency_s": longest, **times, "ratio": step_s[longest] / step_s[none]}
 
 
 def tables(content: dict[str, Any]) -> str:
     """The summary as Markdown."""
-    summary, plan = content["summary"], content["plan"]
-    race = {row["method"]: row for row in content["race"]}
-    links = [format_bandwidth(plan[name]) for name in ("link", "slow_link")]
-    lines = [
-        f"| to a test loss of {plan['target']} | learning rate | steps | sent a step | {links[0]} | over dense "
-        f"| {links[1]} | over dense |",
-        "|---|" + "---:|" * 7,
-    ]
-    final = {e["method"]: e for e in summary["to_losses"] if e["loss"] == plan["target"]}
-    for method in [name for name in EVERY if name in race]:
-        row, entry = race[method], final.get(method)
-        cells = [WORDS[method], f"{row['lr']:g}"]
-        if entry is None:
-            cells += [f"not in {row['steps']}", f"{row['sent_bytes'] / 1e3:,.0f} kB", "", "", "", ""]
-        else:
-            cells += [str(entry["steps"]), f"{row['sent_bytes'] / 1e3:,.0f} kB"]
-            for link in links:
-                cells += _seconds_and_ratio(entry, final.get("dense"), link)
-        lines.append(f"| {' | '.join(cells)} |")
-    losses = [*plan["losses"], plan["target"]]
-    lines += ["", f"| seconds at {links[0]} to a test loss of | " + " | ".join(map(str, losses)) + " |"]
-    lines.append("|---|" + "---:|" * len(losses))
-    for method in [name for name in EVERY if name in race]:
-        own = {e["loss"]: e["seconds"][links[0]] for e in summary["to_losses"] if e["method"] == method}
-        lines.append(
-            f"| {WORDS[method]} | " + " | ".join(f"{own[x]:.1f}" if x in own else "" for x in losses) + " |"
+    parts = [_table_of_target(content), _table_of_losses(content)]
+    found = content["summary"]["latency"]
+    if found:
+        times = f"{format_time(found['step_s'])} and {format_time(found['step_s_without'])}"
+        parts.append(
+            f"{WORDS['updates:4']}: with a latency of {format_time(found['latency_s'])} one way a step takes "
+            f"{found['ratio']:.3f} times as long as without ({times})."
         )
-    if summary["latency"]:
-        found = summary["latency"]
-        lines += [
-            "",
-            f"A step with a latency of {format_time(found['latency_s'])} one way: {found['ratio']:.3f} times "
-            f"one without ({format_time(found['step_s'])}, {format_time(found['step_s_without'])}).",
-        ]
-    return "\n".join(lines)
+    return "\n\n".join(parts)
 
 
-def _seconds_and_ratio(entry: dict[str, Any], dense: dict[str, Any] | None, link: str) -> list[str]:
-    seconds = entry["seconds"].get(link)
-    if seconds is None:
+def _table_of_target(content: dict[str, Any]) -> str:
+    plan = content["plan"]
+    links = [format_bandwidth(plan[name]) for name in ("link", "slow_link")]
+    head = [f"to a test loss of {plan['target']:g}", "learning rate", "steps", "sent a step"]
+    rows = []
+    final = {e["method"]: e for e in content["summary"]["to_losses"] if e["loss"] == plan["target"]}
+    for row in _in_order(content["race"]):
+        entry = final.get(row["method"])
+        steps = f"not in {row['steps']}" if entry is None else str(entry["steps"])
+        cells = [WORDS[row["method"]], f"{row['lr']:g}", steps, f"{row['sent_bytes'] / 1e3:,.0f} kB"]
+        for link in links:
+            cells += _seconds_and_ratio(entry, final.get("dense"), link)
+        rows.append(cells)
+    for link in links:
+        head += [link, "dense takes"]
+    return _markdown(head, rows)
+
+
+def _seconds_and_ratio(entry: Row | None, dense: Row | None, link: str) -> list[str]:
+    seconds = None if entry is None else entry["seconds"][link]
+    if entry is None or seconds is None:
         return ["", ""]
+    mark = "*" if entry["is_computed"][link] else ""
     ratio = "" if dense is None else f"{dense['seconds'][link] / seconds:.1f} x"
-    return [f"{seconds:,.0f} s", ratio]
+    return [f"{seconds:,.0f} s{mark}", ratio]
+
+
+def _table_of_losses(content: dict[str, Any]) -> str:
+    plan = content["plan"]
+    losses, link = [*plan["losses"], plan["target"]], format_bandwidth(plan["link"])
+    rows = []
+    for row in _in_order(content["race"]):
+        own = {e["loss"]: e for e in content["summary"]["to_losses"] if e["method"] == row["method"]}
+        cells = [WORDS[row["method"]]]
+        for loss in losses:
+            entry = own.get(loss)
+            seconds = None if entry is None else entry["seconds"][link]
+            cells.append(
+                "" if entry is None or seconds is None else f"{seconds:,.0f} s, {entry['steps']} steps"
+            )
+        rows.append(cells)
+    return _markdown([f"at {link} to a test loss of", *(f"{loss:g}" for loss in losses)], rows)
+
+
+def _in_order(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: list(EVERY).index(row["method"]))
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    ruler = "|---|" + "---:|" * (len(head) - 1)
+    return "\n".join([f"| {' | '.join(head)} |", ruler, *(f"| {' | '.join(cells)} |" for cells in rows)])

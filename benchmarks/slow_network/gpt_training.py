@@ -1,8 +1,8 @@
 """How long does a GPT take to a test loss with each method? One rank's side; run by torchrun.
 
-AdamW with a learning rate that rises and then stays, so that nothing depends on when a run ends. The clock
-runs while steps are taken and stands still during evaluations, which the ranks share. What a first step
-compiles is compiled before, on a network thrown away.
+AdamW with a learning rate that rises, then falls linearly to zero, alike for all. The clock runs while steps
+are taken and stands still during evaluations, which the ranks share. What a first step compiles is compiled
+before, on a network thrown away.
 """
 
 import gc
@@ -28,6 +28,7 @@ HEAD = 64  # width of an attention head
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.95), 0.1, 1.0
 LEAST_WARM_UP = 3  # DDP makes its buckets anew, PowerSGD begins after 2 steps
 LEAST_DENSE_STEPS = 2  # that torch's PowerSGD allows
+Run = dict[str, Any]
 
 
 def main() -> None:
@@ -36,71 +37,89 @@ def main() -> None:
         path = rank.job["data"]
         text = load_text(path and Path(path), window=plan.context + 1)
         examples = of_text(text, "cpu", plan.context + 1)
-        most_steps: dict[str, int] = {}
         for run in rank.job["runs"]:
-            row = run_once(rank, plan, examples, run, most_steps.get(run["method"], run["most_steps"]))
+            row = (
+                trained(rank, plan, examples, run) if "num_steps" in run else timed(rank, plan, examples, run)
+            )
             rank.record({**row, "text_sha256": text.sha256})
-            if row.get("reached_s") is not None:  # of its other learning rates only sooner is of interest
-                most_steps[run["method"]] = row["steps"]
+            gc.collect()  # a model in DDP holds on to itself
 
 
-def run_once(
-    rank: Rank, plan: Plan, examples: Examples, run: dict[str, Any], most_steps: int
-) -> dict[str, Any]:
-    """A run, after the first steps of one that is thrown away; its row.
+def trained(rank: Rank, plan: Plan, examples: Examples, run: Run) -> dict[str, Any]:
+    """A run of `num_steps`, or until it reaches its `target`, if it has one."""
+    warmed_up(rank, plan, examples, run)
+    gc.collect()
+    training = Training(rank, plan, examples, run, run["num_steps"], plan.warm_up)
+    rank.ask_for_links(run["bandwidth_bits_per_s"])
+    target, curve, reached_s = run["target"], [], None
+    while training.num_steps < run["num_steps"] and reached_s is None:
+        training.take_timed(run["stretch"])
+        curve.append([sum(training.stretch_s), training.test_loss()])
+        if target is not None and curve[-1][1] <= target:
+            reached_s = curve[-1][0]
+    return {**training.row(), "reached_s": reached_s, "steps": training.num_steps, "curve": curve}
+
+
+def timed(rank: Rank, plan: Plan, examples: Examples, run: Run) -> dict[str, Any]:
+    """The time of a step, from stretches until `seconds` are over: at least 2, at most `most_stretches`."""
+    training = warmed_up(rank, plan, examples, run)
+    rank.ask_for_links(run["bandwidth_bits_per_s"])
+    times = training.stretch_s
+    while len(times) < 2 or (len(times) < run["most_stretches"] and sum(times) < run["seconds"]):
+        training.take_timed(run["stretch"])
+    return training.row()
+
+
+def warmed_up(rank: Rank, plan: Plan, examples: Examples, run: Run) -> "Training":
+    """A training after its first steps, on links that are not shaped."""
+    rank.ask_for_links(None)
+    first = max(LEAST_WARM_UP, EVERY[run["method"]])
+    most_steps = first + run["stretch"] * run.get("most_stretches", 0)
+    training = Training(rank, plan, examples, run, most_steps, LEAST_DENSE_STEPS)
+    training.take(first)
+    return training
+
+
+class Training:
+    """A network, what trains it, and the batches of this rank.
 
     Args:
         rank: this one.
         plan: sizes.
         examples: windows of the text, all of them on every rank.
-        run: method, lr, seed, target, bandwidth_bits_per_s, batch_size, stretch and most_steps. Without a
-            target only the time of a step is measured.
-        most_steps: of this run.
+        run: method, lr, seed, batch_size, stretch and bandwidth_bits_per_s.
+        most_steps: after which the learning rate is zero.
+        powersgd_dense_steps: of that method.
     """
-    rank.ask_for_links(None)
-    warm_up = max(LEAST_WARM_UP, EVERY[run["method"]])
-    thrown_away = Training(rank, plan, examples, run, LEAST_DENSE_STEPS)
-    thrown_away.take(warm_up)
-    if run["target"] is None:  # these first steps serve as well
-        rank.ask_for_links(run["bandwidth_bits_per_s"])
-        row = thrown_away.measure(most_steps)
-    else:
-        del thrown_away
-        gc.collect()  # a model in DDP holds on to itself
-        training = Training(rank, plan, examples, run, plan.warm_up)
-        rank.ask_for_links(run["bandwidth_bits_per_s"])
-        row = training.train(most_steps)
-    gc.collect()
-    return row
-
-
-class Training:
-    """A network, what trains it, and the batches of this rank; `powersgd_dense_steps` is of that method."""
 
     def __init__(
-        self, rank: Rank, plan: Plan, examples: Examples, run: dict[str, Any], powersgd_dense_steps: int
+        self,
+        rank: Rank,
+        plan: Plan,
+        examples: Examples,
+        run: Run,
+        most_steps: int,
+        powersgd_dense_steps: int,
     ) -> None:
         self.rank, self.plan, self.examples, self.run = rank, plan, examples, run
         seed, heads = run["seed"], max(1, plan.width // HEAD)
         parts = divide(examples.labels, rank.num_workers, "iid", seed)
-        num_steps = run["most_steps"] + max(EVERY.values())  # those before a measurement too
-        self.order = batch_order(parts, run["batch_size"], num_steps, seed)[:, rank.index]
+        self.order = batch_order(parts, run["batch_size"], most_steps, seed)[:, rank.index]
         torch.manual_seed(seed)
         self.network = GPT(examples.num_classes, plan.context, plan.width, plan.num_layers, heads)
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=run["lr"], betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
-        joined_by = join(run["method"], self.network, self.optimizer, powersgd_dense_steps)
-        self.model, self.sent_bytes = joined_by
+        self.model, self.sent_bytes = join(run["method"], self.network, self.optimizer, powersgd_dense_steps)
         self.num_steps = 0
         self.stretch_s: list[float] = []  # times of stretches, of the slowest rank
 
     def take(self, num_steps: int) -> None:
         """So many steps."""
         for rows in self.order[self.num_steps : self.num_steps + num_steps]:
-            self.num_steps += 1
-            factor = min(1.0, self.num_steps / self.plan.warm_up)
+            factor = min((self.num_steps + 1) / self.plan.warm_up, 1 - self.num_steps / len(self.order))
             self.optimizer.param_groups[0]["lr"] = self.run["lr"] * factor
+            self.num_steps += 1
             self.optimizer.zero_grad()
             loss_of(self.model, self.examples.train[rows], self.examples.train_targets[rows]).backward()
             nn.utils.clip_grad_norm_(self.network.parameters(), LARGEST_NORM)
@@ -113,23 +132,6 @@ class Training:
         self.take(num_steps)
         self.stretch_s.append(self.rank.slowest(time.perf_counter() - start))
 
-    def train(self, most_steps: int) -> dict[str, Any]:
-        """Until the target is reached, or for so many steps."""
-        target, curve = self.run["target"], []
-        while self.num_steps < most_steps:
-            self.take_timed(self.run["stretch"])
-            curve.append([sum(self.stretch_s), self.test_loss()])
-            if curve[-1][1] <= target:
-                break
-        reached_s = curve[-1][0] if curve[-1][1] <= target else None
-        return {**self.row(), "reached_s": reached_s, "steps": self.num_steps, "curve": curve}
-
-    def measure(self, num_steps: int) -> dict[str, Any]:
-        """The time of a step."""
-        for _ in range(num_steps // self.run["stretch"]):
-            self.take_timed(self.run["stretch"])
-        return self.row()
-
     def row(self) -> dict[str, Any]:
         """What was run, and the time and the bytes of a step."""
         run = self.run
@@ -138,7 +140,7 @@ class Training:
             "bandwidth_bits_per_s": run["bandwidth_bits_per_s"],
             "latency_s": self.rank.job["latency_s"],
             "params": sum(p.numel() for p in self.network.parameters()),
-            **{name: run[name] for name in ("method", "lr", "seed", "target", "batch_size", "stretch")},
+            **{name: run.get(name) for name in ("method", "lr", "seed", "target", "batch_size", "stretch")},
             "step_s": statistics.median(self.stretch_s) / run["stretch"],
             "stretch_s": self.stretch_s,
             "sent_bytes": self.sent_bytes(),

@@ -18,6 +18,10 @@ from regtopk.errors import ClusterError
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to every
+# rank directly, as many bytes take one. Long vectors, which would be copied N times for that, keep to the ring.
+_LONGEST_DIRECT_BYTES = 1 << 22
+
 
 class Collectives:
     """Collectives over one process group; every rank must call the same ones in the same order."""
@@ -36,6 +40,10 @@ class Collectives:
         """(m,) of equal length on all ranks -> (N, m)."""
         gathered = tensor.new_empty(self.num_workers, tensor.numel())
         with clear_errors("all_gather"):
+            if _goes_directly(tensor):
+                copies = as_bytes(tensor).repeat(self.num_workers)
+                dist.all_to_all_single(as_bytes(gathered).view(-1), copies, group=self.group)
+                return gathered
             _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
 
@@ -89,6 +97,8 @@ class Collectives:
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values, entry by entry."""
+        if _goes_directly(tensor):
+            return self.all_gather(tensor).amax(0)
         with clear_errors("all_reduce"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
@@ -112,6 +122,11 @@ class Collectives:
         with clear_errors("gather_object"):
             dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
+
+
+def _goes_directly(tensor: Tensor) -> bool:
+    """Whether a vector is sent to every rank by itself; of the same dtype and length it is so on all ranks."""
+    return tensor.device.type == "cpu" and tensor.nbytes <= _LONGEST_DIRECT_BYTES
 
 
 def check_size(rank: int, size: int, limit: int) -> None:
