@@ -38,12 +38,10 @@ class Collectives:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(m,) of equal length on all ranks -> (N, m)."""
-        gathered = tensor.new_empty(self.num_workers, tensor.numel())
         with clear_errors("all_gather"):
             if _goes_directly(tensor):
-                copies = as_bytes(tensor).repeat(self.num_workers)
-                dist.all_to_all_single(as_bytes(gathered).view(-1), copies, group=self.group)
-                return gathered
+                return self._send_directly(tensor)
+            gathered = tensor.new_empty(self.num_workers, tensor.numel())
             _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
 
@@ -97,11 +95,18 @@ class Collectives:
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values, entry by entry."""
-        if _goes_directly(tensor):
-            return self.all_gather(tensor).amax(0)
         with clear_errors("all_reduce"):
+            if _goes_directly(tensor):
+                return self._send_directly(tensor).amax(0)
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
+
+    def _send_directly(self, tensor: Tensor) -> Tensor:
+        """`all_gather` in one trip over the network."""
+        gathered = tensor.new_empty(self.num_workers, tensor.numel())
+        copies = as_bytes(tensor).repeat(self.num_workers)
+        dist.all_to_all_single(as_bytes(gathered).view(-1), copies, group=self.group)
+        return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source` of this group."""
