@@ -42,7 +42,7 @@ class Plan:
     slow_link: float = 10e6
     seconds: float = 25.0
     latency_s: float = 0.05
-    latency_batch_size: int = 16
+    latency_batch_size: int = 24
     latency_stretches: int = 3
 
 
