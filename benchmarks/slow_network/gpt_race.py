@@ -17,7 +17,7 @@ from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.text import load_text
 
 KINDS = ("search", "race", "steps", "latency")
-UNSHAPED = ("dense", "fp16")  # half an hour on the link
+UNSHAPED = ("dense", "fp16")  # 20 minutes on the link
 LATENCY_METHOD = "updates:4"
 
 
@@ -41,7 +41,7 @@ class GptRace:
     def search(self, links: Links) -> None:
         """Every method with every learning rate on the unshaped link: shorter, on a seed of its own."""
         plan = self.plan
-        training = {"num_steps": plan.search_steps, "target": None}
+        training = {"num_steps": plan.search_steps, "stretch": plan.search_steps, "target": None}
         runs = [self._run(method, lr, plan.search_seed) | training for method in EVERY for lr in plan.lrs]
         recorded = [(row["method"], row["lr"]) for row in self._rows("search")]
         self._launch("search", [r for r in runs if (r["method"], r["lr"]) not in recorded], links)
@@ -75,7 +75,8 @@ class GptRace:
         """Steps of one method, on links that have latency or not."""
         plan = self.plan
         run = self._run(LATENCY_METHOD, self.best_lr(LATENCY_METHOD), plan.claim_seed, plan.link)
-        run |= {"batch_size": plan.latency_batch_size, "seconds": math.inf}
+        stretch = 4 * EVERY[LATENCY_METHOD]
+        run |= {"batch_size": plan.latency_batch_size, "stretch": stretch, "seconds": math.inf}
         self._launch("latency", [run | {"most_stretches": plan.latency_stretches}], links)
 
     def summary(self) -> str:
