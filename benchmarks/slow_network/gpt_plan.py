@@ -31,7 +31,7 @@ class Plan:
     num_steps: int = 768
     warm_up: int = 64
     target: float = 2.6
-    losses: tuple[float, ...] = (3.0, 2.8, 2.7)
+    losses: tuple[float, ...] = (2.9, 2.8, 2.7)
     lrs: tuple[float, ...] = (0.0005, 0.001, 0.002, 0.004)
     search_steps: int = 256
     search_seed: int = 0

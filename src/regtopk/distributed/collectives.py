@@ -20,7 +20,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
 # every rank directly, as many bytes take one. Long vectors keep to the ring, which shares the links more
-# evenly: on 4 ranks at 100 Mbit/s without latency, 100 kB took as long both ways, 250 kB a third longer directly.
+# evenly: on 4 ranks at 100 Mbit/s without latency, 100 kB took as long both ways, 250 kB a third longer.
 _LONGEST_DIRECT_BYTES = 1 << 17
 
 
