@@ -25,14 +25,14 @@ class Plan:
     """
 
     num_layers: int = 2
-    width: int = 256
+    width: int = 384
     context: int = 32
     batch_size: int = 1
-    num_steps: int = 768
+    num_steps: int = 640
     warm_up: int = 64
     target: float = 2.6
     losses: tuple[float, ...] = (2.9, 2.8, 2.7)
-    lrs: tuple[float, ...] = (0.0005, 0.001, 0.002, 0.004)
+    lrs: tuple[float, ...] = (0.0005, 0.001, 0.002)
     search_steps: int = 256
     search_seed: int = 0
     claim_seed: int = 1
@@ -42,7 +42,7 @@ class Plan:
     slow_link: float = 10e6
     seconds: float = 25.0
     latency_s: float = 0.05
-    latency_batch_size: int = 40
+    latency_batch_size: int = 20
     latency_stretches: int = 4
 
 

@@ -17,7 +17,7 @@ from regtopk.errors import ArgumentError
 from regtopk.experiments.deep.text import load_text
 
 KINDS = ("search", "race", "steps", "latency")
-UNSHAPED = ("dense", "fp16")  # 20 minutes on the link
+UNSHAPED = ("dense", "fp16")  # half an hour on the link
 LATENCY_METHOD = "updates:4"
 
 

@@ -75,7 +75,7 @@ def add_accuracy_options(part: argparse.ArgumentParser) -> None:
 def add_gpt_options(part: argparse.ArgumentParser) -> None:
     part.add_argument("--workers", type=num_workers, default=4, metavar="N", help="how many")
     part.add_argument("--quick", action="store_true", help="a small network for a minute: no result")
-    part.add_argument("--real", action="store_true", help="race DDP on the link too: 20 minutes more")
+    part.add_argument("--real", action="store_true", help="race DDP on the link too: half an hour more")
     part.add_argument("--parts", choices=GPT_PARTS, nargs="+", default=GPT_PARTS, help="only these")
     part.add_argument("--data", type=Path, help="a text file; None: sources of Python's library")
 
