@@ -2,6 +2,7 @@
 
     python -m benchmarks.slow_network steps      how long a step takes with each method on each link
     python -m benchmarks.slow_network accuracy   how long training to the same accuracy takes
+    python -m benchmarks.slow_network gpt        how long a GPT takes to the same loss, and what latency costs
     python -m benchmarks.slow_network clean      remove what killed runs left behind
 
 N processes in N network namespaces, joined by shaped links, train with DDP over gloo. Needs Linux, root and
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.slow_network.gpt_race import GptRace
 from benchmarks.slow_network.launch import launch
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.memory import check_memory
@@ -79,13 +81,30 @@ def measure_accuracy(options: argparse.Namespace, command: str) -> None:
     print(accuracy_table(race.results.content["time_to_accuracy"]))
 
 
+def measure_gpt(options: argparse.Namespace, command: str) -> None:
+    race = GptRace(options, command)
+    with links_of(options.workers) as links:
+        if "search" in options.parts:
+            race.search(links)
+        if "race" in options.parts:
+            race.race(links)
+        if "steps" in options.parts:
+            race.measure_steps(links)
+        if "latency" in options.parts:
+            race.measure_latency(links)
+    if "latency" in options.parts:
+        with links_of(options.workers, race.plan.latency_s) as links:
+            race.measure_latency(links)
+    print(race.summary())
+
+
 def clean(options: argparse.Namespace, command: str) -> None:
     names = left_behind()
     remove(names)
     print(f"removed {', '.join(names)}" if names else "nothing was left behind")
 
 
-MEASUREMENTS = {"steps": measure_steps, "accuracy": measure_accuracy, "clean": clean}
+MEASUREMENTS = {"steps": measure_steps, "accuracy": measure_accuracy, "gpt": measure_gpt, "clean": clean}
 
 
 @contextmanager

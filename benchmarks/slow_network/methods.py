@@ -98,7 +98,7 @@ class Method:
     def wrap(self, model: nn.Module) -> tuple[DistributedDataParallel, SentBytes]:
         """The model in DDP with this hook, and what it says of its bytes."""
         if self.name == "powersgd":
-            return _with_powersgd(model)
+            return with_powersgd(model, POWERSGD_DENSE_STEPS)
         ddp = DistributedDataParallel(model, init_sync=False)  # all ranks made the same: nothing to send
         numel, num_workers = sum(p.numel() for p in model.parameters()), dist.get_world_size()
         if self.name == "peer-topk":
@@ -135,10 +135,11 @@ def _with_ours(ddp: DistributedDataParallel, method: Method) -> tuple[Distribute
     return ddp, sent_bytes
 
 
-def _with_powersgd(model: nn.Module) -> tuple[DistributedDataParallel, SentBytes]:
+def with_powersgd(model: nn.Module, dense_steps: int) -> tuple[DistributedDataParallel, SentBytes]:
+    """The model in DDP with torch's PowerSGD, dense in its first steps, and the bytes of a later step."""
     ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
     state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_DENSE_STEPS
+        None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=dense_steps
     )
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     moved = all_reduce_bytes(sum(powersgd_bytes(Workload.of_model(model))), dist.get_world_size())

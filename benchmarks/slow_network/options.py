@@ -11,6 +11,8 @@ from benchmarks.slow_network.models import MODELS
 from regtopk.errors import ArgumentError
 from regtopk.plan.units import parse_bandwidth, parse_time
 
+GPT_PARTS = ("search", "race", "steps", "latency")
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Of all measurements."""
@@ -28,10 +30,17 @@ def parser(description: str) -> argparse.ArgumentParser:
         description="Learning rates are tried on the unshaped link first. Rows in --out are not run again.",
         formatter_class=shown,
     )
+    gpt = parts.add_parser(
+        "gpt",
+        help="time of every method to a test loss of a GPT, and what latency costs",
+        description="What is run is written in gpt_plan.py. Learning rates in --out are not searched again.",
+        formatter_class=shown,
+    )
     parts.add_parser("clean", help="remove what killed runs left behind")
     add_step_options(steps)
     add_accuracy_options(accuracy)
-    for part in (steps, accuracy):
+    add_gpt_options(gpt)
+    for part in (steps, accuracy, gpt):
         part.add_argument("--out", type=Path, help="JSON file to add the rows to")
     return whole
 
@@ -61,6 +70,14 @@ def add_accuracy_options(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--data", type=Path, help="folder of Fashion-MNIST; None: where Debian's package puts it"
     )
+
+
+def add_gpt_options(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--workers", type=num_workers, default=4, metavar="N", help="how many")
+    part.add_argument("--quick", action="store_true", help="a small network for a minute: no result")
+    part.add_argument("--real", action="store_true", help="race DDP on the link too: half an hour more")
+    part.add_argument("--parts", choices=GPT_PARTS, nargs="+", default=GPT_PARTS, help="only these")
+    part.add_argument("--data", type=Path, help="a text file; None: sources of Python's library")
 
 
 def add_methods(part: argparse.ArgumentParser, default: tuple[str, ...]) -> None:

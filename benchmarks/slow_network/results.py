@@ -24,6 +24,9 @@ SETTINGS = (
     "collective",
     "lr",
     "target",
+    "seed",
+    "batch_size",
+    "stretch",
 )
 HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 32 with time stamps
 SEGMENT_BYTES = 1448  # of payload in a frame of 1,500 bytes
@@ -35,12 +38,13 @@ class Results:
     Args:
         path: the JSON file, read if it is there; None keeps nothing.
         command: that makes the new rows.
+        kinds: of rows that the file holds.
     """
 
-    def __init__(self, path: Path | None, command: str) -> None:
+    def __init__(self, path: Path | None, command: str, kinds: tuple[str, ...] = KINDS) -> None:
         self.path = path
         self.content: dict[str, Any] = {"command": "", "hardware": "", "torch": "", "date": ""}
-        self.content |= {kind: [] for kind in KINDS}
+        self.content |= {kind: [] for kind in kinds}
         if path is not None and path.exists():
             self.content = json.loads(path.read_text(encoding="utf-8"))
         self.command = command
@@ -56,6 +60,10 @@ class Results:
         }
         rows = [other for other in self.content[kind] if settings(other) != settings(row)]
         self.content[kind] = sorted([*rows, row], key=_order)
+        self.write()
+
+    def write(self) -> None:
+        """Keep the file up to date."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_suffix(".part")

@@ -18,6 +18,11 @@ from regtopk.errors import ClusterError
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
+# every rank directly, as many bytes take one. Long vectors keep to the ring, which shares the links more
+# evenly: on 4 ranks at 100 Mbit/s without latency, 100 kB took as long both ways, 250 kB a third longer.
+_LONGEST_DIRECT_BYTES = 1 << 17
+
 
 class Collectives:
     """Collectives over one process group; every rank must call the same ones in the same order."""
@@ -34,8 +39,10 @@ class Collectives:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(m,) of equal length on all ranks -> (N, m)."""
-        gathered = tensor.new_empty(self.num_workers, tensor.numel())
         with clear_errors("all_gather"):
+            if _goes_directly(tensor):
+                return self._send_directly(tensor)
+            gathered = tensor.new_empty(self.num_workers, tensor.numel())
             _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
 
@@ -90,8 +97,17 @@ class Collectives:
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values, entry by entry."""
         with clear_errors("all_reduce"):
+            if _goes_directly(tensor):
+                return self._send_directly(tensor).amax(0)
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
+
+    def _send_directly(self, tensor: Tensor) -> Tensor:
+        """`all_gather` in one trip over the network."""
+        gathered = tensor.new_empty(self.num_workers, tensor.numel())
+        copies = as_bytes(tensor).repeat(self.num_workers)
+        dist.all_to_all_single(as_bytes(gathered).view(-1), copies, group=self.group)
+        return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source` of this group."""
@@ -112,6 +128,11 @@ class Collectives:
         with clear_errors("gather_object"):
             dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
+
+
+def _goes_directly(tensor: Tensor) -> bool:
+    """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
+    return tensor.device.type == "cpu" and tensor.nbytes <= _LONGEST_DIRECT_BYTES
 
 
 def check_size(rank: int, size: int, limit: int) -> None:
