@@ -40,7 +40,7 @@ import regtopk
 from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
-from regtopk.distributed import buckets, gather, layout, rank, step
+from regtopk.distributed import buckets, gather, rank, step
 from regtopk.distributed.bucket_queue import Arrival
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.options import Scope
@@ -65,15 +65,15 @@ def passes(device: torch.device) -> list[Pass]:
     kernel = kernel_named(kernels.describe(device).kernel)
     return [
         Pass("take the update", LocalModel, "take_update", 12),
-        Pass("flatten", layout, "copy_to_flat_", 8),
-        Pass("find NaN and inf", torch, "aminmax", 4),
+        Pass("join, find NaN and inf", kernels, "join_", 8),
+        Pass("find NaN and inf", kernels, "is_finite", 4),
         Pass("keep the state", buckets.Bucket, "keep_state", 8),
         Pass("score", PosteriorScore, "scores"),
         Pass("accumulate and select", kernel, "take_largest_", 12),
         Pass("encode", rank, "encode"),
         Pass("decode", gather, "decode_rows"),
         Pass("sum", kernels, "sum_sparse_in_rank_order", 4),
-        Pass("write", step.Steps, "exchange", 8),
+        Pass("write the aggregate", step.Steps, "exchange", 4),
         Pass("write the model", LocalModel, "go_on", 8),
     ]
 

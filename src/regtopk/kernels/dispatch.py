@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from regtopk.errors import ArgumentError
 from regtopk.kernels import reference, small_rows
-from regtopk.kernels.reference import Taken
+from regtopk.kernels.reference import Support, Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -55,6 +56,12 @@ class Kernel(Protocol):
         self, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
     ) -> Taken:
         """Accumulate, and take the entries that reach a threshold."""
+
+    def join_(self, vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Write pieces into a vector, and say whether it is finite."""
+
+    def spread_(self, pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+        """Write a vector that is zero outside of its support into pieces."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,16 @@ def kernel_named(name: str) -> Kernel:
 
         return cuda
     return reference
+
+
+def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Write pieces into a vector, and say whether it is finite: see `reference.join_`."""
+    return kernel_for(vector, None).join_(vector, pieces)
+
+
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+    """Write a vector that is zero outside of its support into pieces: see `reference.spread_`."""
+    kernel_for(vector, None).spread_(pieces, vector, support)
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
