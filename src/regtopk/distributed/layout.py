@@ -39,14 +39,11 @@ def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
     """Write a vector into tensors, one after another; it is zero outside of its support, if there is one."""
-    flat = as_flat(tensors, vector.dtype)
     if support is None:
         torch._foreach_copy_(tensors, kernels.parts_of(vector, tensors))
-    elif flat is None:
-        kernels.spread_(tensors, vector, support)
-    else:
-        indices = support.indices.flatten()  # padding is entry 0, which gets its own value
-        flat.zero_().index_copy_(0, indices, vector[indices])
+        return
+    flat = as_flat(tensors, vector.dtype)
+    kernels.spread_(tensors if flat is None else [flat], vector, support)
 
 
 def subtract_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
@@ -56,4 +53,5 @@ def subtract_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | 
         torch._foreach_sub_(tensors, kernels.parts_of(vector, tensors))
     else:
         indices = support.indices.flatten()  # an entry named twice gets the same difference twice
-        flat.index_copy_(0, indices, flat[indices] - vector[indices])
+        difference = flat.index_select(0, indices).sub_(vector.index_select(0, indices))
+        flat.scatter_(0, indices, difference)

@@ -16,6 +16,8 @@ from regtopk.kernels.dispatch import (
     spread_,
     sum_dense_in_rank_order,
     take_above_,
+    unpack_elias_fano,
+    unpacks,
 )
 from regtopk.kernels.reference import (
     Support,
@@ -49,4 +51,6 @@ __all__ = [
     "sum_sparse_in_rank_order",
     "take_above_",
     "take_at_",
+    "unpack_elias_fano",
+    "unpacks",
 ]

@@ -84,6 +84,21 @@ def largest_key_of_line(bits: Array, mask: Any) -> Any:
 
 
 @compiled
+def add_line_(accumulated: Array, grad: Array, mask: Any) -> Any:
+    """accumulated += grad on exactly one line of float32; its largest key.
+
+    The key is made from the sum itself: read from `bits`, the same memory, it would have to wait until the
+    sum is written, one entry after the other.
+    """
+    largest = np.uint32(0)
+    for i in range(LINE):
+        total = np.float32(accumulated[i] + grad[i])
+        accumulated[i] = total
+        largest = max(largest, np.uint32(total.view(np.uint32) & mask))
+    return largest
+
+
+@compiled
 def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
     """How many keys are at least the given one."""
     key_type = bits.dtype.type
@@ -161,11 +176,19 @@ def accumulate_and_collect_(
     """residual += grad on a stretch, scores in the place of damped entries, and `collect`."""
     d: Any = np.searchsorted(damped, start)
     num = 0
-    for block in range(start, stop, BLOCK):
-        end = min(block + BLOCK, stop)
-        add_(accumulated[block:end], grad[block:end], kind)
-        d = damp_(accumulated, damped, scores, saved, d, end)
-        num = collect(bits, block, end, mask, guess, num, positions, keys)
+    size = LINE if kind == NATIVE and bits.itemsize == 4 else BLOCK
+    for block in range(start, stop, size):
+        end = min(block + size, stop)
+        may_hold_some = True
+        if end - block == LINE and size == LINE:  # the usual case: memory is read and written once
+            may_hold_some = add_line_(accumulated[block:end], grad[block:end], mask) >= guess
+        else:
+            add_(accumulated[block:end], grad[block:end], kind)
+        if d < damped.size and damped[d] < end:
+            d = damp_(accumulated, damped, scores, saved, d, end)
+            may_hold_some = True
+        if may_hold_some:
+            num = collect(bits, block, end, mask, guess, num, positions, keys)
     return num
 
 

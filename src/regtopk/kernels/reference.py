@@ -257,8 +257,15 @@ def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
-    """Write a vector, (J,), that is zero outside of its support into pieces, one after another."""
-    torch._foreach_copy_(list(pieces), parts_of(vector, pieces))
+    """Write a vector, (J,), that is zero outside of its support into pieces, one after another.
+
+    Entries past the counts of the support must be entries of the vector.
+    """
+    if len(pieces) > 1:  # a launch for every piece would cost more than to copy all of it
+        torch._foreach_copy_(list(pieces), parts_of(vector, pieces))
+        return
+    indices = support.indices.flatten()
+    pieces[0].zero_().view(-1).scatter_(0, indices, vector.index_select(0, indices))
 
 
 def parts_of(vector: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
