@@ -7,8 +7,8 @@ hook (rank 2) on the same buckets of DDP.
 One process plays one rank of N in torch's "fake" process group, which answers every collective at once with
 the rank's own contribution: so collectives cost next to nothing, everything else is real, and N messages are
 decoded and added. (They hold the same entries, where those of real ranks differ: work of the size of k.)
-A network of 64 square layers stands for a model. DDP makes its buckets in two real backward passes; then every
-round gives the buckets the gradient anew, untimed, and runs what the hook runs.
+A network of 64 square layers stands for a model. DDP makes its buckets in two real backward passes; then
+every round gives the buckets the gradient anew, untimed, and runs what the hook runs.
 
 All take turns, round after round, because times of a shared machine drift. Whole exchanges are timed in
 rounds without a split; what is printed is the median over rounds of each round's ratio to its own add. On a
@@ -40,7 +40,7 @@ import regtopk
 from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
-from regtopk.distributed import buckets, gather, rank, step
+from regtopk.distributed import buckets, gather, rank, updates
 from regtopk.distributed.bucket_queue import Arrival
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.options import Scope
@@ -73,7 +73,8 @@ def passes(device: torch.device) -> list[Pass]:
         Pass("encode", rank, "encode"),
         Pass("decode", gather, "decode_rows"),
         Pass("sum", kernels, "sum_sparse_in_rank_order", 4),
-        Pass("write the aggregate", step.Steps, "exchange", 4),
+        Pass("write the aggregate", kernels, "spread_", 4),
+        Pass("subtract the aggregate", updates, "subtract_"),
         Pass("write the model", LocalModel, "go_on", 8),
     ]
 
@@ -217,7 +218,7 @@ def with_updates(numel: int, device: torch.device, gradient: Tensor, algorithm: 
 
 def with_powersgd(numel: int, device: torch.device, gradient: Tensor) -> Exchanged:
     """It divides by the number of ranks, and does all else on one rank as on many."""
-    model, found = buckets_of(numel, device)
+    _, found = buckets_of(numel, device)
     state = powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
     def run() -> None:
@@ -339,9 +340,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     print(f"{report['device']}, {report['machine']}, torch {report['torch']}: {report['command']}")
     for row in report["results"]:
-        print(
-            f"\n{row['exchange']}, J = {row['numel']:,}: {row['ms']:.1f} ms, {row['over_add']:.2f} times the add"
-        )
+        took = f"{row['ms']:.1f} ms, {row['over_add']:.2f} times the add"
+        print(f"\n{row['exchange']}, J = {row['numel']:,}: {took}")
         for each in row["passes"]:
             moved = f"{each['bytes'] / 1e6:8.0f} MB" if each["bytes"] else "           "
             print(f"  {each['pass']:<24} {each['calls']:4} x {moved} {each['ms']:9.2f} ms")

@@ -50,7 +50,9 @@ def _unpack_row(
     numel: int,
 ) -> bool:
     last, mask = words.size - 1, np.uint64((1 << width) - 1)
-    num, before, is_sound = 0, -1, True
+    before: Any = -1
+    is_sound: Any = True
+    num = 0
     for w in range(unary_words):
         word = words[start + field_words + w]
         for bit in range(32 if word else 0):

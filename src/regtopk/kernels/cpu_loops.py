@@ -24,6 +24,7 @@ NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
 
 
 def compiled(function: Any) -> Any:
+    """The function compiled by numba, once for all processes if there is a place to keep it."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba can write neither beside this file nor below HOME
