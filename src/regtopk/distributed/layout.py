@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from regtopk import kernels
 from regtopk.core.state import accumulation_dtype
 from regtopk.core.worker import Layout
 from regtopk.distributed.parameters import Parameters
@@ -36,25 +37,21 @@ def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
     return first.as_strided((sum(grad.numel() for grad in grads),), (1,))
 
 
-def copy_to_flat_(flat: Tensor, grads: Iterable[Tensor]) -> None:
-    """Write gradients one after another into a flat vector."""
-    start = 0
-    for grad in grads:
-        flat[start : start + grad.numel()].view_as(grad).copy_(grad)
-        start += grad.numel()
+def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
+    """Write a vector into tensors, one after another; it is zero outside of its support, if there is one."""
+    if support is None:
+        torch._foreach_copy_(tensors, kernels.parts_of(vector, tensors))
+        return
+    flat = as_flat(tensors, vector.dtype)
+    kernels.spread_(tensors if flat is None else [flat], vector, support)
 
 
-def copy_from_flat_(grads: Iterable[Tensor], flat: Tensor) -> None:
-    """Write a flat vector back into gradients, one after another."""
-    start = 0
-    for grad in grads:
-        grad.copy_(flat[start : start + grad.numel()].view_as(grad))
-        start += grad.numel()
-
-
-def subtract_flat_(tensors: Iterable[Tensor], flat: Tensor) -> None:
-    """Subtract a flat vector from tensors, one after another."""
-    start = 0
-    for tensor in tensors:
-        tensor.sub_(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
+def subtract_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
+    """Subtract a vector from tensors, one after another; it is zero outside of its support."""
+    flat = as_flat(tensors, vector.dtype)
+    if support is None or flat is None:
+        torch._foreach_sub_(tensors, kernels.parts_of(vector, tensors))
+    else:
+        indices = support.indices.flatten()  # an entry named twice gets the same difference twice
+        difference = flat.index_select(0, indices).sub_(vector.index_select(0, indices))
+        flat.scatter_(0, indices, difference)

@@ -10,7 +10,7 @@ from regtopk.core.requests import Broadcast, DenseSum
 from regtopk.distributed.broadcast import broadcast
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.dense_sum import dense_sum
-from regtopk.distributed.layout import copy_from_flat_
+from regtopk.distributed.layout import write_
 from regtopk.distributed.rank import Rank
 
 How = Literal["mean", "rank0", "local"]
@@ -128,4 +128,4 @@ def _average_(buffers: list[Tensor], rank: Rank, device: torch.device) -> None:
         dtype = torch.promote_types(dtype, buffer.dtype)
     flat = torch.cat([buffer.flatten().to(device, dtype) for buffer in buffers])
     weight = rank.weights[rank.index].to(flat)
-    copy_from_flat_(buffers, dense_sum(rank, DenseSum(flat, weight)))
+    write_(buffers, dense_sum(rank, DenseSum(flat, weight)))

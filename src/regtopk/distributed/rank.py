@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,21 @@ from regtopk.core.traffic import all_gather_bytes
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Collective
 from regtopk.distributed.record import StepRecord
+from regtopk.kernels import Support
 from regtopk.wire import encode, encode_segment
+
+
+@dataclass(frozen=True, eq=False)
+class SparseTotal:
+    """A sum of sparse vectors, dense, and where it is not zero as long as nobody else writes to it."""
+
+    vector: Tensor
+    support: Support
+    version: int
+
+    def support_of(self, vector: Tensor) -> Support | None:
+        """Where an aggregate is not zero, if it is this sum, unchanged."""
+        return self.support if vector is self.vector and vector._version == self.version else None
 
 
 class Rank:
@@ -49,6 +64,7 @@ class Rank:
         self.record = StepRecord()
         self.timer = Timer(torch.device("cpu"), now)
         self.spare: Tensor | None = None  # memory for the next sum, which nobody needs any more
+        self.total: SparseTotal | None = None  # the last sparse sum
         self._now = now
 
     def begin(self, device: torch.device) -> None:
@@ -74,6 +90,10 @@ class Rank:
         spare, self.spare = self.spare, None
         fits = spare is not None and spare.shape == (sparse.numel,) and spare.dtype == sparse.values.dtype
         return spare if fits else None
+
+    def keep_total(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
+        """Remember where a sum is not zero: see `kernels.Support`."""
+        self.total = SparseTotal(vector, Support(indices, counts), vector._version)
 
     def count(self, payload: int, sent: int, received: int) -> None:
         """Add to what crossed the interface."""

@@ -25,6 +25,7 @@ def sparse_sum(rank: Rank, request: SparseSum) -> Tensor | OfSenders:
         weights = rank.weights.to(values)
         weighted = weights.unsqueeze(-1) * values
         total = kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel, out=rank.take_spare(sparse))
+        rank.keep_total(total, rows.indices, rows.counts)
         if not isinstance(request, SenderSum):
             return total
         weight_of_each = rows.weight_of_each(weights.unsqueeze(-1))

@@ -158,9 +158,10 @@ def _joined(
         sums = decode(message, bounds[n + 1] - bounds[n])
         everywhere.append(sums.indices + bounds[n])
         total[everywhere[n]] = sums.values
+    indices = torch.cat(everywhere)
+    rank.keep_total(total, indices.unsqueeze(0), torch.tensor([indices.numel()], device=indices.device))
     if not isinstance(request, SenderSum):
         return total
-    indices = torch.cat(everywhere)
     status = torch.zeros(rank.num_workers, dtype=torch.int64, device=total.device)
     code, dtype = sender_code(rank.weights.tolist()), total.dtype
     senders = []

@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, WithDensity, converse
 from regtopk.core.codes import check_index_code
@@ -188,29 +189,28 @@ class Steps:
 
     def prepare(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> list[Tensor]:
         """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
-        flats = [self._flat_gradient(bucket, grads) for bucket in buckets]
         with self.rank.timer.phase("select_s"):
-            is_bad = torch.zeros((), dtype=torch.bool, device=self.device)
-            for flat in flats:
-                is_bad |= ~torch.isfinite(torch.stack(torch.aminmax(flat))).all()
+            flats, are_finite = zip(*(self._flat_gradient(bucket, grads) for bucket in buckets), strict=True)
             num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
             self.is_finite &= agree_on_step(
-                self.rank.collectives, is_bad, self.num_steps, names, num_selected
+                self.rank.collectives, ~torch.stack(are_finite).all(), self.num_steps, names, num_selected
             )
-        return flats
+        return list(flats)
 
-    def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> Tensor:
-        """A bucket's gradient as one vector, in at least float32 and without the loss scale."""
+    def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
         tensors = [grads[name] for name in bucket.names]
-        scaler = self._options.grad_scaler
-        with self.rank.timer.phase("select_s"):
-            flat = layout.as_flat(tensors, bucket.worker.weight.dtype)
-            if flat is None:
-                flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
-                layout.copy_to_flat_(flat, tensors)
-            return flat if scaler is None else flat.div_(scaler.get_scale())
+        scaler, is_finite = self._options.grad_scaler, None
+        flat = layout.as_flat(tensors, bucket.worker.weight.dtype)
+        if flat is None:
+            flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
+            is_finite = kernels.join_(flat, tensors)
+        if scaler is not None:
+            flat.div_(scaler.get_scale())
+            is_finite = None  # a scale below one may have made it overflow
+        return flat, kernels.is_finite(flat) if is_finite is None else is_finite
 
     def _num_selected(self, bucket: Bucket) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
@@ -226,7 +226,7 @@ class Steps:
         buckets: list[Bucket],
         flats: list[Tensor],
         targets: Mapping[str, Tensor],
-        write: Callable[[Iterable[Tensor], Tensor], None] = layout.copy_from_flat_,
+        write: Callable[[list[Tensor], Tensor, kernels.Support | None], None] = layout.write_,
     ) -> None:
         """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.
 
@@ -234,30 +234,36 @@ class Steps:
             buckets: what is exchanged.
             flats: their gradients, from `prepare`.
             targets: by name, what the aggregate is written to.
-            write: how: it replaces them, or `layout.subtract_flat_`.
+            write: how: it replaces them, or `layout.subtract_`.
         """
         for bucket, flat in zip(buckets, flats, strict=True):
-            aggregate = self._aggregate(bucket, flat) if self.is_finite else flat.fill_(math.nan)
+            aggregate, support = (
+                self._aggregate(bucket, flat) if self.is_finite else (flat.fill_(math.nan), None)
+            )
             with self.rank.timer.phase("decode_s"):
-                write([targets[name] for name in bucket.names], aggregate)
+                write([targets[name] for name in bucket.names], aggregate, support)
 
-    def _aggregate(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        """Run the algorithm on one bucket: from this rank's gradient to the aggregate."""
+    def _aggregate(self, bucket: Bucket, flat: Tensor) -> tuple[Tensor, kernels.Support | None]:
+        """Run the algorithm on one bucket: this rank's gradient becomes the aggregate.
+
+        With it comes where it is not zero, if the algorithm returns a sparse sum as it was received.
+        """
         worker = bucket.worker.at(self.num_steps, self._shared_report)
         algorithm, state = bucket.algorithm, bucket.state
         if self.num_steps < self._options.dense_steps:
             algorithm = Dense()
             state = algorithm.init(worker)
         kept = _copy_of_per_worker(state) if self.rank.is_idle else {}
-        self.rank.spare = bucket.spare
+        self.rank.spare, self.rank.total = bucket.spare, None
         with self.rank.timer.phase("select_s"):
             total = converse(algorithm.exchange(flat, state, worker), partial(answer, self.rank))
         for name, tensor in kept.items():
             setattr(state, name, tensor)
         bucket.recycle(total, flat)
         scaler = self._options.grad_scaler
-        # not in place: the algorithm may have kept what it returned
-        return total if scaler is None else total * scaler.get_scale()
+        if scaler is not None:
+            return total * scaler.get_scale(), None  # not in place: the algorithm may have kept it
+        return total, None if self.rank.total is None else self.rank.total.support_of(total)
 
     def _draw(self) -> None:
         """Send the step's numbers to the writer. It comes last, and its failure must not end training."""

@@ -13,7 +13,7 @@ from regtopk.core.options import check_integer
 from regtopk.distributed import update_checkpoint
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.layout import subtract_flat_
+from regtopk.distributed.layout import subtract_
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.optimizers import Outer
@@ -215,7 +215,7 @@ class UpdateExchange(ExchangeBase):
     def _exchange(self, flats: list[Tensor]) -> None:
         steps, model = self._steps, self._model
         if model.outer is None:
-            steps.exchange(steps.buckets.all, flats, model.start, subtract_flat_)
+            steps.exchange(steps.buckets.all, flats, model.start, subtract_)
         else:
             steps.exchange(steps.buckets.all, flats, model.update)
             model.outer.step()  # theta_start is its parameters, and the update their gradients

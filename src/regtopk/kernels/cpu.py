@@ -21,6 +21,7 @@ from torch import Tensor
 
 from regtopk.kernels import cpu_loops as loops
 from regtopk.kernels.cpu_loops import Array
+from regtopk.kernels.cpu_pieces import join_, spread_
 from regtopk.kernels.cpu_rows import Row, like, outputs, rows_of
 from regtopk.kernels.cpu_threshold import (
     collect_,
@@ -31,6 +32,8 @@ from regtopk.kernels.cpu_threshold import (
 )
 from regtopk.kernels.reference import Taken
 from regtopk.kernels.threads import over_rows, side_by_side
+
+__all__ = ["join_", "spread_", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
 
 def take_largest_(

@@ -23,20 +23,21 @@ BLOCK = 64 * LINE  # stays in the first-level cache between being added to and b
 NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
 
 
-def _compiled(function: Any) -> Any:
+def compiled(function: Any) -> Any:
+    """The function compiled by numba, once for all processes if there is a place to keep it."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba can write neither beside this file nor below HOME
         return njit(nogil=True)(function)
 
 
-@_compiled
+@compiled
 def from_bfloat16(word: Any) -> Any:
     """The float32 of the same value."""
     return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
 
 
-@_compiled
+@compiled
 def from_float16(word: Any) -> Any:
     """The float32 of the same value."""
     magnitude = np.uint32(np.uint32(word) & np.uint32(0x7FFF))
@@ -49,7 +50,7 @@ def from_float16(word: Any) -> Any:
     return np.uint32(bits | sign).view(np.float32)
 
 
-@_compiled
+@compiled
 def add_(accumulated: Array, grad: Array, kind: int) -> None:
     """accumulated += grad."""
     if kind == NATIVE:
@@ -63,7 +64,7 @@ def add_(accumulated: Array, grad: Array, kind: int) -> None:
             accumulated[i] += from_float16(grad[i])
 
 
-@_compiled
+@compiled
 def largest_key(bits: Array, mask: Any) -> Any:
     """The largest key."""
     key_type = bits.dtype.type
@@ -73,7 +74,7 @@ def largest_key(bits: Array, mask: Any) -> Any:
     return largest
 
 
-@_compiled
+@compiled
 def largest_key_of_line(bits: Array, mask: Any) -> Any:
     """The same of exactly one line: a known length makes better code."""
     key_type = bits.dtype.type
@@ -83,7 +84,22 @@ def largest_key_of_line(bits: Array, mask: Any) -> Any:
     return largest
 
 
-@_compiled
+@compiled
+def add_line_(accumulated: Array, grad: Array, mask: Any) -> Any:
+    """accumulated += grad on exactly one line of float32; its largest key.
+
+    The key is made from the sum itself: read from `bits`, the same memory, it would have to wait until the
+    sum is written, one entry after the other.
+    """
+    largest = np.uint32(0)
+    for i in range(LINE):
+        total = np.float32(accumulated[i] + grad[i])
+        accumulated[i] = total
+        largest = max(largest, np.uint32(total.view(np.uint32) & mask))
+    return largest
+
+
+@compiled
 def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
     """How many keys are at least the given one."""
     key_type = bits.dtype.type
@@ -93,7 +109,7 @@ def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
     return num
 
 
-@_compiled
+@compiled
 def is_ascending(indices: Array) -> bool:
     """Whether no index is smaller than the one before it."""
     for i in range(1, indices.size):  # noqa: SIM110 - a generator is not compiled
@@ -102,7 +118,7 @@ def is_ascending(indices: Array) -> bool:
     return True
 
 
-@_compiled
+@compiled
 def damp_(accumulated: Array, damped: Array, scores: Array, saved: Array, d: Any, stop: int) -> Any:
     """Put scores in the place of a, for the damped entries from the d-th up to `stop`."""
     while d < damped.size and damped[d] < stop:
@@ -112,7 +128,7 @@ def damp_(accumulated: Array, damped: Array, scores: Array, saved: Array, d: Any
     return d
 
 
-@_compiled
+@compiled
 def sample_(accumulated: Array, grad: Array, kind: int, sample: Array) -> None:
     """residual + grad at groups of 8 neighbours, spread over the row like the golden ratio's multiples."""
     room = accumulated.size - 8 + 1
@@ -125,7 +141,7 @@ def sample_(accumulated: Array, grad: Array, kind: int, sample: Array) -> None:
         start = (start + step) % room
 
 
-@_compiled
+@compiled
 def collect(
     bits: Array, start: int, stop: int, mask: Any, guess: Any, num: int, positions: Array, keys: Array
 ) -> int:
@@ -142,7 +158,7 @@ def collect(
     return num
 
 
-@_compiled
+@compiled
 def accumulate_and_collect_(
     accumulated: Array,
     bits: Array,
@@ -161,15 +177,23 @@ def accumulate_and_collect_(
     """residual += grad on a stretch, scores in the place of damped entries, and `collect`."""
     d: Any = np.searchsorted(damped, start)
     num = 0
-    for block in range(start, stop, BLOCK):
-        end = min(block + BLOCK, stop)
-        add_(accumulated[block:end], grad[block:end], kind)
-        d = damp_(accumulated, damped, scores, saved, d, end)
-        num = collect(bits, block, end, mask, guess, num, positions, keys)
+    size = LINE if kind == NATIVE and bits.itemsize == 4 else BLOCK
+    for block in range(start, stop, size):
+        end = min(block + size, stop)
+        may_hold_some = True
+        if end - block == LINE and size == LINE:  # the usual case: memory is read and written once
+            may_hold_some = add_line_(accumulated[block:end], grad[block:end], mask) >= guess
+        else:
+            add_(accumulated[block:end], grad[block:end], kind)
+        if d < damped.size and damped[d] < end:
+            d = damp_(accumulated, damped, scores, saved, d, end)
+            may_hold_some = True
+        if may_hold_some:
+            num = collect(bits, block, end, mask, guess, num, positions, keys)
     return num
 
 
-@_compiled
+@compiled
 def has_prefix(bits: Array, mask: Any, prefix: Any, shift: Any) -> bool:
     """Whether a key of the line starts with `prefix`, that is: equals it above `shift`."""
     key_type = bits.dtype.type
@@ -179,7 +203,7 @@ def has_prefix(bits: Array, mask: Any, prefix: Any, shift: Any) -> bool:
     return bool(num > 0)
 
 
-@_compiled
+@compiled
 def count_leading_digit(bits: Array, start: int, stop: int, mask: Any, shift: Any, counts: Array) -> None:
     """Count the keys by what they have above `shift`."""
     key_type = bits.dtype.type
@@ -187,7 +211,7 @@ def count_leading_digit(bits: Array, start: int, stop: int, mask: Any, shift: An
         counts[key_type(bits[i] & mask) >> shift] += 1
 
 
-@_compiled
+@compiled
 def count_next_digit(
     bits: Array, start: int, stop: int, mask: Any, prefix: Any, shift: Any, width: Any, counts: Array
 ) -> None:
@@ -202,7 +226,7 @@ def count_next_digit(
                     counts[key - (prefix << width)] += 1
 
 
-@_compiled
+@compiled
 def emit_collected(positions: Array, keys: Array, threshold: Any, num_ties: int, indices: Array) -> None:
     """Indices of the collected keys > threshold, and of the first `num_ties` that equal it."""
     num = 0
@@ -213,7 +237,7 @@ def emit_collected(positions: Array, keys: Array, threshold: Any, num_ties: int,
             num += 1
 
 
-@_compiled
+@compiled
 def emit_found(
     bits: Array, start: int, stop: int, mask: Any, threshold: Any, num_ties: int, indices: Array
 ) -> None:
@@ -232,7 +256,7 @@ def emit_found(
                     num += 1
 
 
-@_compiled
+@compiled
 def take_(
     accumulated: Array,
     damped: Array,
@@ -250,7 +274,7 @@ def take_(
         accumulated[indices[i]] = 0
 
 
-@_compiled
+@compiled
 def kth_largest_key(bits: Array, mask: Any, k: Any) -> Any:
     """The k-th largest key (or a smaller one that exactly k keys reach), one bit after the other."""
     key_type = bits.dtype.type
@@ -268,7 +292,7 @@ def kth_largest_key(bits: Array, mask: Any, k: Any) -> Any:
     return threshold
 
 
-@_compiled
+@compiled
 def take_per_chunk_(
     accumulated: Array,
     bits: Array,

@@ -41,7 +41,8 @@ class Row:
 
 
 def rows_of(residual: Tensor, grad: Tensor | None, damped: Tensor | None, scores: Tensor | None) -> list[Row]:
-    """Each row's memory; the damped entries in ascending order."""
+    """Each row's memory, which the loops will change; the damped entries in ascending order."""
+    torch.autograd.graph.increment_version(residual)  # torch does not see what is written through numpy
     key_type = np.uint32 if residual.dtype == torch.float32 else np.uint64
     mask = key_type((1 << (8 * residual.itemsize - 1)) - 1)
     accumulated = flat(residual)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import reference, triton_accumulate, triton_damping, triton_guess, triton_selection
-from regtopk.kernels.reference import Taken
+from regtopk.kernels.reference import Taken, join_, spread_
 from regtopk.kernels.triton_launch import launch
 from regtopk.kernels.triton_plan import (
     Candidates,
@@ -32,6 +32,8 @@ from regtopk.kernels.triton_plan import (
     stride,
 )
 from regtopk.kernels.triton_words import GUESS
+
+__all__ = ["join_", "spread_", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
 # entries per accumulating program, its warps and registers (benchmarks/kernel_launches.py --tiles)
 _TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 11, 8, None

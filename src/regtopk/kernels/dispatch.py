@@ -2,21 +2,23 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from regtopk.errors import ArgumentError
 from regtopk.kernels import reference, small_rows
-from regtopk.kernels.reference import Taken
+from regtopk.kernels.reference import Support, Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
+_FEW_WORDS = 1 << 12  # of messages; as many operations of torch take less than a compiled loop's import
 MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
 
 _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device needs
@@ -55,6 +57,12 @@ class Kernel(Protocol):
         self, residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int
     ) -> Taken:
         """Accumulate, and take the entries that reach a threshold."""
+
+    def join_(self, vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Write pieces into a vector, and say whether it is finite."""
+
+    def spread_(self, pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+        """Write a vector that is zero outside of its support into pieces."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,30 @@ def kernel_named(name: str) -> Kernel:
 
         return cuda
     return reference
+
+
+def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Write pieces into a vector, and say whether it is finite: see `reference.join_`."""
+    return kernel_for(vector, None).join_(vector, pieces)
+
+
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+    """Write a vector that is zero outside of its support into pieces: see `reference.spread_`."""
+    kernel_for(vector, None).spread_(pieces, vector, support)
+
+
+def unpacks(words: Tensor) -> bool:
+    """Whether `unpack_elias_fano` can read these words, and is faster than torch."""
+    if words.device.type != "cpu" or words.numel() < _FEW_WORDS or not words.is_contiguous():
+        return False
+    return describe("cpu").kernel == "cpu"
+
+
+def unpack_elias_fano(*columns: Any) -> tuple[Tensor, Tensor]:
+    """Indices, and whether they are sound: see `cpu_codes.unpack_elias_fano`."""
+    from regtopk.kernels import cpu_codes
+
+    return cpu_codes.unpack_elias_fano(*columns)
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.reference import take_above_, take_largest_per_chunk_
+from regtopk.kernels.reference import join_, spread_, take_above_, take_largest_per_chunk_
 
-__all__ = ["sum_dense_in_rank_order", "take_above_", "take_largest_", "take_largest_per_chunk_"]
+__all__ = [
+    "join_",
+    "spread_",
+    "sum_dense_in_rank_order",
+    "take_above_",
+    "take_largest_",
+    "take_largest_per_chunk_",
+]
 
 _SCARCE = 64  # if at most one of 64 entries is taken, torch is as fast
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import converse
 from regtopk.core.codes import quantise
@@ -155,11 +156,12 @@ def exchange_points(bench: Bench) -> Iterator[Point]:
     """What an exchange does with the whole vector: copy it in, look for NaN, copy the aggregate out."""
     flat = torch.zeros(MIDDLE_NUMEL, device=bench.device)
     grads = [torch.randn(_MATRIX, _MATRIX, device=bench.device) for _ in range(MIDDLE_NUMEL // _MATRIX**2)]
+    nowhere = torch.zeros(1, dtype=torch.int64, device=bench.device)
+    support = kernels.Support(nowhere.unsqueeze(0), nowhere)
 
     def prepare_and_write_back() -> None:
-        layout.copy_to_flat_(flat, grads)
-        torch.isfinite(torch.stack(torch.aminmax(flat))).all()
-        layout.copy_from_flat_(grads, flat)
+        kernels.join_(flat, grads)
+        layout.write_(grads, flat, support)
 
     yield Work("exchange", {"numel": MIDDLE_NUMEL}), bench.typical(prepare_and_write_back)
 
@@ -183,11 +185,11 @@ def update_points(bench: Bench, outer: str) -> Iterator[Point]:
             update = list(model.take_update().values())
             flat = layout.as_flat(update, aggregate.dtype)
             assert flat is not None, "an update lies in one piece"
-            torch.aminmax(flat)
+            kernels.is_finite(flat)
             if model.outer is None:
-                layout.subtract_flat_(model.start.values(), aggregate)
+                layout.subtract_(list(model.start.values()), aggregate)
             else:
-                layout.copy_from_flat_(update, aggregate)
+                layout.write_(update, aggregate)
                 model.outer.step()
             model.go_on(rank)
 

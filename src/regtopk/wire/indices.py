@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.codes import IndexLayout, index_layout, num_words
 from regtopk.wire import bits
 
@@ -84,6 +85,8 @@ def unpack_indices(
         capacity: the most indices a row may hold.
         index_code: one of `INDEX_CODES`; "elias-fano" includes the bitmap, where that is smaller.
     """
+    if index_code == "elias-fano" and words.dim() == 2 and kernels.unpacks(words):
+        return _unpack_elias_fano(words, start, count, layout, numel, capacity)
     place = torch.arange(capacity, device=words.device)
     is_valid = place < count.unsqueeze(-1)
     width = layout.width.unsqueeze(-1)
@@ -103,13 +106,29 @@ def unpack_indices(
     return Unpacked(indices, is_sound, end + num_words(unary_bits))
 
 
+def _unpack_elias_fano(
+    words: Tensor, start: Tensor, count: Tensor, layout: IndexLayout, numel: int, capacity: int
+) -> Unpacked:
+    """The same as one compiled loop, on a CPU."""
+    end = start + layout.field_words
+    unary_words = _words_inside(words, end, layout.unary_bits)
+    indices, is_sound = kernels.unpack_elias_fano(
+        words, start, count, layout.width, layout.field_words, unary_words, layout.is_bitmap, numel, capacity
+    )
+    return Unpacked(indices, is_sound, end + num_words(layout.unary_bits))
+
+
+def _words_inside(words: Tensor, start: Tensor, num_bits: Tensor) -> Tensor:
+    """How many words so many bits take, as far as the row goes, (...,)."""
+    return num_words(num_bits).minimum(words.shape[-1] - start).clamp(min=0)
+
+
 def _find_ones(
     words: Tensor, start: Tensor, num_bits: Tensor, capacity: int, numel: int
 ) -> tuple[Tensor, Tensor]:
     """Where the ones of the unary bits stand, (..., capacity), and how many there are, (...,)."""
     num = num_words(max_unary_bits(capacity, numel))
-    end = num_words(num_bits).minimum(words.shape[-1] - start).unsqueeze(-1)
-    is_behind = torch.arange(num, device=words.device) >= end
+    is_behind = torch.arange(num, device=words.device) >= _words_inside(words, start, num_bits).unsqueeze(-1)
     section = bits.take_words(words, start.unsqueeze(-1), num).masked_fill_(is_behind, 0)
     ones = bits.unpack(section, 1)
     slot = ones.cumsum(-1)

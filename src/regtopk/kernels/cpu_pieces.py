@@ -1,0 +1,87 @@
+"""A vector on the CPU that lies in pieces: the gradients of a model, and the one vector that is exchanged.
+
+torch's own operations wait for all their threads once per piece, which takes longer than their work where
+cores are shared. Here threads take piece after piece, and a piece is looked at while it is copied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regtopk.kernels.cpu_loops import LINE, Array, compiled
+from regtopk.kernels.cpu_rows import cut
+from regtopk.kernels.reference import Support, parts_of
+from regtopk.kernels.threads import side_by_side
+
+
+def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """See `reference.join_`."""
+    tasks = []
+    for part, piece in zip(parts_of(vector, pieces), pieces, strict=True):
+        source = piece
+        if not _is_plain(piece, vector):
+            source = part.copy_(piece)  # torch converts; what is left to do is to look at it
+        target_keys, source_keys = _keys(part), _keys(source)
+        tasks += [(target_keys[start:stop], source_keys[start:stop]) for start, stop in _cut(piece)]
+    largest = max(side_by_side(_copy_, tasks), default=0)
+    return torch.tensor(bool(largest < _keys(vector.new_tensor([torch.inf]))[0]))
+
+
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+    """See `reference.spread_`."""
+    entries, indices, counts = vector.numpy(), support.indices.numpy(), support.counts.numpy()
+    tasks, converted, first = [], [], 0
+    for piece in pieces:
+        target = piece
+        if not _is_plain(piece, vector):
+            target = vector.new_empty(piece.shape)
+            converted.append((piece, target))
+        flat = target.detach().view(-1).numpy()
+        for start, stop in _cut(piece):
+            tasks.append((flat[start:stop], entries, first + start, indices, counts))
+        first += piece.numel()
+    side_by_side(_copy_support_, tasks)
+    for piece, target in converted:
+        piece.copy_(target)
+
+
+def _is_plain(piece: Tensor, vector: Tensor) -> bool:
+    return piece.dtype == vector.dtype and piece.is_contiguous()
+
+
+def _keys(tensor: Tensor) -> Array:
+    """The memory of a tensor as unsigned integers."""
+    numpy: Array = tensor.detach().view(-1).numpy()
+    return numpy.view(np.uint32 if tensor.itemsize == 4 else np.uint64)
+
+
+def _cut(piece: Tensor) -> list[tuple[int, int]]:
+    return cut(piece.numel(), torch.get_num_threads(), LINE) if piece.numel() else []
+
+
+@compiled
+def _copy_(target: Array, source: Array) -> Any:
+    """target := source; returns the largest key (see `cpu_loops`)."""
+    key_type = source.dtype.type
+    mask = key_type(~key_type(0)) >> key_type(1)  # clears the sign
+    largest = key_type(0)
+    for i in range(source.size):
+        target[i] = source[i]
+        largest = max(largest, key_type(source[i] & mask))
+    return largest
+
+
+@compiled
+def _copy_support_(target: Array, vector: Array, start: int, indices: Array, counts: Array) -> None:
+    """target := vector[start : start + size], which is zero but at the given indices."""
+    target[:] = 0
+    stop = start + target.size
+    for n in range(counts.size):
+        row = indices[n, : counts[n]]
+        for i in range(np.searchsorted(row, start), row.size):
+            if row[i] >= stop:
+                break
+            target[row[i] - start] = vector[row[i]]

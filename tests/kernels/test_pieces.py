@@ -1,0 +1,90 @@
+"""Pieces become one vector and back, whatever their memory is like; and a NaN or inf is never missed."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.kernels import Support, reference
+from regtopk.kernels.dispatch import kernel_named
+
+SHAPES = [(300, 401), (7,), (0,), (64, 3, 5, 5), (150_001,), (1,)]
+KERNELS = ["reference", "cpu"]
+DTYPES = [torch.float32, torch.float64]
+
+
+def pieces_of(dtype: torch.dtype) -> list[Tensor]:
+    """Among them a 16-bit one, a transposed one and one whose channels come last."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    pieces[0] = pieces[0].t().contiguous().t()
+    pieces[3] = pieces[3].to(memory_format=torch.channels_last)
+    pieces[4] = pieces[4].bfloat16()
+    return pieces
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_pieces_are_joined(name: str, dtype: torch.dtype) -> None:
+    pieces = pieces_of(dtype)
+    expected = torch.cat([piece.flatten().to(dtype) for piece in pieces])
+    vector = torch.full_like(expected, math.nan)
+    assert bool(kernel_named(name).join_(vector, pieces))
+    assert torch.equal(vector, expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [(0, 0), (0, 401 * 300 - 1), (1, 3), (3, 17), (4, 150_000), (5, 0)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_bad_entry_is_found_anywhere(name: str, where: tuple[int, int], bad: float) -> None:
+    for dtype in DTYPES:
+        pieces = pieces_of(dtype)
+        piece, entry = pieces[where[0]], where[1]
+        piece[tuple(int(i) for i in torch.unravel_index(torch.tensor(entry), piece.shape))] = bad
+        vector = torch.zeros(sum(piece.numel() for piece in pieces), dtype=dtype)
+        assert not bool(kernel_named(name).join_(vector, pieces))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_largest_numbers_are_finite(name: str, dtype: torch.dtype) -> None:
+    piece = torch.full((70_000,), torch.finfo(dtype).max, dtype=dtype)  # whose sum is not
+    assert bool(kernel_named(name).join_(torch.empty_like(piece), [piece]))
+    assert bool(kernels.is_finite(piece))
+    piece[69_999] = -math.inf
+    assert not bool(kernels.is_finite(piece))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("num_pieces", [1, len(SHAPES)])
+def test_a_sparse_vector_is_spread(name: str, dtype: torch.dtype, num_pieces: int) -> None:
+    pieces = [torch.full_like(piece, math.nan) for piece in pieces_of(dtype)]
+    numel = sum(piece.numel() for piece in pieces)
+    if num_pieces == 1:
+        pieces = [torch.full((numel,), math.nan, dtype=dtype)]
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.stack([torch.randperm(numel, generator=generator)[:900] for _ in range(3)])
+    indices[1, :10] = indices[0, :10]  # some in two rows
+    indices[2, :2] = torch.tensor([0, numel - 1])
+    counts = torch.tensor([900, 700, 900])
+    rows = [row[:count].sort().values for row, count in zip(indices, counts, strict=True)]
+    indices = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    vector = torch.zeros(numel, dtype=dtype)
+    for row in rows:
+        vector[row] = torch.randn(row.numel(), generator=generator).to(dtype)
+    kernel_named(name).spread_(pieces, vector, Support(indices, counts))
+    for piece, part in zip(pieces, reference.parts_of(vector, pieces), strict=True):
+        assert torch.equal(piece, part.to(piece.dtype))
+
+
+@pytest.mark.parametrize("function", ["take_largest_", "take_largest_per_chunk_", "take_above_"])
+def test_torch_knows_that_a_kernel_has_written(function: str) -> None:
+    """An aggregate that was changed must not pass for one that is zero outside of its support."""
+    residual, grad = torch.zeros(70_000), torch.randn(70_000)
+    arguments = {"take_largest_": (5,), "take_largest_per_chunk_": (100, 2), "take_above_": (1.0, 100)}
+    before = residual._version
+    getattr(kernel_named("cpu"), function)(residual, grad, *arguments[function])
+    assert residual._version > before
