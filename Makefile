@@ -5,7 +5,7 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # One job more than there are cores, because tests with several processes wait at times.
-PARTS := distributed algorithms kernels experiments
+PARTS := distributed algorithms experiments kernels
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
 
 .PHONY: demo test test-others $(PARTS:%=test-%) lint format clean
@@ -36,9 +36,11 @@ clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out src/*.egg-info
 
 # torch goes in first and alone: the pinned build, whichever index or wheel folder pip is set up to use.
+# Modules are compiled when they are first imported, a third of all that pip would compile. They must be kept then.
+unexport PYTHONDONTWRITEBYTECODE
 .venv/.installed: .venv/bin/python$(VERSION) pyproject.toml constraints.txt
-	.venv/bin/pip install -qq "$$(grep '^torch==' constraints.txt)"
-	.venv/bin/pip install -qq -e '.[dev,all]' -c constraints.txt
+	.venv/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/pip install -qq --no-compile -e '.[dev,all]' -c constraints.txt
 	@touch $@
 
 # Absent too when .venv holds another Python, which is then replaced.

@@ -1,5 +1,6 @@
 """Processes that tests start, and that end with them: a test that fails leaves none behind for the next."""
 
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -44,3 +45,11 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, timeout_s: float = 
         for process, err in zip(running, said, strict=True):
             assert process.returncode == 0, err.read_text()
     return [out.read_text() for out in printed]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -200,7 +200,9 @@ def test_report_of_nothing(tmp_path: Path) -> None:
 
 
 def test_demo_runs_again_but_spares_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regtopk.cli.DEMO_PARTS", {"fig1": ["num_iterations=5"], "scaling": []})
+    monkeypatch.setattr(
+        "regtopk.cli.DEMO_PARTS", {"fig1": ["num_iterations=5"], "scaling": ["num_iterations=5"]}
+    )
     for _ in range(2):
         code, printed, err = invoke("demo", "--out", tmp_path / "demo")
         assert code == 0 and err == ""

@@ -17,6 +17,7 @@ LAYOUT = Layout.of_shapes(
 WEIGHTS = [0.4, 0.3, 0.2, 0.1]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CODES = list(VALUE_CODES)
+CODES_OF_EACH_KIND = ["float32", "float16", "4bit", "2bit"]  # exact, rounded, in blocks, with zeros sent
 
 CURRENT = PosteriorScore(mu=1.0, reference="current")
 
@@ -87,10 +88,15 @@ class Case:
 
     @property
     def codes(self) -> list[str]:
-        """The value codes it is tested with: all, two for a second variant, one if it takes none."""
+        """The value codes it is tested with: one of each kind, and two for a second variant.
+
+        All of them for the two that most others are made of.
+        """
         if not self.takes("value_code"):
             return ["float32"]
-        return CODES if self.is_first else ["float32", "4bit"]
+        if not self.is_first:
+            return ["float32", "4bit"]
+        return CODES if self.name in ("topk", "regtopk") else CODES_OF_EACH_KIND
 
     def sends_exactly(self, code: str) -> bool:
         """Whether what it sends with a code are the accumulated values to the bit."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from regtopk.algorithms import Dense, TopK
 from regtopk.core.algorithm import Promise
 from regtopk.core.codes import is_lossless
-from regtopk.core.state import State, accumulation_dtype
+from regtopk.core.state import State
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError, GradientError
 from regtopk.simulate import Cluster
@@ -71,11 +71,12 @@ def test_sent_plus_residual_is_what_was_accumulated(case: Case, code: str, dtype
             assert torch.equal(aggregate, expected)
 
 
-@coded_and_typed([*cases_that_promise("conserves"), *cases_that_promise("conserves_sum")])
+@coded_and_typed(cases_that_promise("conserves_sum"))
 def test_nothing_is_lost_together(case: Case, code: str, dtype: torch.dtype) -> None:
     """aggregate + sum_n w_n residual = sum_n w_n (residual before + grad), to the rounding of each addition.
 
-    An entry is rounded when it is accumulated, coded, paid for and added to the aggregate.
+    An entry is rounded when it is accumulated, coded, paid for and added to the aggregate. Where every
+    worker conserves, the test above says it of each of them and of their sum.
     """
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
     weights = torch.tensor(WEIGHTS, dtype=ranks.dtype).double()
@@ -98,10 +99,14 @@ def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype
         assert expected.dtype == dtype
         for aggregate in aggregates:
             assert torch.equal(aggregate.to(dtype), expected)
+    assert_same_states(cluster, ranks)
+
+
+def assert_same_states(cluster: Cluster, ranks: LockStep) -> None:
     assert cluster.state is not None
     for name, rule in type(cluster.state).rules().items():
         batch, singles = getattr(cluster.state, name), [getattr(state, name) for state in ranks.states]
-        assert batch.dtype in (torch.int64, accumulation_dtype(dtype))
+        assert batch.dtype in (torch.int64, ranks.dtype)
         for rank, single in enumerate(singles):
             assert torch.equal(single, batch if rule == "shared" else batch[rank]), name
 
@@ -109,13 +114,14 @@ def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype
 @all_cases
 def test_a_long_batch_equals_single_workers(case: Case) -> None:
     """torch adds long rows of a batch in another order than one row alone."""
-    layout = Layout.of_shapes([("weight", (300, 333), "linear"), ("bias", (333,), "bias")])
+    layout = Layout.of_shapes([("weight", (201, 199), "linear"), ("bias", (201,), "bias")])
     algorithm = case.make(density=None if "k" in case.options else 0.45)
     ranks = LockStep(algorithm, WEIGHTS, layout, torch.float32)
     cluster = Cluster(algorithm, num_workers=N, weights=WEIGHTS, layout=layout)
     for grads in random_grads(2, N, layout.numel):
         aggregates, _ = ranks.step(grads)
         assert torch.equal(aggregates[0], cluster.step(grads))
+    assert_same_states(cluster, ranks)
 
 
 @that_promise("replicates")

@@ -1,4 +1,4 @@
-"""One process group per world size, shared by all cases of a file."""
+"""One process group per world size, shared by all cases, and new processes for those that need them."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,14 @@ from tests.distributed.ranks import Ranks
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two gloo processes."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def new_ranks() -> Iterator[Ranks]:
+    """Two processes that nothing has run in."""
     ranks = Ranks(2)
     yield ranks
     ranks.stop()

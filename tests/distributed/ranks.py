@@ -1,15 +1,19 @@
 """Real ranks for tests: N processes joined by gloo, started once, running one function after another."""
 
 import faulthandler
+import io
 import multiprocessing as mp
 import os
 import pickle
+import runpy
 import signal
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import free_port
 
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
 _forks.set_forkserver_preload(["pytest", "torch", "torch.distributed", "torch._dynamo", "regtopk"])
@@ -42,6 +48,13 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         """function(*args) on every rank; the results in rank order, or the first rank's failure."""
         return self.wait_for(self.start(function, *args), timeout_s=timeout_s)
+
+    def run_script(self, script: Path, *words: str, timeout_s: float = 120) -> list[str]:
+        """What a script prints on every rank, in a group of its own, as torchrun would start it.
+
+        Without the seconds that torchrun and its ranks take to import torch. No other function may follow.
+        """
+        return self.run(_run_script, script, words, free_port(), timeout_s=timeout_s)
 
     def start(self, function: Callable[..., Any], *args: Any) -> list[int]:
         """Start function(*args) on every rank; the ranks to wait for."""
@@ -119,6 +132,18 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connec
             _send(pipe, (True, answer))
         except BaseException:
             _send(pipe, (False, traceback.format_exc()))
+
+
+def _run_script(script: Path, words: tuple[str, ...], port: int) -> str:
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    os.chdir(script.parent)
+    sys.argv = [str(script), *words]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
 
 
 def _send(pipe: Connection, content: Any) -> None:

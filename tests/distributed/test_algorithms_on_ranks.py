@@ -42,7 +42,10 @@ class Run:
     state: dict[str, Tensor]
 
 
-@pytest.mark.parametrize("case", ON_RANKS, ids=str)
+FIRST_VARIANTS = [case for case in ON_RANKS if case.is_first]
+
+
+@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
 def test_two_ranks_equal_the_simulator(two_ranks: Ranks, case: Case) -> None:
     check(two_ranks, case, case.codes[0], "all_gather")
 
@@ -52,12 +55,12 @@ def test_four_ranks_equal_the_simulator(four_ranks: Ranks, case: Case) -> None:
     check(four_ranks, case, "4bit" if "4bit" in case.codes else case.codes[0], "all_gather")
 
 
-@pytest.mark.parametrize("case", [case for case in ON_RANKS if case.is_first], ids=str)
+@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
 def test_sums_split_by_region_equal_the_simulator(four_ranks: Ranks, case: Case) -> None:
     check(four_ranks, case, case.codes[-1], "split")
 
 
-@pytest.mark.parametrize("case", [case for case in ON_RANKS if case.is_first], ids=str)
+@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
 def test_a_rank_of_weight_zero_equals_the_simulator(four_ranks: Ranks, case: Case) -> None:
     check(four_ranks, case, case.codes[0], "all_gather", WITH_AN_IDLE_RANK)
 

@@ -15,11 +15,11 @@ from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, batch, flat_parameters, make_net
 
-NUM_STEPS = 10
-# Four ranks add in another order than gloo's all_reduce, so each of 10 steps may round a sum of four terms
-# differently: by at most 3 units of 2^-24 of terms below 2, times a step length of 0.1: 3.6e-7 in all.
+NUM_STEPS = 6
+# Four ranks add in another order than gloo's all_reduce, so each of 6 steps may round a sum of four terms
+# differently: by at most 3 units of 2^-24 of terms below 2, times a step length of 0.1: 2.2e-7 in all.
 # (Adam divides by the gradient's own size, so it blows such a difference up: there, in float64.)
-TOLERANCE = {torch.float32: 3.6e-7, torch.float64: 1e-12}
+TOLERANCE = {torch.float32: 2.2e-7, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,10 @@ def test_two_ranks_are_bit_identical(two_ranks: Ranks, case: Case, scope: Scope)
 
 
 ON_FOUR: list[tuple[str, Scope]] = [
-    ("one bucket", "model"),
     ("several buckets", "model"),
     ("several buckets", "bucket"),
     ("unused every third step", "bucket"),
     ("accumulation with no_sync", "model"),
-    ("bf16 autocast", "bucket"),
-    ("adam", "model"),
 ]
 
 

@@ -1,6 +1,5 @@
 """Ranks and the simulator, fed the same gradients, must agree bit for bit, and count the same bytes."""
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from regtopk.simulate import Cluster
 from tests.distributed.conversations import CodedSums, ManyRounds, RunningSum, Threshold
 from tests.distributed.ranks import Ranks
 
-NUM_STEPS = 50
+NUM_STEPS = 6  # every rank is a Broadcast's source once, and one step is of zeros
 SHAPES = {"one": (30, 40), "two": (40,), "three": (10, 26)}
 J = 1500  # twelve blocks of a code, the last not full
 WEIGHTS = {"equal": None, "unequal": [0.4, 0.3, 0.2, 0.1], "one of zero": [0.5, 0.0, 0.2, 0.3]}
@@ -30,7 +29,7 @@ def grads_of(num_steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """(T, 4, J), entries of very different size, and one step of zeros."""
     generator = torch.Generator().manual_seed(3)
     grads = torch.randn(num_steps, 4, J, generator=generator) * torch.logspace(-2, 2, J)
-    grads[min(7, num_steps - 1)] = 0
+    grads[min(7, num_steps - 2)] = 0
     return grads.to(dtype)
 
 
@@ -71,7 +70,7 @@ def on_rank(algorithm: Algorithm[Any], grads: Tensor, weights: Any, options: dic
             p.grad = part.view_as(p).clone()
         exchange.step()
         aggregates.append(torch.cat([p.grad.flatten() for p in parameters.values() if p.grad is not None]))
-        counts.append(torch.tensor([int(asdict(exchange.last_step)[name]) for name in NAMES]))
+        counts.append(torch.tensor([int(getattr(exchange.last_step, name)) for name in NAMES]))
     (bucket,) = exchange._steps.buckets.all
     residual = bucket.state.state_dict().get("residual", torch.zeros(1))
     return torch.stack(aggregates), residual, dict(zip(NAMES, torch.stack(counts).unbind(-1), strict=True))
@@ -107,13 +106,13 @@ FLAGSHIPS = [
 
 
 @pytest.mark.parametrize("algorithm", FLAGSHIPS, ids=lambda a: f"{a.name}-{a.value_code}")
-def test_fifty_steps_bit_for_bit(four_ranks: Ranks, algorithm: Any) -> None:
-    compare(four_ranks, algorithm)
+def test_twenty_steps_bit_for_bit(four_ranks: Ranks, algorithm: Any) -> None:
+    compare(four_ranks, algorithm, num_steps=20)
 
 
-@pytest.mark.parametrize("algorithm", FLAGSHIPS[:4], ids=lambda a: f"{a.name}-{a.value_code}")
+@pytest.mark.parametrize("algorithm", [FLAGSHIPS[0], FLAGSHIPS[3]], ids=lambda a: f"{a.name}-{a.value_code}")
 def test_split_by_region_bit_for_bit(four_ranks: Ranks, algorithm: Any) -> None:
-    compare(four_ranks, algorithm, collective="split", num_steps=15)
+    compare(four_ranks, algorithm, collective="split", num_steps=10)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -133,53 +132,47 @@ def test_imputation(
             regtopk.DGC(density=0.02, selection="sampled", sample=0.1, impute=1.0),
         ]
         own: dict[str, Any] = {"weights": weights, "collective": collective, "dtype": torch.float64}
-        compare(ranks, regtopk.TopK(density=0.02, impute=0.5), num_steps=5, **own)
+        compare(ranks, regtopk.TopK(density=0.02, impute=0.5), num_steps=4, **own)
     for algorithm in algorithms:
-        compare(ranks, algorithm, weights=weights, collective=collective, num_steps=5)
+        compare(ranks, algorithm, weights=weights, collective=collective, num_steps=4)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_any_weights(four_ranks: Ranks, weights: str, collective: str) -> None:
-    compare(four_ranks, regtopk.RegTopK(density=0.02), weights=weights, collective=collective, num_steps=10)
-    compare(four_ranks, ManyRounds(k=20), weights=weights, collective=collective, num_steps=10)
+    compare(four_ranks, regtopk.RegTopK(density=0.02), weights=weights, collective=collective)
+    compare(four_ranks, ManyRounds(k=20), weights=weights, collective=collective)
 
 
 @pytest.mark.parametrize("index_code", ["rice", "raw32"])
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_index_codes_change_bytes_only(four_ranks: Ranks, index_code: str, collective: str) -> None:
     for algorithm in (regtopk.RegTopK(density=0.05, value_code="4bit"), ManyRounds(k=20)):
-        compare(four_ranks, algorithm, index_code=index_code, collective=collective, num_steps=10)
-
-
-def test_many_rounds(four_ranks: Ranks) -> None:
-    compare(four_ranks, ManyRounds(k=20))
+        compare(four_ranks, algorithm, index_code=index_code, collective=collective)
 
 
 def test_an_algorithm_may_keep_what_it_received_and_returned(four_ranks: Ranks) -> None:
-    compare(four_ranks, RunningSum(), num_steps=5)
+    compare(four_ranks, RunningSum())
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 @pytest.mark.parametrize("threshold", [30.0, 1e9], ids=["some", "none at all"])
 def test_messages_of_any_size(four_ranks: Ranks, threshold: float, collective: str) -> None:
     for weights in ("unequal", "one of zero"):
-        compare(
-            four_ranks, Threshold(threshold=threshold), weights=weights, collective=collective, num_steps=10
-        )
+        compare(four_ranks, Threshold(threshold=threshold), weights=weights, collective=collective)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(four_ranks: Ranks, dtype: torch.dtype) -> None:
     for collective in ("all_gather", "split"):
-        compare(four_ranks, regtopk.RegTopK(k=50), collective=collective, dtype=dtype, num_steps=10)
+        compare(four_ranks, regtopk.RegTopK(k=50), collective=collective, dtype=dtype)
     compare(four_ranks, regtopk.Dense(), dtype=dtype, num_steps=3)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("codes", [("float32", "float16"), ("4bit", "4bit"), ("int8", "2bit")], ids=str)
 def test_coded_sums_and_their_loss(four_ranks: Ranks, codes: tuple[str, str], weights: str) -> None:
-    compare(four_ranks, CodedSums(code=codes[0], sum_code=codes[1]), weights=weights, num_steps=10)
+    compare(four_ranks, CodedSums(code=codes[0], sum_code=codes[1]), weights=weights)
 
 
 def test_coded_sums_lose_nothing(four_ranks: Ranks) -> None:

@@ -1,11 +1,9 @@
-"""The code of docs/training.md and of the README's diff, on real ranks; the recipes under torchrun."""
+"""The code of docs/training.md and of the README's diff, on real ranks."""
 
 import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,17 +102,14 @@ def test_the_readmes_diff_runs(two_ranks: Ranks, tmp_path: Path) -> None:
     assert not torch.equal(before, after)
 
 
+@pytest.mark.filterwarnings("default")  # what these libraries warn of is theirs
 @pytest.mark.parametrize("library", ["accelerate", "lightning"])
-def test_recipe_runs_under_torchrun(tmp_path: Path, library: str) -> None:
+def test_recipe_runs(new_ranks: Ranks, tmp_path: Path, library: str) -> None:
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install 'regtopk[recipes]'")
     (source,) = blocks(GUIDE, f"python {library}")
     (tmp_path / "recipe.py").write_text(source, encoding="utf-8")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "recipe.py"]
-    answer = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert re.search(
-        r"regtopk: 2[89] steps on 2 workers; this rank:\n.*\n  dense .* times as much\n", answer.stdout
-    )
+    printed, printed_elsewhere = new_ranks.run_script(tmp_path / "recipe.py", timeout_s=300)
+    summary = r"regtopk: 2[89] steps on 2 workers; this rank:\n.*\n  dense .* times as much\n"
+    assert re.search(summary, printed)
+    assert "regtopk:" not in printed_elsewhere

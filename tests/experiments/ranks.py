@@ -22,8 +22,7 @@ def fail(settings: Mapping[str, Any]) -> None:
 
 
 def sleep(settings: Mapping[str, Any]) -> None:
-    rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    emit({"rank": rank, "num_workers": num_workers, "pid": os.getpid(), **settings})
+    emit({**_own(), **settings})
     time.sleep(600)
 
 
@@ -35,18 +34,24 @@ def die(settings: Mapping[str, Any]) -> None:
 
 
 def listen(settings: Mapping[str, Any]) -> None:
-    """Emit the addresses that this rank listens on, once it has talked to the others."""
+    """Emit the addresses that this rank listens on, once it has talked to the others, and sleep."""
     join_group("gloo")
     dist.all_reduce(torch.ones(1))
+    addresses = []
     own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if f"socket:[{words[9]}]" in own and words[3] == "0A":  # LISTEN
-                emit({"address": words[1].partition(":")[0], "html": html.__file__})
+                addresses.append(words[1].partition(":")[0])
     dist.barrier()
-    dist.destroy_process_group()
+    emit({**_own(), "addresses": addresses, "html": html.__file__, **settings})
+    time.sleep(600)
 
 
 def is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def _own() -> dict[str, int]:
+    return {"rank": int(os.environ["RANK"]), "num_workers": int(os.environ["WORLD_SIZE"]), "pid": os.getpid()}

@@ -52,17 +52,6 @@ def test_a_rank_that_is_killed_is_named() -> None:
         list(launch(ranks.die, {"rank": 1}, 2))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_listen_on_loopback_alone_and_import_nothing_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "html.py").write_text("raise RuntimeError('imported from the current folder')")
-    monkeypatch.chdir(tmp_path)
-    records = list(launch(ranks.listen, {}, 2))
-    assert records and {record["address"] for record in records} == {"0100007F"}  # 127.0.0.1
-    assert all(Path(record["html"]).parent != tmp_path for record in records)
-
-
 def test_the_current_folder_is_no_path_unless_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,11 +62,18 @@ def test_the_current_folder_is_no_path_unless_it_is_named(
     assert str(tmp_path) in _paths()
 
 
-def test_every_rank_is_heard_and_ends_when_nobody_listens() -> None:
-    records = launch(ranks.sleep, {"word": "hello"}, 2)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_that_join_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They listen on loopback alone, import nothing from the current folder, and end when nobody listens."""
+    (tmp_path / "html.py").write_text("raise RuntimeError('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    records = launch(ranks.listen, {"word": "hello"}, 2)
     heard = [next(records), next(records)]
     assert sorted(record.pop("rank") for record in heard) == [0, 1]
     pids = [record.pop("pid") for record in heard]
+    assert all(Path(record.pop("html")).parent != tmp_path for record in heard)
+    addresses = [record.pop("addresses") for record in heard]
+    assert all(addresses) and {address for of_rank in addresses for address in of_rank} == {"0100007F"}
     assert heard == [{"num_workers": 2, "word": "hello"}] * 2
     records.close()
     wait_until_gone(pids)

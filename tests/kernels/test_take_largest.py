@@ -120,7 +120,7 @@ def test_dtypes(
     torch.manual_seed(3)
     damped, damping = choose_damped(numel, k)
     damping = damping.to(residual_dtype)
-    for scale in (1.0, 1e-6):  # the second is denormal in float16
+    for scale in (1.0, 1e-6) if grad_dtype == torch.float16 else (1.0,):  # the second is denormal there
         residual = torch.randn(numel, dtype=residual_dtype) * scale
         grad = (torch.randn(numel, dtype=torch.float64) * scale).to(grad_dtype)
         check_take_largest_(kernel, residual, grad, k, damped, damping)

@@ -1,6 +1,6 @@
 """Several budgets in one figure."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,16 +58,17 @@ def test_what_tells_nothing_of_budgets_is_refused() -> None:
 
 
 @pytest.mark.parametrize("module", ["budgets", "tables"])
-def test_errors_are_one_line(tmp_path: Path, module: str) -> None:
+def test_errors_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str
+) -> None:
+    script = str(TOOLS / f"{module}.py")
     words = [str(tmp_path / "none"), *(["picture.png"] if module == "budgets" else [])]
-    done = subprocess.run(
-        [sys.executable, TOOLS / f"{module}.py", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"{module}.py: error: folder must hold a finished run")
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(script, run_name="__main__")
+    assert done.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{module}.py: error: folder must hold a finished run")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -67,9 +67,7 @@ def count_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("num_records", "num_left", "num_repeated", "settings"),
     [
-        (3, 10, 0, {}),
         (6, 12, 2, {}),
-        (10, 4, 1, {}),
         (3, 10, 0, {"local_steps": 3, "sends": "difference", "optimizer": "momentum"}),
         (3, 10, 0, {"optimizer": "adam", "lr": 0.01}),
         (10, 4, 1, {"methods": "adaptive:bytes_per_step=400,consensus"}),

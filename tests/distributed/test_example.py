@@ -1,13 +1,13 @@
 """The script to copy: on two machines (here two launchers), and resumed on one."""
 
-import socket
 import sys
 from pathlib import Path
 
-from tests.processes import run_all
+from tests.distributed.ranks import Ranks
+from tests.processes import free_port, run_all
 
-ROOT = Path(__file__).parent.parent
-EXAMPLE = str(ROOT / "examples" / "train_ddp.py")
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_ddp.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -23,25 +23,19 @@ print("left:", [name for name in names if "gloo" in name])
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def test_script_trains_on_two_machines_and_resumes_on_one(tmp_path: Path) -> None:
+def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_path: Path) -> None:
     threads = tmp_path / "threads.py"
     threads.write_text(THREADS)
-    scripts = [str(threads), EXAMPLE] if sys.platform == "linux" else [EXAMPLE]  # the first looks into /proc
+    scripts = [str(EXAMPLE)]
+    if sys.platform == "linux":
+        scripts.insert(0, str(threads))  # it looks into /proc
     folder = ["--checkpoint", str(tmp_path)]
     meet = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()}"
     printed = run_all([[*TORCHRUN, *meet.split(), *scripts, *folder, "--epochs", "1"]] * 2, tmp_path)
     assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
     assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
     assert (tmp_path / "checkpoint.pt").exists()
-    again = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", EXAMPLE, *folder, "--resume"]
-    (resumed,) = run_all([again], tmp_path)
+    resumed, _ = new_ranks.run_script(EXAMPLE, *folder, "--resume")
     for page in ("README.md", "docs/training.md"):
         shown = (ROOT / page).read_text(encoding="utf-8")
         for line in resumed.splitlines():
