@@ -145,10 +145,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ArgumentError",
         "parameters must hold at least one that requires a gradient, got none",
     ),
-    "no pairs": (
-        lambda: regtopk.Exchange(make_net().parameters(), TOPK),  # type: ignore[arg-type]
+    "no parameters": (
+        lambda: regtopk.Exchange(["first.weight"], TOPK),  # type: ignore[arg-type]
         "ArgumentError",
-        "parameters must be a module or (name, parameter) pairs, got Parameter",
+        "parameters must be a module, parameters or (name, parameter) pairs, got str",
     ),
     "a name twice": (
         lambda: regtopk.Exchange([*make_net().named_parameters(), *make_net().named_parameters()], TOPK),

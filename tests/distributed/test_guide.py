@@ -76,12 +76,15 @@ def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> No
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-def follow_readme(diff: str, checkpoint: str, folder: Path) -> tuple[str, str, torch.Tensor, torch.Tensor]:
-    """The loop before and after the diff, and a checkpoint of the latter."""
-    before = "".join(line[2:] + "\n" for line in diff.splitlines() if not line.startswith("+"))
-    after = "".join(line[2:] + "\n" for line in diff.splitlines()) + checkpoint
+def sides_of(diff: str) -> list[str]:
+    """The code before and after a diff."""
+    return ["".join(line[2:] + "\n" for line in diff.splitlines() if line[0] != sign) for sign in "+-"]
+
+
+def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """What each printed, and the parameters that it ended with."""
     results = []
-    for source in (before, after):
+    for source in sources:
         names = what_is_yours()
         names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
         names |= {"os": os, "regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
@@ -90,16 +93,21 @@ def follow_readme(diff: str, checkpoint: str, folder: Path) -> tuple[str, str, t
         with inside(folder):
             printed = follow(source, names)
         results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
-    (printed_before, parameters_before), (printed_after, parameters_after) = results
-    return printed_before, printed_after, parameters_before, parameters_after
+    return results
 
 
-def test_the_readmes_diff_runs(two_ranks: Ranks, tmp_path: Path) -> None:
-    (diff,), (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
-    assert sum(line.startswith("+") for line in diff.splitlines()) == 2
-    printed_before, printed_after, before, after = two_ranks.run(follow_readme, diff, checkpoint, tmp_path)[0]
-    assert printed_before == "" and "regtopk: 8 steps on 2 workers" in printed_after
-    assert not torch.equal(before, after)
+def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
+    diffs, (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [2, 2]
+    (before, attached), (_, updates) = map(sides_of, diffs)
+    loop = attached[attached.index("for x, y") :]
+    sources = [before, attached + checkpoint, updates + loop]
+    here, elsewhere = two_ranks.run(follow_readme, sources, tmp_path)
+    assert here[0][0] == ""
+    assert here[1][0].startswith("consensus: 8 steps on 2 workers")
+    assert here[2][0].startswith("topk: 4 rounds of 2 steps on 2 workers")
+    for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
+        assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])
 
 
 @pytest.mark.filterwarnings("default")  # what these libraries warn of is theirs

@@ -29,6 +29,7 @@ def train_with_all_that() -> None:
     weigh_ranks_and_skip_layers()
     schedule_clip_and_accumulate()
     train_tied_and_frozen()
+    train_parameters_without_names()
     train_with_two_optimizers()
     train_in_bfloat16()
     train_with_lbfgs()
@@ -43,6 +44,20 @@ def start_from_rank_0() -> None:
     with exchanging(net, sgd(net)):
         assert torch.equal(mine, flat_parameters(net)) == (dist.get_rank() == 0)
         assert int(net[1].num_batches_tracked) == 7
+
+
+def train_parameters_without_names() -> None:
+    """What an optimizer takes will do: the same training as with the module."""
+    ends = []
+    for has_names in (True, False):
+        torch.manual_seed(0)
+        net = make_net()
+        optimizer = adamw(net)
+        source = net if has_names else net.parameters()
+        with closing(regtopk.UpdateExchange(source, optimizer, TOPK, every=2)):
+            train(net, optimizer, range(4))
+        ends.append(flat_parameters(net))
+    assert torch.equal(*ends)
 
 
 def weigh_ranks_and_skip_layers() -> None:

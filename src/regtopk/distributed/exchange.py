@@ -30,7 +30,7 @@ class Exchange(ExchangeBase):
     or to go on until a checkpoint is loaded.
 
     Args:
-        parameters: a module, or (name, parameter) pairs with the same names and order on every rank.
+        parameters: a module, parameters, or (name, parameter) pairs, in the same order on every rank.
         algorithm: what is run; the same on every rank.
         process_group: the ranks that take part; the default group if None.
 

@@ -19,7 +19,7 @@ from regtopk.distributed.optimizers import (
     make_outer,
     restart_spoiled,
 )
-from regtopk.distributed.parameters import NamedParameters, Parameters, is_fsdp, uncompiled
+from regtopk.distributed.parameters import NamedParameters, Parameters, is_fsdp, named_pairs, uncompiled
 from regtopk.distributed.rank import Rank
 from regtopk.errors import ClusterError
 
@@ -30,7 +30,7 @@ class LocalModel:
     Beside the model there are two vectors of its size, in at least float32: theta_start, and the update.
 
     Args:
-        source: a module, or (name, parameter) pairs.
+        source: a module, parameters, or (name, parameter) pairs.
         optimizer: what changes the parameters.
         outer: makes the optimizer that applies the aggregate to theta_start; None: it is subtracted.
         buffers: see `ModelBuffers`.
@@ -45,8 +45,7 @@ class LocalModel:
         self.optimizer = optimizer
         named = self.parameters.named
         check_inner(optimizer, named)
-        pairs = source.named_parameters() if isinstance(source, nn.Module) else source
-        self._frozen = {name: p for name, p in pairs if name not in named}
+        self._frozen = {name: p for name, p in named_pairs(source) if name not in named}
         self.buffers = ModelBuffers(module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         parts = self._parts(self._flat, list(named))
@@ -117,10 +116,10 @@ class LocalModel:
 
 
 def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
-    """The module without torch.compile around it, or the pairs; a wrapped model is refused."""
+    """The module without torch.compile around it, or pairs; a wrapped model is refused."""
     inner = uncompiled(source)
     if not isinstance(inner, nn.Module):
-        return list(source)  # type: ignore[arg-type]
+        return named_pairs(source)
     for part in inner.modules():
         if isinstance(part, DistributedDataParallel):
             raise ClusterError(

@@ -1,6 +1,7 @@
 """The trainable parameters of an exchange, by name, and what must not happen to them afterwards."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.core.layers import layer_kinds
 from regtopk.errors import ArgumentError, ClusterError
 
-NamedParameters = Iterable[tuple[str, nn.Parameter]]
+NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[nn.Parameter]  # as optimizers take them
 
 
 class Parameters:
     """The parameters that required a gradient when this was made, in the module's order.
 
     Args:
-        source: a module, or (name, parameter) pairs.
+        source: a module, (name, parameter) pairs, or parameters, which are then named by their place.
         ignored: names to leave out.
     """
 
@@ -61,16 +62,25 @@ class Parameters:
                 )
 
 
+def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) pairs of what a user gave."""
+    given = source.named_parameters() if isinstance(source, nn.Module) else source
+    pairs: list[tuple[str, Any]] = []
+    for place, each in enumerate(given):
+        pair = (str(place), each) if isinstance(each, torch.Tensor) else each
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+            raise ArgumentError(
+                "parameters must be a module, parameters or (name, parameter) pairs, got "
+                f"{type(each).__name__}"
+            )
+        pairs.append(pair)
+    return pairs
+
+
 def _trainable(source: nn.Module | NamedParameters, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    pairs = source.named_parameters() if isinstance(source, nn.Module) else source
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
-            raise ArgumentError(
-                f"parameters must be a module or (name, parameter) pairs, got {type(pair).__name__}"
-            )
-        name, p = pair
+    for name, p in named_pairs(source):
         if not p.requires_grad or name in ignored:
             continue
         if name in named or id(p) in seen:

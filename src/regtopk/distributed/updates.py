@@ -56,8 +56,8 @@ class UpdateExchange(ExchangeBase):
     the round. Where the NaN has reached an optimizer's state of a parameter, that state starts anew.
 
     Args:
-        parameters: a module, which torch.compile may be around, or (name, parameter) pairs with the same
-            names and order on every rank.
+        parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
+            (name, parameter) pairs, in the same order on every rank. Buffers are a module's alone.
         optimizer: what trains exactly these parameters; frozen ones may be among them.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
         every: how many optimizer steps a round has.
