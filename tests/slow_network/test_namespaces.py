@@ -100,6 +100,8 @@ def test_clean_removes_dead_runs_only(capsys: pytest.CaptureFixture[str]) -> Non
         sleep = ["ip", "netns", "exec", dead, "sleep", "1000"]
         try:
             with ended(subprocess.Popen(sleep, start_new_session=True, text=True)) as lost:
+                while not _is_used(dead):  # `ip` has not entered it yet, and would be missed
+                    time.sleep(0.05)
                 assert dead in left_behind()
                 assert main(["clean"]) == 0
                 assert dead in capsys.readouterr().out
