@@ -15,13 +15,14 @@ rounds without a split; what is printed is the median over rounds of each round'
 GPU these are plain launches, as in training.
 
     python benchmarks/exchange.py [--device cuda] [--numel J ...] [--density D] [--workers N] [--rounds R]
-                                  [--json] [--out FILE]
+                                  [--only WORD ...] [--json] [--out FILE]
 """
 
 import argparse
 import math
 import os
 import platform
+import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -300,6 +301,7 @@ def group_for(exchange: str, device: torch.device, num_workers: int) -> Iterator
         dist.init_process_group("fake", store=store, rank=0, world_size=num_workers)
     try:
         yield
+        dist.barrier()  # gloo's threads let go of the last step: one that ends the group itself aborts
     finally:
         dist.destroy_process_group()
 
@@ -327,7 +329,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": f"benchmarks/exchange.py --device {options.device} --numel "
         f"{' '.join(map(str, options.numel))} --density {options.density} --workers {options.workers} "
-        f"--rounds {options.rounds}",
+        f"--rounds {options.rounds}" + (f" --only {shlex.join(options.only)}" if options.only else ""),
         "device": torch.cuda.get_device_name() if is_cuda else f"CPU, {torch.get_num_threads()} threads",
         "num_cpus": os.cpu_count(),
         "machine": platform.machine(),
