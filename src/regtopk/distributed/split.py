@@ -159,7 +159,7 @@ def _joined(
         everywhere.append(sums.indices + bounds[n])
         total[everywhere[n]] = sums.values
     indices = torch.cat(everywhere)
-    rank.keep_total(total, indices.unsqueeze(0), torch.tensor([indices.numel()], device=indices.device))
+    rank.keep_total(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
     if not isinstance(request, SenderSum):
         return total
     status = torch.zeros(rank.num_workers, dtype=torch.int64, device=total.device)
