@@ -5,7 +5,7 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # One job more than there are cores, because tests with several processes wait at times.
-PARTS := distributed algorithms slow_network experiments kernels
+PARTS := distributed experiments slow_network algorithms kernels
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
 
 .PHONY: demo test test-others $(PARTS:%=test-%) lint format clean
