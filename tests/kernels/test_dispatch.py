@@ -98,7 +98,7 @@ def numba_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """A folder that numba is imported from: missing, unless a test writes a `numba.py` there."""
     for cached in (dispatch._describe_type, dispatch._notice):
         cached.cache_clear()
-    for name in ("regtopk.kernels.cpu", "regtopk.kernels.cpu_loops", "numba"):
+    for name in ("regtopk.kernels.cpu", "regtopk.kernels.cpu_loops", "regtopk.kernels.cpu_compiled", "numba"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(kernels, "cpu")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

@@ -71,7 +71,7 @@ class TrainConfig:
         num_layers: blocks of gpt.
         width: of gpt's stream between blocks.
         context: characters that gpt sees at once.
-        data: a text file in UTF-8, for gpt. If not given, sources of Python and of the installed packages.
+        data: a text file in UTF-8, for gpt. If not given, torch's own sources.
         num_seeds: how many seeds, from 0 on. A seed fixes the first weights and the batches.
         record_every: steps between records. A record is made where a round of updates ends.
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import cpu_loops as loops
-from regtopk.kernels.cpu_loops import Array
+from regtopk.kernels.cpu_compiled import Array
 from regtopk.kernels.cpu_pieces import join_, spread_
 from regtopk.kernels.cpu_rows import Row, like, outputs, rows_of
 from regtopk.kernels.cpu_threshold import (

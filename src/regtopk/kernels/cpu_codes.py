@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regtopk.kernels.cpu_loops import Array, compiled
+from regtopk.kernels.cpu_compiled import Array, compiled
 from regtopk.kernels.threads import side_by_side
 
 

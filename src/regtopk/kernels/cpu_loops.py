@@ -4,50 +4,19 @@ The bits of |x| read as an unsigned integer order like |x| itself: that integer 
 only compare look at `bits`, the residual's memory as unsigned integers, because compilers turn integer
 maxima and counts into vector instructions. `mask` clears the sign. Entries are read in lines of 64: they are
 compared one by one only in a line whose largest key reaches the guess, which few lines do.
-
-All functions release the GIL, so plain threads run them side by side: numba's own threading layers
-would reset torch's number of threads, or refuse to be called from two threads at once.
 """
 
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-Array = np.ndarray[Any, Any]
+from regtopk.kernels.cpu_compiled import Array, compiled, from_bfloat16, from_float16
 
 LINE = 64
 BLOCK = 64 * LINE  # stays in the first-level cache between being added to and being looked at
 
 # what a gradient's memory holds (16-bit floats as uint16), or that there is nothing to add
 NATIVE, BFLOAT16, FLOAT16, NOTHING = 0, 1, 2, 3
-
-
-def compiled(function: Any) -> Any:
-    """The function compiled by numba, once for all processes if there is a place to keep it."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba can write neither beside this file nor below HOME
-        return njit(nogil=True)(function)
-
-
-@compiled
-def from_bfloat16(word: Any) -> Any:
-    """The float32 of the same value."""
-    return np.uint32(np.uint32(word) << np.uint32(16)).view(np.float32)
-
-
-@compiled
-def from_float16(word: Any) -> Any:
-    """The float32 of the same value."""
-    magnitude = np.uint32(np.uint32(word) & np.uint32(0x7FFF))
-    # moving the exponent from 5 to 8 bits multiplies by 2^-112; exact for denormals too
-    shifted = np.uint32(magnitude << np.uint32(13)).view(np.float32)
-    bits = np.float32(shifted * np.float32(2.0**112)).view(np.uint32)
-    if magnitude >= np.uint32(0x7C00):  # inf or NaN
-        bits = np.uint32(bits | np.uint32(0x7F800000))
-    sign = np.uint32((np.uint32(word) & np.uint32(0x8000)) << np.uint32(16))
-    return np.uint32(bits | sign).view(np.float32)
 
 
 @compiled

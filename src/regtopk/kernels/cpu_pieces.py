@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regtopk.kernels.cpu_loops import LINE, Array, compiled
+from regtopk.kernels.cpu_compiled import Array, compiled
+from regtopk.kernels.cpu_loops import LINE
 from regtopk.kernels.cpu_rows import cut
 from regtopk.kernels.reference import Support, parts_of
 from regtopk.kernels.threads import side_by_side

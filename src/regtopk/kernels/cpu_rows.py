@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import cpu_loops as loops
-from regtopk.kernels.cpu_loops import Array
+from regtopk.kernels.cpu_compiled import Array
 
 _HALF_KINDS = {torch.bfloat16: loops.BFLOAT16, torch.float16: loops.FLOAT16}
 _SMALL_STRETCH = 1 << 17  # fewer entries are not worth a thread of their own

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from regtopk.kernels import cpu_loops as loops
-from regtopk.kernels.cpu_loops import Array
+from regtopk.kernels.cpu_compiled import Array
 from regtopk.kernels.cpu_rows import Row
 from regtopk.kernels.threads import side_by_side
 
