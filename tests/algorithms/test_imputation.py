@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from regtopk import DGC, ChunkedTopK, RegTopK, TopK
-from regtopk.core import VALUE_CODES, Algorithm, OfSenders, mean_of_senders
+from regtopk.core import (
+    VALUE_CODES,
+    Algorithm,
+    OfSenders,
+    SparseGradient,
+    impute_,
+    mean_of_senders,
+    slope_of_absent,
+)
 from regtopk.core.codes import segment_bytes
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
@@ -206,8 +214,13 @@ def test_a_learned_rho_costs_a_number_in_a_frame() -> None:
 
 
 def test_means_may_be_named_twice() -> None:
-    """At one place an entry has its mean, at the other zero: adding up is right, whatever is done."""
+    """An entry has its mean at both places, and is paid for once."""
     total, weight = torch.tensor([0.0, 3.0, 2.0]), torch.tensor([0.0, 0.5, 1.0])
     summed = OfSenders.of(total, weight, torch.tensor([1, 1]), torch.tensor([0.5, 0.5]))
-    assert sorted(summed.mean.tolist()) == [0.0, 6.0] and summed.missing.tolist() == [0.5, 0.5]
+    assert summed.mean.tolist() == [6.0, 6.0] and summed.missing.tolist() == [0.5, 0.5]
     assert mean_of_senders(summed).tolist() == [0.0, 6.0, 0.0]
+    residual = torch.tensor([1.0, 2.0, 4.0])
+    sent = SparseGradient(torch.tensor([2]), torch.tensor([2.0]), 3)
+    assert slope_of_absent(residual, sent, summed).tolist() == pytest.approx([2.0 * 6.0 / (0.5 * 36.0)])
+    assert impute_(residual, sent, summed, 0.5).tolist() == [0.0, 4.5, 2.0]
+    assert residual.tolist() == [1.0, -1.0, 4.0]

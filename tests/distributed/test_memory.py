@@ -39,15 +39,15 @@ def make_bucket() -> Bucket:
 
 def test_an_aggregates_memory_is_used_again() -> None:
     bucket, aggregate = make_bucket(), torch.ones(8)
-    bucket.recycle(aggregate, flat=torch.ones(8))
-    assert bucket.spare is aggregate
+    bucket.recycle(aggregate, None, flat=torch.ones(8))
+    assert bucket.spare is not None and bucket.spare.vector is aggregate
 
 
 def test_memory_that_is_in_use_is_left_alone() -> None:
     bucket, flat = make_bucket(), torch.ones(8)
-    bucket.recycle(flat.view(8), flat)
+    bucket.recycle(flat.view(8), None, flat)
     assert bucket.spare is None
-    bucket.recycle(bucket.state.state_dict()["residual"].view(8), flat)
+    bucket.recycle(bucket.state.state_dict()["residual"].view(8), None, flat)
     assert bucket.spare is None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from regtopk.kernels import cuda
+from regtopk.kernels import Support, cuda, cuda_codes, cuda_pieces
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -60,12 +60,22 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     cuda.take_above_(residual, None, 1.0, k)
     cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped=damped, scores=scores)
     cuda.take_largest_per_chunk_(residual, grad, 4096, 4)
+    pieces = [grad[0], grad[1]]
+    cuda.join_(residual.view(-1), pieces)
+    cuda.spread_(pieces, residual.view(-1), Support(damped, torch.full((num_rows,), k)))
+
+
+def compile_codes() -> None:
+    words, numbers = torch.zeros(2, 1000, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    cuda_codes.unpack_elias_fano(words, *[numbers] * 5, numbers > 0, 50_003, 50)
 
 
 def main() -> None:
-    vars(cuda)["launch"] = compile_only
+    for module in (cuda, cuda_codes, cuda_pieces):
+        vars(module)["launch"] = compile_only
     compile_all(torch.float32, torch.float32)
     compile_all(torch.float64, torch.bfloat16)
+    compile_codes()
 
 
 if __name__ == "__main__":

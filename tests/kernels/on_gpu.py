@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.random import random_sequence
+from regtopk.kernels import Support, reference
 from regtopk.kernels import cuda as kernel
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped
@@ -142,6 +143,54 @@ def a_captured_graph() -> None:
         assert torch.equal(residual, expected)
 
 
+def calls_that_are_repeated() -> None:
+    """From the third call on a graph is replayed: on new input, on two streams; what was returned stays."""
+    numel, k = 1_000_003, 1000
+    residual, grad, side = normal(numel), normal(numel), torch.cuda.Stream()
+    returned: list[tuple[Tensor, ...]] = []
+    for call in range(12):
+        grad.copy_(normal(numel))
+        damped, damping = choose_damped(numel, k, device="cuda")
+        expected, scores = residual.clone(), (residual + grad)[damped].abs() * damping
+        given = {"damped": damped, "scores": scores} if call % 2 else {}
+        size = k if call < 8 else 7 * k  # it may change at any time
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side if call in (5, 7) else torch.cuda.current_stream()):
+            version = residual._version
+            found = kernel.take_largest_(residual, grad, size, **given)
+            assert residual._version > version
+        torch.cuda.synchronize()
+        indices, values = reference.take_largest_(expected, grad, size, **given)
+        assert torch.equal(found[0], indices) and torch.equal(found[1], values)
+        assert torch.equal(residual, expected)
+        returned += [found, (indices, values)]
+    for found, expected_pair in zip(returned[::2], returned[1::2], strict=True):
+        assert all(map(torch.equal, found, expected_pair))
+
+
+def pieces() -> None:
+    """Pieces of one type by a table of addresses, others by torch; and a NaN or inf is never missed."""
+    shapes = [(3000, 401), (7,), (0,), (64, 3, 5, 5), (1_500_001,), (1,)]
+    for dtype, wide in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64,) * 2,
+    ):
+        parts = [normal(*shape, dtype=dtype) for shape in shapes]
+        expected = torch.cat([part.flatten() for part in parts]).to(wide)
+        vector = torch.full_like(expected, torch.nan)
+        assert bool(kernel.join_(vector, parts)) and torch.equal(vector, expected)
+        for where in (0, 401, expected.numel() - 1, 2_000_000):
+            for bad in (torch.nan, torch.inf, -torch.inf):
+                spoiled = expected.to(dtype)
+                spoiled[where] = bad
+                assert not bool(kernel.join_(vector, reference.parts_of(spoiled, parts)))
+        indices = torch.randint(expected.numel(), (3, 900), device="cuda").sort(-1).values
+        sparse = torch.zeros_like(expected).scatter_(0, indices.flatten(), expected[indices.flatten()])
+        kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")))
+        assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
+
+
 def beyond_32_bits() -> None:
     """J, and N · J, above 2^31; what an oracle would need too much memory for is checked directly."""
     for shape in ((2**31 + 4099,), (3, 2**30)):
@@ -175,7 +224,7 @@ def draws() -> None:
 
 CHECKS = (
     sizes, all_entries, adversarial, boundaries, dtypes, batches, thresholds_and_chunks, a_captured_graph,
-    beyond_32_bits, draws,
+    calls_that_are_repeated, pieces, beyond_32_bits, draws,
 )  # fmt: skip
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("triton_accumulate", "triton_damping", "triton_guess", "triton_selection")
+MODULES = (
+    "triton_accumulate",
+    "triton_codes",
+    "triton_damping",
+    "triton_guess",
+    "triton_pieces",
+    "triton_selection",
+)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton's compiler is for Linux")

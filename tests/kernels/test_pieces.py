@@ -1,6 +1,8 @@
 """Pieces become one vector and back, whatever their memory is like; and a NaN or inf is never missed."""
 
 import math
+from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from regtopk.kernels import Support, reference
 from regtopk.kernels.dispatch import kernel_named
 
 SHAPES = [(300, 401), (7,), (0,), (64, 3, 5, 5), (150_001,), (1,)]
-KERNELS = ["reference", "cpu"]
+KERNELS = ["reference", "cpu", "cuda"]
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -25,10 +27,18 @@ def pieces_of(dtype: torch.dtype) -> list[Tensor]:
     return pieces
 
 
+def alike(dtype: torch.dtype) -> list[Tensor]:
+    """Pieces that one program can read: of one type, and each one piece of memory."""
+    return [piece.to(dtype).contiguous() for piece in pieces_of(dtype)]
+
+
+@pytest.mark.parametrize("make", [pieces_of, alike])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_pieces_are_joined(name: str, dtype: torch.dtype) -> None:
-    pieces = pieces_of(dtype)
+def test_pieces_are_joined(
+    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
+) -> None:
+    pieces = make(dtype)
     expected = torch.cat([piece.flatten().to(dtype) for piece in pieces])
     vector = torch.full_like(expected, math.nan)
     assert bool(kernel_named(name).join_(vector, pieces))
@@ -39,8 +49,8 @@ def test_pieces_are_joined(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("where", [(0, 0), (0, 401 * 300 - 1), (1, 3), (3, 17), (4, 150_000), (5, 0)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_bad_entry_is_found_anywhere(name: str, where: tuple[int, int], bad: float) -> None:
-    for dtype in DTYPES:
-        pieces = pieces_of(dtype)
+    for dtype, make in product(DTYPES, (pieces_of, alike)):
+        pieces = make(dtype)
         piece, entry = pieces[where[0]], where[1]
         piece[tuple(int(i) for i in torch.unravel_index(torch.tensor(entry), piece.shape))] = bad
         vector = torch.zeros(sum(piece.numel() for piece in pieces), dtype=dtype)
@@ -60,8 +70,11 @@ def test_the_largest_numbers_are_finite(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_pieces", [1, len(SHAPES)])
-def test_a_sparse_vector_is_spread(name: str, dtype: torch.dtype, num_pieces: int) -> None:
-    pieces = [torch.full_like(piece, math.nan) for piece in pieces_of(dtype)]
+@pytest.mark.parametrize("make", [pieces_of, alike])
+def test_a_sparse_vector_is_spread(
+    name: str, dtype: torch.dtype, num_pieces: int, make: Callable[[torch.dtype], list[Tensor]]
+) -> None:
+    pieces = [torch.full_like(piece, math.nan) for piece in make(dtype)]
     numel = sum(piece.numel() for piece in pieces)
     if num_pieces == 1:
         pieces = [torch.full((numel,), math.nan, dtype=dtype)]

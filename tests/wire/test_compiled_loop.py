@@ -1,9 +1,13 @@
-"""The compiled loop that reads indices agrees with the tensor operations: on sound messages and on damage."""
+"""Compiled code that reads indices agrees with the tensor operations: on sound messages and on damage."""
+
+import os
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.sparse import SparseGradient
 from regtopk.kernels.dispatch import unpacks
 from regtopk.wire import decode_rows, encode
@@ -32,6 +36,18 @@ def decoded(
     return decode_rows(messages, numel, k)
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def num_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Messages are read by numba's loop, or by Triton's programs in their interpreter, which is slow."""
+    if request.param == "cpu":
+        return 30
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a program is defined
+    codes = pytest.importorskip("triton") and import_module("regtopk.kernels.cuda_codes")
+    monkeypatch.setattr(kernels, "unpack_elias_fano", codes.unpack_elias_fano)
+    return 5
+
+
 def check_both(messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     found, status = decoded(messages, numel, k, monkeypatch, "auto")
     expected, expected_status = decoded(messages, numel, k, monkeypatch, "reference")
@@ -43,15 +59,16 @@ def check_both(messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("numel", "k"), SIZES)
+@pytest.mark.usefixtures("num_trials")
 def test_sound_messages(numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check_both(messages_of(numel, k), numel, k, monkeypatch).any()
 
 
 @pytest.mark.parametrize(("numel", "k"), SIZES)
-def test_damaged_messages(numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_messages(numel: int, k: int, num_trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = messages_of(numel, k)
     generator = torch.Generator().manual_seed(1)
-    for trial in range(30):
+    for trial in range(num_trials):
         messages = whole.clone()
         num_bytes = messages.shape[1]
         first = 0 if trial % 2 else 32 + 4 * k  # anywhere, or where the indices are

@@ -58,6 +58,27 @@ def test_the_gpu_makes_the_same_bytes_without_waiting(
     assert torch.equal(dense.cpu(), expected.values)
 
 
+@pytest.mark.parametrize("value_code", ["float32", "4bit"])
+@pytest.mark.parametrize(("numel", "k"), [(10_000_000, 10_000), (30_000, 15_000)])
+def test_messages_of_many_steps(value_code: str, numel: int, k: int) -> None:
+    """From the third on both ways are replayed graphs: on new input, without waiting, and damage is found."""
+    for step in range(6):
+        indices, raw = vector(numel, k, seed=step)
+        values = quantise(raw, value_code)
+        expected = wire.encode(SparseGradient(indices, values, numel, code=value_code))
+        on_gpu = SparseGradient(indices.cuda(), values.cuda(), numel, code=value_code)
+        torch.cuda.synchronize()
+        with no_waiting():
+            message = wire.encode(on_gpu)
+            rows = torch.stack([message, message])
+            rows[1, 40 + 7 * step] ^= 4
+            found, status = wire.decode_rows(rows, numel, k, value_code=value_code)
+        assert torch.equal(message.cpu(), expected)
+        assert status[0] == 0 and status[1] != 0
+        assert found.counts.tolist() == [k, 0]
+        assert torch.equal(found.indices[0].cpu(), indices) and torch.equal(found.values[0].cpu(), values)
+
+
 @pytest.mark.parametrize("value_code", VALUE_CODES)
 def test_rice_on_the_gpu(value_code: str) -> None:
     indices, raw = vector(1_000_000, 1000, seed=0)

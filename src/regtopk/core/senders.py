@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.exact import exact_sum
-from regtopk.core.sparse import SparseGradient, clear_at_, read_at
+from regtopk.core.sparse import SparseGradient, clear_at_, read_at, take, write_at_
 
 _LARGEST_SHARE = 1e6  # of a slope: finite in any dtype, and far above what can mean anything
 
@@ -16,8 +16,8 @@ _LARGEST_SHARE = 1e6  # of a slope: finite in any dtype, and far above what can 
 class OfSenders:
     """The answer to `SenderSum`: the sum, and what each entry is to those who sent it.
 
-    Entries may be named twice, and entries that nobody sent may be among them: their mean here is zero. So
-    whatever is done with the means must add them up, and nothing is counted twice.
+    Entries may be named twice, with the same mean, and entries that nobody sent may be among them: their mean
+    here is zero. So what is done with the means is written to an entry, not added to it.
 
     Args:
         total: (J,), S = sum_n w_n x_n.
@@ -53,9 +53,8 @@ class OfSenders:
         """
         if indices.shape[-1] >= total.shape[-1]:  # looking everywhere is then no more work
             indices = torch.arange(total.shape[-1], device=total.device).expand(total.shape)
-        weight = sent_weight.gather(-1, indices)
-        counts = (weight > 0) & _is_named_last(indices, total.shape[-1])
-        mean = (total.gather(-1, indices) / weight).where(counts, 0.0)
+        weight = take(sent_weight, indices)
+        mean = (take(total, indices) / weight).where(weight > 0, 0.0)
         # Added in the same order as W: the difference is zero to the bit where all workers sent.
         everyone = kernels.sum_dense_in_rank_order(torch.ones_like(weights).unsqueeze(-1), weights)
         return cls(total, indices, mean, everyone - weight, numbers)
@@ -70,7 +69,7 @@ def _is_named_last(indices: Tensor, numel: int) -> Tensor:
 
 def mean_of_senders(summed: OfSenders) -> Tensor:
     """m, dense (J,): the weighted mean over the workers that sent an entry, zero where nobody did."""
-    return torch.zeros_like(summed.total).scatter_add_(-1, summed.indices, summed.mean)
+    return torch.zeros_like(summed.total).scatter_(-1, summed.indices, summed.mean)
 
 
 def slope_of_absent(residual: Tensor, sent: SparseGradient, summed: OfSenders) -> Tensor:
@@ -86,9 +85,10 @@ def slope_of_absent(residual: Tensor, sent: SparseGradient, summed: OfSenders) -
     """
     kept = read_at(residual, sent)
     clear_at_(residual, sent)  # what it still holds of its own entries does not count
-    held = residual.gather(-1, summed.indices.expand(*residual.shape[:-1], summed.indices.shape[-1]))
-    residual.scatter_add_(-1, sent.without_padding()[0], kept)
-    mean, numel = summed.mean.double(), residual.shape[-1]
+    held = take(residual, summed.indices)
+    write_at_(residual, sent, kept)
+    numel = residual.shape[-1]
+    mean = summed.mean.double().where(_is_named_last(summed.indices, numel), 0.0)  # an entry counts once
     product = exact_sum(held * mean, most=numel)
     square = exact_sum(summed.missing * mean * mean, most=numel)
     share = (product / square).where(square > 0, 0.0).clamp(-_LARGEST_SHARE, _LARGEST_SHARE)
@@ -110,7 +110,7 @@ def impute_(residual: Tensor, sent: SparseGradient, summed: OfSenders, rho: floa
     pays = rho * summed.mean
     kept = read_at(residual, sent)
     at = summed.indices.expand(*residual.shape[:-1], summed.indices.shape[-1])
-    residual.scatter_add_(-1, at, -pays.expand(at.shape))
-    clear_at_(residual, sent)  # senders pay nothing: they keep what they had, to the bit
-    residual.scatter_add_(-1, sent.without_padding()[0], kept)
-    return summed.total.scatter_add_(-1, summed.indices, summed.missing * pays)
+    residual.scatter_(-1, at, take(residual, summed.indices) - pays)
+    write_at_(residual, sent, kept)  # senders pay nothing: they keep what they had, to the bit
+    grown = take(summed.total, summed.indices) + summed.missing * pays
+    return summed.total.scatter_(-1, summed.indices, grown)

@@ -56,8 +56,11 @@ class SparseGradient:
 
 
 def take(dense: Tensor, indices: Tensor) -> Tensor:
-    """Read a received vector at each worker's own indices: (J,) at (..., m) gives (..., m)."""
-    return dense.expand(*indices.shape[:-1], dense.shape[-1]).gather(-1, indices)
+    """Read a vector, (J,) or (..., J), at each worker's own indices, (..., m)."""
+    if dense.dim() == 1:  # twice as fast as gather on a CPU
+        return dense.index_select(0, indices.flatten()).view(indices.shape)
+    batch = torch.broadcast_shapes(dense.shape[:-1], indices.shape[:-1])
+    return dense.expand(*batch, dense.shape[-1]).gather(-1, indices.expand(*batch, indices.shape[-1]))
 
 
 def to_dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
@@ -71,9 +74,18 @@ def clear_at_(dense: Tensor, sparse: SparseGradient) -> None:
     dense.scatter_add_(-1, indices, -read_at(dense, sparse))  # adds: padding must not touch entry 0
 
 
+def write_at_(dense: Tensor, sparse: SparseGradient, values: Tensor) -> None:
+    """Write values, (..., m), that are zero in padding into a vector, (..., J), where a worker sends."""
+    if sparse.count is None:
+        dense.scatter_(-1, sparse.indices, values)
+        return
+    clear_at_(dense, sparse)
+    dense.scatter_add_(-1, sparse.without_padding()[0], values)
+
+
 def read_at(dense: Tensor, sparse: SparseGradient) -> Tensor:
     """A vector, (..., J), where a worker sends, (..., m); zero in padding."""
-    there = dense.gather(-1, sparse.without_padding()[0])
+    there = take(dense, sparse.without_padding()[0])
     return there if sparse.is_valid is None else there.where(sparse.is_valid, 0)
 
 

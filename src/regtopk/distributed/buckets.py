@@ -17,7 +17,8 @@ from regtopk.core.state import State
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.layout import flat_dtype, layout_of
 from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.rank import Rank
+from regtopk.distributed.rank import Rank, Total
+from regtopk.kernels import Support
 
 Names = tuple[str, ...]
 Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
@@ -40,7 +41,7 @@ class Bucket:
     worker: Worker
     state: State
     flat: Tensor | None = None
-    spare: Tensor | None = None
+    spare: Total | None = None
     state_before: State | None = None
     is_settled: bool = True
 
@@ -63,10 +64,11 @@ class Bucket:
             assert self.state_before is not None
             self.state, self.state_before, self.is_settled = self.state_before, None, True
 
-    def recycle(self, aggregate: Tensor, flat: Tensor) -> None:
+    def recycle(self, aggregate: Tensor, support: Support | None, flat: Tensor) -> None:
         """Let the next aggregate be written over this one, unless the state or the vector is there."""
         in_use = {_memory(tensor) for tensor in (flat, *self.state.state_dict().values())}
-        self.spare = None if _memory(aggregate) in in_use else aggregate
+        is_free = _memory(aggregate) not in in_use
+        self.spare = Total(aggregate, support, aggregate._version) if is_free else None
 
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""

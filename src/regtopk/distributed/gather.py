@@ -60,7 +60,7 @@ def gather_sparse(
 
 def _decode_numbers(rank: Rank, messages: Tensor, numbers: Tensor) -> Tensor:
     """The ranks' numbers, (N, m); zeros for a rank of weight zero."""
-    found, status = decode_segment(messages[rank.active], numbers.numel(), dtype=numbers.dtype)
+    found, status = decode_segment(rank.of_active(messages), numbers.numel(), dtype=numbers.dtype)
     raise_for_status(rank.by_rank(status))
     return rank.by_rank(found)
 
@@ -68,7 +68,9 @@ def _decode_numbers(rank: Rank, messages: Tensor, numbers: Tensor) -> Tensor:
 def _decode(rank: Rank, messages: Tensor, capacity: int, sparse: SparseGradient) -> SparseGradient:
     """The ranks' messages as rows of equal capacity; a rank of weight zero sent none."""
     code, dtype = sparse.code, sparse.values.dtype
-    found, status = decode_rows(messages[rank.active], sparse.numel, capacity, rank.index_code, code, dtype)
+    found, status = decode_rows(
+        rank.of_active(messages), sparse.numel, capacity, rank.index_code, code, dtype
+    )
     raise_for_status(rank.by_rank(status))
     indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
     return SparseGradient(indices, values, sparse.numel, counts, code)

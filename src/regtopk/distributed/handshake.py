@@ -115,8 +115,8 @@ def agree_on_step(
             send different numbers of entries (by a density of their own).
     """
     stamp = num_steps << 32 | crc32(repr((names, num_selected)).encode())
-    numbers = torch.tensor([0, stamp, -stamp], device=is_bad.device)
-    numbers[0] = is_bad
+    numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
+    numbers[0], numbers[2] = is_bad, -stamp
     any_is_bad, highest, minus_lowest = collectives.maximum(numbers).tolist()
     if highest != -minus_lowest:
         everyone = collectives.all_gather_objects((num_steps, names, num_selected))

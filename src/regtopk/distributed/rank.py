@@ -16,18 +16,27 @@ from regtopk.distributed.record import StepRecord
 from regtopk.kernels import Support
 from regtopk.wire import encode, encode_segment
 
+_WRITTEN_AT_ONCE = 16  # entries that are cleared in one go take as long as one that is cleared by its index
+
 
 @dataclass(frozen=True, eq=False)
-class SparseTotal:
-    """A sum of sparse vectors, dense, and where it is not zero as long as nobody else writes to it."""
+class Total:
+    """A sum, dense, and where it is not zero if it was sparse, as long as nobody else writes to it."""
 
     vector: Tensor
-    support: Support
+    support: Support | None
     version: int
 
     def support_of(self, vector: Tensor) -> Support | None:
         """Where an aggregate is not zero, if it is this sum, unchanged."""
         return self.support if vector is self.vector and vector._version == self.version else None
+
+    def cleared(self) -> Tensor:
+        """The vector's memory, made zero: only where it is not, if that is known and little."""
+        support = self.support_of(self.vector)
+        if support is None or support.indices.numel() * _WRITTEN_AT_ONCE > self.vector.numel():
+            return self.vector.zero_()
+        return self.vector.index_fill_(0, support.indices.flatten(), 0)
 
 
 class Rank:
@@ -63,9 +72,10 @@ class Rank:
         self.is_idle = self.index in self.idle  # of weight zero: it sends nothing
         self.record = StepRecord()
         self.timer = Timer(torch.device("cpu"), now)
-        self.spare: Tensor | None = None  # memory for the next sum, which nobody needs any more
-        self.total: SparseTotal | None = None  # the last sparse sum
+        self.spare: Total | None = None  # memory for the next sum, which nobody needs any more
+        self.total: Total | None = None  # the last sparse sum
         self._now = now
+        self._weights: Tensor | None = None  # the weights where they were last needed
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""
@@ -78,6 +88,20 @@ class Rank:
         message = encode(sparse, self.index_code)
         return message if numbers is None else torch.cat([encode_segment(numbers), message])
 
+    def of_active(self, rows: Tensor) -> Tensor:
+        """Rows of the ranks that have weight, out of those of all ranks."""
+        return rows[self.active] if self.idle else rows
+
+    def weights_like(self, values: Tensor) -> Tensor:
+        """Every rank's weight, (N,), in the dtype of values and on their device."""
+        if (
+            self._weights is None
+            or self._weights.dtype != values.dtype
+            or self._weights.device != values.device
+        ):
+            self._weights = self.weights.to(values)
+        return self._weights
+
     def by_rank(self, rows: Tensor) -> Tensor:
         """Rows of the ranks that have weight, among rows of zeros for the others: (N, ...)."""
         if not self.idle:
@@ -85,15 +109,16 @@ class Rank:
         everyone = rows.new_zeros(self.num_workers, *rows.shape[1:])
         return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
-    def take_spare(self, sparse: SparseGradient) -> Tensor | None:
-        """The spare memory, once, if a sum of such vectors fits into it."""
+    def zeros_for(self, sparse: SparseGradient) -> Tensor:
+        """A vector of zeros for a sum, in the spare memory if it fits: new memory costs more than the sum."""
         spare, self.spare = self.spare, None
-        fits = spare is not None and spare.shape == (sparse.numel,) and spare.dtype == sparse.values.dtype
-        return spare if fits else None
+        if spare is None or spare.vector.numel() != sparse.numel or spare.vector.dtype != sparse.values.dtype:
+            return sparse.values.new_zeros(sparse.numel)
+        return spare.cleared()
 
     def keep_total(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
         """Remember where a sum is not zero: see `kernels.Support`."""
-        self.total = SparseTotal(vector, Support(indices, counts), vector._version)
+        self.total = Total(vector, Support(indices, counts), vector._version)
 
     def count(self, payload: int, sent: int, received: int) -> None:
         """Add to what crossed the interface."""
@@ -113,4 +138,5 @@ class Rank:
 
     def count_entries(self, sparse: SparseGradient) -> None:
         """Add the entries this rank sent."""
-        self.record.num_entries += 0 if self.is_idle else int(sparse.counts)
+        if not self.is_idle:
+            self.record.num_entries += sparse.indices.shape[-1] if sparse.count is None else int(sparse.count)

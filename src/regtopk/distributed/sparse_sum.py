@@ -22,9 +22,9 @@ def sparse_sum(rank: Rank, request: SparseSum) -> Tensor | OfSenders:
     rank.count_entries(sparse)
     with rank.timer.phase("decode_s"):
         indices, values = rows.without_padding()
-        weights = rank.weights.to(values)
+        weights = rank.weights_like(values)
         weighted = weights.unsqueeze(-1) * values
-        total = kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel, out=rank.take_spare(sparse))
+        total = kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel, out=rank.zeros_for(sparse))
         rank.keep_total(total, rows.indices, rows.counts)
         if not isinstance(request, SenderSum):
             return total

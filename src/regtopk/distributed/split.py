@@ -151,8 +151,7 @@ def _joined(
 ) -> Tensor | OfSenders:
     """The regions' sums as one vector, and what is to say of its senders."""
     sparse = request.sparse
-    spare = rank.take_spare(sparse)
-    total = sparse.values.new_zeros(sparse.numel) if spare is None else spare.zero_()
+    total = rank.zeros_for(sparse)
     everywhere = []
     for n, (message, *_) in enumerate(gathered):
         sums = decode(message, bounds[n + 1] - bounds[n])

@@ -259,11 +259,12 @@ class Steps:
             total = converse(algorithm.exchange(flat, state, worker), partial(answer, self.rank))
         for name, tensor in kept.items():
             setattr(state, name, tensor)
-        bucket.recycle(total, flat)
+        support = None if self.rank.total is None else self.rank.total.support_of(total)
+        bucket.recycle(total, support, flat)
         scaler = self._options.grad_scaler
         if scaler is not None:
             return total * scaler.get_scale(), None  # not in place: the algorithm may have kept it
-        return total, None if self.rank.total is None else self.rank.total.support_of(total)
+        return total, support
 
     def _draw(self) -> None:
         """Send the step's numbers to the writer. It comes last, and its failure must not end training."""

@@ -29,6 +29,7 @@ from regtopk.kernels.reference import (
     sum_sparse_in_rank_order,
     take_at_,
 )
+from regtopk.kernels.replay import repeat
 from regtopk.kernels.self_check import SelfCheck, self_check
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "kernel_for",
     "parts_of",
     "reference",
+    "repeat",
     "self_check",
     "spread_",
     "sum_dense_in_rank_order",

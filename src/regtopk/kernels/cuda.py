@@ -16,9 +16,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from regtopk.kernels import reference, triton_accumulate, triton_damping, triton_guess, triton_selection
-from regtopk.kernels.reference import Taken, join_, spread_
+from regtopk.kernels.cuda_pieces import join_, spread_
+from regtopk.kernels.reference import Taken
+from regtopk.kernels.replay import repeat
 from regtopk.kernels.triton_launch import launch
 from regtopk.kernels.triton_plan import (
     Candidates,
@@ -54,9 +57,15 @@ def take_largest_(
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
+    increment_version(residual)  # torch does not see what programs write
+    indices, values = repeat(_take_largest_, (k,), [residual, grad], _given(damped, scores))
+    return indices, values
+
+
+def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
-        damp = _damped(rows, damped, scores)
+        damp = _damped(rows, *given)
         plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
         if plan.rank > 0:
             _guess(rows, plan)
@@ -75,6 +84,18 @@ def take_largest_(
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """See `reference.take_above_`."""
+    fixed = [residual] if grad is None else [residual, grad]
+    is_tensor = isinstance(threshold, Tensor)
+    settings = capacity, None if is_tensor else threshold, grad is not None
+    increment_version(residual)
+    return Taken(*repeat(_take_above_, settings, fixed, [threshold] if is_tensor else []))
+
+
+def _take_above_(
+    capacity: int, number: float | None, has_grad: bool, residual: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad = others[0] if has_grad else None
+    threshold = others[-1] if number is None else number
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
         rows.work[:, GUESS.value] = _keys_of(threshold, residual)
@@ -86,7 +107,7 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
         launch(triton_accumulate.write_above, grid, rows.options | tiles.options() | own, _TILE_WARPS)
         num_found = tiles.stops[:, -1].view(residual.shape[:-1])
         count = num_found.clamp_max(capacity)
-    return Taken(_as_batch(residual, indices), _as_batch(residual, values), count, num_found - count)
+    return _as_batch(residual, indices), _as_batch(residual, values), count, num_found - count
 
 
 def take_largest_per_chunk_(
@@ -103,9 +124,18 @@ def take_largest_per_chunk_(
         return reference.take_largest_per_chunk_(
             residual, grad, chunk, k_per_chunk, damped=damped, scores=scores
         )
+    increment_version(residual)
+    given = _given(damped, scores)
+    indices, values = repeat(_take_largest_per_chunk_, (chunk, k_per_chunk), [residual, grad], given)
+    return indices, values
+
+
+def _take_largest_per_chunk_(
+    chunk: int, k_per_chunk: int, residual: Tensor, grad: Tensor, *given: Tensor
+) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
-        damp = _damped(rows, damped, scores)
+        damp = _damped(rows, *given)
         if damp is not None:
             residual.add_(grad)
             rows = replace(rows, grad=None)
@@ -184,11 +214,16 @@ def _move_out_(rows: Rows, k: int, candidates: Candidates) -> tuple[Tensor, Tens
     return indices, values
 
 
-def _damped(rows: Rows, damped: Tensor | None, scores: Tensor | None) -> Damped | None:
-    if damped is None or scores is None or damped.shape[-1] == 0:
+def _given(damped: Tensor | None, scores: Tensor | None) -> list[Tensor]:
+    """The entries whose score is given, and the scores; nothing if there are none."""
+    return [] if damped is None or scores is None or damped.shape[-1] == 0 else [damped, scores]
+
+
+def _damped(rows: Rows, *given: Tensor) -> Damped | None:
+    if not given:
         return None
-    indices, given = as_rows(damped).contiguous(), as_rows(scores).contiguous()
-    return Damped(indices, given, rows.empty(damped.shape[-1], rows.residual.dtype), _SMALL_BLOCK)
+    indices, scores = (as_rows(tensor.contiguous()) for tensor in given)
+    return Damped(indices, scores, rows.empty(indices.shape[-1], rows.residual.dtype), _SMALL_BLOCK)
 
 
 def _damp_before_(rows: Rows, damp: Damped) -> None:

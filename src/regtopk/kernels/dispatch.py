@@ -18,7 +18,7 @@ from regtopk.kernels.reference import Support, Taken
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
-_FEW_WORDS = 1 << 12  # of messages; as many operations of torch take less than a compiled loop's import
+_FEW_WORDS = {"cpu": 1 << 12}  # of messages; torch's operations take less than a compiled loop's import
 MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
 
 _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device needs
@@ -125,16 +125,21 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 
 def unpacks(words: Tensor) -> bool:
     """Whether `unpack_elias_fano` can read these words, and is faster than torch."""
-    if words.device.type != "cpu" or words.numel() < _FEW_WORDS or not words.is_contiguous():
+    device = words.device.type
+    if words.numel() < _FEW_WORDS.get(device, 0) or not words.is_contiguous():
         return False
-    return describe("cpu").kernel == "cpu"
+    return describe(device).kernel != "reference"
 
 
-def unpack_elias_fano(*columns: Any) -> tuple[Tensor, Tensor]:
+def unpack_elias_fano(words: Tensor, *columns: Any) -> tuple[Tensor, Tensor]:
     """Indices, and whether they are sound: see `cpu_codes.unpack_elias_fano`."""
+    if words.device.type == "cuda":
+        from regtopk.kernels import cuda_codes
+
+        return cuda_codes.unpack_elias_fano(words, *columns)
     from regtopk.kernels import cpu_codes
 
-    return cpu_codes.unpack_elias_fano(*columns)
+    return cpu_codes.unpack_elias_fano(words, *columns)
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:

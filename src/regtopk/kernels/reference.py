@@ -208,12 +208,12 @@ def sum_sparse_in_rank_order(
         indices: (..., N, m) int64, distinct within a row where the values are not zero.
         values: (..., N, m), float32 or float64.
         numel: J.
-        out: (..., J) in the dtype of the values, to write to: touching new memory costs more than the sum.
+        out: (..., J) zeros in the dtype of the values, to write to.
 
     Returns:
         (..., J) in the dtype of the values, the same bits on every rank and in the simulator.
     """
-    total = values.new_zeros(*values.shape[:-2], numel) if out is None else out.zero_()
+    total = values.new_zeros(*values.shape[:-2], numel) if out is None else out
     if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
         return total.scatter_add_(-1, indices.flatten(-2), values.flatten(-2))
     for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call per rank keeps the order

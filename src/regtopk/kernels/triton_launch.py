@@ -40,7 +40,7 @@ def launch(
         else:
             values.append(value)
             key.append(value < 2**31 if name in _sizes else value)
-    device = arguments["residual"].get_device()
+    device = arguments[program.arg_names[0]].get_device()  # the first argument is a tensor
     compiled = _compiled.get((device, *key))
     if compiled is None:
         named = {name: arguments[name] for name in program.arg_names}

@@ -89,7 +89,6 @@ class Rows:
 
 def rows_of(residual: Tensor, grad: Tensor | None) -> Rows:
     """A call's rows, which the programs will change, with words that are zero."""
-    torch.autograd.graph.increment_version(residual)  # torch does not see what programs write
     rows = as_rows(residual)
     words = words_per_row(8 * residual.itemsize - 1)
     work = torch.zeros(rows.shape[0], words, dtype=torch.int64, device=residual.device)

@@ -35,6 +35,7 @@ SIZES = [
     "chunk",
     "half_k",
     "num_steps",
+    "row_words",
 ]
 
 

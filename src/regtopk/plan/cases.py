@@ -20,7 +20,6 @@ from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import converse
 from regtopk.core.codes import quantise
 from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver, layout
@@ -126,9 +125,8 @@ def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Ite
 
         def run(rank: Rank = rank, request: Request = request) -> dict[str, float]:
             rank.begin(bench.device)
-            total = driver.answer(rank, request)
-            total = total.total if isinstance(total, OfSenders) else total
-            rank.spare = total if kind == "gather" and code != "none" else None  # reused, as in an exchange
+            driver.answer(rank, request)
+            rank.spare = rank.total if kind == "gather" else None  # reused, as in an exchange
             return rank.timer.seconds()
 
         seconds = typical(run)

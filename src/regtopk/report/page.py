@@ -47,7 +47,7 @@ figure svg text{font-family:system-ui,sans-serif!important}
 .wide{overflow-x:auto;margin:1.4rem 0}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.8rem}
 th,td{text-align:right;padding:.4rem .35rem;border-bottom:1px solid var(--grid);white-space:nowrap}
-th{font-weight:600;color:var(--quiet)}
+th{font-weight:600;color:var(--quiet);white-space:normal;vertical-align:bottom}
 th:first-child,td:first-child{text-align:left;padding-left:0}
 details{margin-top:1rem;color:var(--quiet);font-size:.9rem}
 summary{cursor:pointer}

@@ -121,7 +121,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def format_number(number: object) -> str:
-    """A number for a table: three digits, 1.3e-9 where that is shorter; a dash for nothing."""
+    """A number for a table: three digits, four from 1 on, or 1.3e-9; a dash for nothing."""
     if number is None:
         return "–"
     if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -129,7 +129,7 @@ def format_number(number: object) -> str:
     if isinstance(number, int):
         return f"{number:,}"
     if number == 0 or 1e-3 <= abs(number) < 1e4:
-        return f"{number:.3g}"
+        return f"{number:.4g}" if abs(number) >= 1 else f"{number:.3g}"
     mantissa, _, exponent = f"{number:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 

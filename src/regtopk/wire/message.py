@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.core.codes import HEADER_WORDS, MAX_NUMEL, check_index_code, num_words, value_words, wire_code
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
@@ -65,14 +66,23 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
         indices, values = indices[:num], values[:num]
     if indices.shape[-1] > sparse.numel:
         raise ArgumentError(f"sparse must hold at most J = {sparse.numel} entries, got {indices.shape[-1]}")
-    packed = pack_indices(indices, sparse.numel, index_code)
+    settings = sparse.numel, index_code, wire_code(values.dtype, sparse.code)
+    if index_code == "rice":
+        return _encode(*settings, indices, values)[0]
+    (message,) = kernels.repeat(_encode, settings, (), (indices, values))
+    return message
+
+
+def _encode(
+    numel: int, index_code: str, value_code: str, indices: Tensor, values: Tensor
+) -> tuple[Tensor, ...]:
+    packed = pack_indices(indices, numel, index_code)
     unary = packed.unary
     if index_code == "rice":
         unary = unary[..., : num_words(int(packed.unary_bits))]
-    value_code = wire_code(values.dtype, sparse.code)
-    is_ascending, is_finite = are_in_order(indices, sparse.numel), torch.isfinite(values).all(-1)
-    frame = make_frame(is_ascending, is_finite, sparse.numel, indices.shape[-1], packed.code, value_code)
-    return seal([frame, pack_values(values, value_code), packed.fields, unary])
+    is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
+    frame = make_frame(is_ascending, is_finite, numel, indices.shape[-1], packed.code, value_code)
+    return (seal([frame, pack_values(values, value_code), packed.fields, unary]),)
 
 
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
@@ -147,11 +157,18 @@ def decode_rows(
         WireFormatError: no message can have this length.
     """
     check_index_code(index_code, numel)
-    words = to_words(messages)
     value_code = wire_code(dtype, value_code)
+    settings = numel, capacity, index_code, value_code, dtype
+    indices, values, count, status = kernels.repeat(_decode_rows, settings, (), (to_words(messages),))
+    return SparseGradient(indices, values, numel, count, _number_code(value_code)), status
+
+
+def _decode_rows(
+    numel: int, capacity: int, index_code: str, value_code: str, dtype: torch.dtype, words: Tensor
+) -> tuple[Tensor, ...]:
     header = check_frame(words, numel, capacity, index_code, value_code)
-    body = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
-    return body.sparse, body.status
+    found, status, _ = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
+    return found.indices, found.values, found.counts, status
 
 
 def decode_segment(
@@ -194,8 +211,16 @@ def _decode_body(
     )
     count = count * (status == 0)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
-    code = "float32" if value_code == "float64" else value_code
     sparse = SparseGradient(
-        indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0), numel, count, code
+        indices.masked_fill(is_padding, 0),
+        values.masked_fill(is_padding, 0),
+        numel,
+        count,
+        _number_code(value_code),
     )
     return _Body(sparse, status, end)
+
+
+def _number_code(value_code: str) -> str:
+    """What an algorithm calls a wire code: float64 is how float32 travels where gradients are float64."""
+    return "float32" if value_code == "float64" else value_code

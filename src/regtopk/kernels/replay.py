@@ -1,0 +1,111 @@
+"""Launches that are made in every step, as one: a CUDA graph that is captured here, and replayed.
+
+Ten launches from Python take longer than the work of most of them. A function that is called with tensors of
+the same shapes for the third time is captured, and replayed from then on. Callers see no difference: what it
+returns is theirs. Memory stays taken for the small temporaries of what was captured.
+"""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLAIN_CALLS = 2  # they compile and load what the launches need, which must not happen in a capture
+_MOST_GRAPHS = 128
+_MOST_COUNTED = 4096
+_log = logging.getLogger("regtopk")
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: tuple[Tensor, ...]
+
+
+_captured: "OrderedDict[Any, _Captured]" = OrderedDict()
+_num_calls: Counter[Any] = Counter()
+_pools: dict[Any, Any] = {}  # graphs of one stream run one after another, so they share their memory
+_refused: set[Any] = set()
+
+
+def repeat(
+    function: Callable[..., tuple[Tensor, ...]],
+    settings: tuple[Any, ...],
+    fixed: Sequence[Tensor],
+    inputs: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """What ``function(*settings, *fixed, *inputs)`` returns.
+
+    Args:
+        function: it launches on the current stream, and reads nothing back. It has no effect but on tensors.
+        settings: all else that the launches depend on; hashable.
+        fixed: large tensors, which it may change. Replayed are launches on tensors at the same addresses.
+        inputs: small tensors, which are copied.
+    """
+    device = (*fixed, *inputs)[0].device
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return function(*settings, *fixed, *inputs)
+    with torch.cuda.device(device):
+        stream = device.index, torch.cuda.current_stream(device).cuda_stream
+        at = tuple((tensor.data_ptr(), *_shape_of(tensor)) for tensor in fixed)
+        key = function, settings, stream, at, tuple(map(_shape_of, inputs))
+        captured = _captured.get(key)
+        if captured is None and _is_due(key):
+            captured = _capture(key, stream, function, settings, fixed, inputs)
+        if captured is None:
+            return function(*settings, *fixed, *inputs)
+        _captured.move_to_end(key)
+        for own, given in zip(captured.inputs, inputs, strict=True):
+            own.copy_(given)
+        captured.graph.replay()
+        return tuple(tensor.clone() for tensor in captured.outputs)
+
+
+def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _is_due(key: Any) -> bool:
+    """Whether a call was made often enough; a size that changes in every step never is."""
+    if key in _refused:
+        return False
+    if len(_num_calls) > _MOST_COUNTED:
+        _num_calls.clear()
+    _num_calls[key] += 1
+    return _num_calls[key] > _PLAIN_CALLS
+
+
+def _capture(
+    key: Any,
+    stream: Any,
+    function: Callable[..., tuple[Tensor, ...]],
+    settings: tuple[Any, ...],
+    fixed: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+) -> _Captured | None:
+    """Capture the launches without making them; None if that fails."""
+    pool = _pools.setdefault(stream, torch.cuda.graph_pool_handle())
+    graph, own = torch.cuda.CUDAGraph(), [torch.empty_like(tensor) for tensor in inputs]
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    try:
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads go on as they like
+            try:
+                outputs = function(*settings, *fixed, *own)
+            finally:
+                graph.capture_end()
+    except RuntimeError as error:
+        _refused.add(key)
+        _log.warning("%s runs as single launches, which is slower: %s", function.__name__, error)
+        return None
+    current.wait_stream(side)
+    if len(_captured) >= _MOST_GRAPHS:
+        torch.cuda.synchronize()  # the graph may still run
+        _captured.popitem(last=False)
+    del _num_calls[key]
+    _captured[key] = _Captured(graph, own, outputs)
+    return _captured[key]

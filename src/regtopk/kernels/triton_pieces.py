@@ -1,0 +1,51 @@
+"""Triton programs for a vector that lies in pieces: a table says where each piece is."""
+
+import triton
+import triton.language as tl
+
+from regtopk.kernels.triton_words import SIZES
+
+
+@triton.jit(do_not_specialize=SIZES)
+def join(vector, first, addresses, starts, tile_pieces, tile_starts, num_bad, TILE: tl.constexpr):
+    """Copy a tile, which is part of one piece, into the vector; tell if an entry is NaN or inf.
+
+    `first` is any piece: all have its type. Piece p holds the entries from starts[p] to starts[p + 1].
+    """
+    tile = tl.program_id(0)
+    piece = tl.load(tile_pieces + tile)
+    start = tl.load(starts + piece)
+    places = tl.load(tile_starts + tile) + tl.arange(0, TILE)
+    mask = places < tl.load(starts + piece + 1)
+    source = tl.load(addresses + piece).to(first.dtype)
+    entries = tl.load(source + (places - start), mask=mask, other=0.0).to(vector.dtype.element_ty)
+    tl.store(vector + places, entries, mask=mask)
+    if tl.max((tl.abs(entries) < float("inf")).to(tl.int32) ^ 1) > 0:
+        tl.store(num_bad, 1)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def scatter(
+    vector,
+    first,
+    addresses,
+    starts,
+    indices,
+    num_taken,
+    NUM_PIECES: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the vector's entries at the given indices to the pieces they belong to."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_taken
+    index = tl.load(indices + i, mask=mask, other=0)
+    piece = tl.zeros((BLOCK,), tl.int32)  # the last one that starts at the index or before
+    for step in tl.static_range(NUM_STEPS):
+        following = piece + (1 << (NUM_STEPS - 1 - step))
+        is_there = following < NUM_PIECES
+        start = tl.load(starts + following, mask=is_there, other=0)
+        piece = tl.where(is_there & (start <= index), following, piece)
+    target = tl.load(addresses + piece).to(first.dtype)
+    entries = tl.load(vector + index, mask=mask, other=0.0)
+    tl.store(target + (index - tl.load(starts + piece)), entries.to(first.dtype.element_ty), mask=mask)
