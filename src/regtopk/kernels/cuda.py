@@ -85,10 +85,9 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """See `reference.take_above_`."""
     fixed = [residual] if grad is None else [residual, grad]
-    is_tensor = isinstance(threshold, Tensor)
-    settings = capacity, None if is_tensor else threshold, grad is not None
+    inputs, number = ([threshold], None) if isinstance(threshold, Tensor) else ([], threshold)
     increment_version(residual)
-    return Taken(*repeat(_take_above_, settings, fixed, [threshold] if is_tensor else []))
+    return Taken(*repeat(_take_above_, (capacity, number, grad is not None), fixed, inputs))
 
 
 def _take_above_(
