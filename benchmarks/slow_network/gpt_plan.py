@@ -14,7 +14,8 @@ class Plan:
             PowerSGD sends dense gradients during the warm-up.
         target: the test loss that all must reach, in nats per character.
         losses: above it, that a table shows too.
-        lrs: that all methods try on `search_seed`, in `search_steps` steps. What counts runs on `claim_seed`.
+        lrs: that all methods try on `search_seed`, in `search_steps` steps.
+        claim_seeds: of what counts.
         stretch: steps from one evaluation to the next in the race: whole rounds of every method.
         num_tested: windows of the test.
         link, slow_link: bits per second.
@@ -35,7 +36,7 @@ class Plan:
     lrs: tuple[float, ...] = (0.0005, 0.001, 0.002)
     search_steps: int = 256
     search_seed: int = 0
-    claim_seed: int = 1
+    claim_seeds: tuple[int, ...] = (1, 2, 3)
     stretch: int = 32
     num_tested: int = 128
     link: float = 100e6
@@ -54,6 +55,7 @@ QUICK = Plan(
     target=3.6,
     losses=(4.0,),
     lrs=(0.004,),
+    claim_seeds=(1, 2),
     search_steps=16,
     stretch=16,
     num_tested=16,

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from benchmarks.slow_network.gpt_methods import EVERY, WORDS
@@ -47,16 +48,16 @@ class GptRace:
         self._launch("search", [r for r in runs if (r["method"], r["lr"]) not in recorded], links)
 
     def race(self, links: Links) -> None:
-        """Every method with its best learning rate, until it reaches the target.
+        """Every method with its best learning rate and every seed, until it reaches the target.
 
-        On the link, but for DDP's dense and fp16 gradients: these train on the unshaped link, where every bit
-        is the same, unless all are to be raced for real.
+        The first seed trains on the link, but for DDP's dense and fp16 gradients. All else trains on the
+        unshaped link, where every bit is the same, unless all are to be raced for real.
         """
         plan = self.plan
         runs = []
-        for method in EVERY:
-            is_on_link = self.options.real or method not in UNSHAPED
-            run = self._run(method, self.best_lr(method), plan.claim_seed, plan.link if is_on_link else None)
+        for seed, method in product(plan.claim_seeds, EVERY):
+            is_on_link = self.options.real or (seed == plan.claim_seeds[0] and method not in UNSHAPED)
+            run = self._run(method, self.best_lr(method), seed, plan.link if is_on_link else None)
             runs.append({**run, "num_steps": plan.num_steps, "target": plan.target})
         self.results.content["race"] = []
         self._launch("race", runs, links)
@@ -67,14 +68,14 @@ class GptRace:
         runs = []
         for bandwidth in (plan.link, plan.slow_link):
             for method, every in EVERY.items():
-                run = self._run(method, self.best_lr(method), plan.claim_seed, bandwidth)
+                run = self._run(method, self.best_lr(method), plan.claim_seeds[0], bandwidth)
                 runs.append({**run, "stretch": every, "seconds": plan.seconds, "most_stretches": 8})
         self._launch("steps", runs, links)
 
     def measure_latency(self, links: Links) -> None:
         """Steps of one method, on links that have latency or not."""
         plan = self.plan
-        run = self._run(LATENCY_METHOD, self.best_lr(LATENCY_METHOD), plan.claim_seed, plan.link)
+        run = self._run(LATENCY_METHOD, self.best_lr(LATENCY_METHOD), plan.claim_seeds[0], plan.link)
         stretch = 4 * EVERY[LATENCY_METHOD]
         run |= {"batch_size": plan.latency_batch_size, "stretch": stretch, "seconds": math.inf}
         self._launch("latency", [run | {"most_stretches": plan.latency_stretches}], links)

@@ -1,5 +1,7 @@
 """What the rows of the GPT's race say: seconds to each loss on each link, and what latency costs."""
 
+import statistics
+from itertools import product
 from typing import Any
 
 from benchmarks.slow_network.gpt_methods import EVERY, WORDS
@@ -8,23 +10,30 @@ from regtopk.plan.units import format_bandwidth, format_time
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
-    """Steps and seconds of every method to every loss, and the step with latency over the one without."""
+    """Steps and seconds of every method to every loss, and the step with latency over the one without.
+
+    Steps are the median over seeds; there are none if a seed does not reach the loss. Seconds are these steps
+    x the time of a step on the link; beside them is what the first seed took, where it trained on the link.
+    """
     plan = content["plan"]
-    links = (plan["link"], plan["slow_link"])
     entries = []
-    for row in content["race"]:
-        for loss in (*plan["losses"], plan["target"]):
-            reached = first_at(row, loss)
-            if reached is None:
-                continue
-            steps, measured_s = reached
-            entry = {"method": row["method"], "loss": loss, "steps": steps, "seconds": {}, "is_computed": {}}
-            for link in links:
-                is_computed = row["bandwidth_bits_per_s"] != link
-                seconds = computed_s(row["method"], steps, link, content) if is_computed else measured_s
-                name = format_bandwidth(link)
-                entry["seconds"][name], entry["is_computed"][name] = seconds, is_computed
-            entries.append(entry)
+    for method, loss in product(EVERY, (*plan["losses"], plan["target"])):
+        rows = [row for row in content["race"] if row["method"] == method]
+        reached = list(filter(None, (first_at(row, loss) for row in rows)))
+        if not rows or len(reached) < len(rows):
+            continue
+        steps_of_seeds = [steps for steps, _ in reached]
+        steps = statistics.median(steps_of_seeds)
+        entry = {"method": method, "loss": loss, "steps": steps, "steps_of_seeds": steps_of_seeds}
+        entry["seconds"] = {
+            format_bandwidth(link): computed_s(method, steps, link, content)
+            for link in (plan["link"], plan["slow_link"])
+        }
+        on_link = [n for n, row in enumerate(rows) if row["bandwidth_bits_per_s"] is not None]
+        entry["trained_on_link"] = (
+            dict(zip(("steps", "seconds"), reached[on_link[0]], strict=True)) if on_link else None
+        )
+        entries.append(entry)
     step_s = {row["latency_s"]: row["step_s"] for row in content["latency"]}
     return {"to_losses": entries, "latency": _latency(step_s)}
 
@@ -37,7 +46,7 @@ def first_at(row: Row, loss: float) -> tuple[int, float] | None:
     return None
 
 
-def computed_s(method: str, steps: int, link: float, content: dict[str, Any]) -> float | None:
+def computed_s(method: str, steps: float, link: float, content: dict[str, Any]) -> float | None:
     """Steps x the time of a step on the link; PowerSGD's first steps are dense ones."""
     step_s = {row["method"]: row["step_s"] for row in content["steps"] if row["bandwidth_bits_per_s"] == link}
     if not {method, "dense"} <= set(step_s):
@@ -76,7 +85,7 @@ def _table_of_target(content: dict[str, Any]) -> str:
     final = {e["method"]: e for e in content["summary"]["to_losses"] if e["loss"] == plan["target"]}
     for row in _in_order(content["race"]):
         entry = final.get(row["method"])
-        steps = f"not in {row['steps']}" if entry is None else str(entry["steps"])
+        steps = f"not in {plan['num_steps']}" if entry is None else _of_seeds(entry)
         cells = [WORDS[row["method"]], f"{row['lr']:g}", steps, f"{row['sent_bytes'] / 1e3:,.0f} kB"]
         for link in links:
             cells += _seconds_and_ratio(entry, final.get("dense"), link)
@@ -90,9 +99,13 @@ def _seconds_and_ratio(entry: Row | None, dense: Row | None, link: str) -> list[
     seconds = None if entry is None else entry["seconds"][link]
     if entry is None or seconds is None:
         return ["", ""]
-    mark = "*" if entry["is_computed"][link] else ""
     ratio = "" if dense is None else f"{dense['seconds'][link] / seconds:.1f} x"
-    return [f"{seconds:,.0f} s{mark}", ratio]
+    return [f"{seconds:,.0f} s", ratio]
+
+
+def _of_seeds(entry: Row) -> str:
+    """The median of the steps, and those of every seed."""
+    return f"{entry['steps']:g} ({', '.join(map(str, entry['steps_of_seeds']))})"
 
 
 def _table_of_losses(content: dict[str, Any]) -> str:
@@ -106,14 +119,16 @@ def _table_of_losses(content: dict[str, Any]) -> str:
             entry = own.get(loss)
             seconds = None if entry is None else entry["seconds"][link]
             cells.append(
-                "" if entry is None or seconds is None else f"{seconds:,.0f} s, {entry['steps']} steps"
+                "" if entry is None or seconds is None else f"{seconds:,.0f} s, {entry['steps']:g} steps"
             )
         rows.append(cells)
     return _markdown([f"at {link} to a test loss of", *(f"{loss:g}" for loss in losses)], rows)
 
 
 def _in_order(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: list(EVERY).index(row["method"]))
+    """One row of every method."""
+    of_method = {row["method"]: row for row in rows}
+    return [of_method[method] for method in EVERY if method in of_method]
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regtopk.core import State, Worker, check_choice, check_number, per_worker, take
 from regtopk.errors import ArgumentError
+from regtopk.kernels import repeat
 
 ScoredStateT = TypeVar("ScoredStateT", bound="ScoredState")
 Regularizer = Callable[[Tensor, float], Tensor]
@@ -105,28 +106,35 @@ class PosteriorScore:
 
     def scores(self, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker) -> Tensor:
         """The scores of the entries sent last, (..., k), in the residual's dtype: O(k)."""
-        accumulated = residual.gather(-1, last.indices) + grad.gather(-1, last.indices)
+        given = last.indices, last.own, last.aggregate, worker.weight
+        if callable(self.regularizer):  # nobody knows what it does
+            return self._scores(residual, grad, *given)[0]
+        return repeat(PosteriorScore._scores, (self,), (residual, grad), given)[0]
+
+    def _scores(
+        self, residual: Tensor, grad: Tensor, indices: Tensor, own: Tensor, aggregate: Tensor, weight: Tensor
+    ) -> tuple[Tensor]:
+        accumulated = residual.gather(-1, indices) + grad.gather(-1, indices)
         size = accumulated.abs().to(residual.dtype)
         if self.damping == "cap":
-            damped = size.minimum(last.aggregate.abs() / self.mu)
+            damped = size.minimum(aggregate.abs() / self.mu)
         else:
-            damped = size * self._factor(last, accumulated, worker)
+            damped = size * self._factor(own, aggregate, weight * accumulated)
         # An entry sent as exactly zero counts as not sent.
-        return torch.where(last.own == 0, size, damped)
+        return (torch.where(own == 0, size, damped),)
 
-    def _factor(self, last: ScoredState, accumulated: Tensor, worker: Worker) -> Tensor:
+    def _factor(self, own: Tensor, aggregate: Tensor, own_now: Tensor) -> Tensor:
         """u_mu(|1 + D|) / u_mu(|1 + Q|), computed in float64; anything where zero was sent."""
         if self.reference == "previous":
-            distance = last.aggregate.double() / last.own  # 1 + D
+            distance = aggregate.double() / own  # 1 + D
         else:
-            own_now = worker.weight * accumulated
-            distance = (own_now + (last.aggregate - last.own)).double() / own_now
+            distance = (own_now + (aggregate - own)).double() / own_now
             distance.masked_fill_(own_now == 0, 0.0)  # where a^t = 0 the score is 0, whatever D is
         factor = self._u(distance.abs_())
         if self.q != math.inf or callable(self.regularizer):  # otherwise the factor is at most 1
-            largest = torch.finfo(last.own.dtype).max  # finite, so that 0 · factor is 0
+            largest = torch.finfo(own.dtype).max  # finite, so that 0 · factor is 0
             factor = (factor / self._factor_elsewhere()).clamp_(max=largest)
-        return factor.to(last.own.dtype)
+        return factor.to(own.dtype)
 
     def _u(self, x: Tensor) -> Tensor:
         if isinstance(self.regularizer, str):

@@ -116,7 +116,8 @@ def agree_on_step(
     """
     stamp = num_steps << 32 | crc32(repr((names, num_selected)).encode())
     numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
-    numbers[0], numbers[2] = is_bad, -stamp
+    numbers[0] = is_bad
+    numbers[2:] = -stamp
     any_is_bad, highest, minus_lowest = collectives.maximum(numbers).tolist()
     if highest != -minus_lowest:
         everyone = collectives.all_gather_objects((num_steps, names, num_selected))

@@ -83,8 +83,9 @@ def make_frame(
     """
     kinds = VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
     frame = torch.zeros(*is_finite.shape, 4, dtype=torch.int64, device=is_finite.device)
-    frame[..., 0] = MAGIC | kinds << 32  # filled in one by one: a tensor from a list waits for the device
-    frame[..., 1] = numel
+    # Filled in by slices: a tensor from a list, or a number for a single entry, waits for the device.
+    frame[..., :1] = MAGIC | kinds << 32
+    frame[..., 1:2] = numel
     frame[..., 2] = torch.where(is_ascending, count, _COUNT_OF_BAD_INDICES).where(
         is_finite, _COUNT_OF_BAD_VALUES
     )
