@@ -24,7 +24,21 @@ GIVEN_OR_K_LONG = {"residual", "grad", "damped", "scores", "saved", "indices", "
 def test_candidates_take_a_sixteenth_of_a_byte_an_entry(item_bytes: int, numel: int, density: float) -> None:
     plan = plan_for(numel, round(density * numel), 1 << 11, item_bytes)
     assert plan.capacity * item_bytes <= numel / 16
-    assert (plan != Plan()) == (density <= 0.04 / item_bytes)  # as docs/kernels.md says
+    assert plan != Plan()
+    assert plan.is_wide == (density > 0.04 / item_bytes)  # as docs/kernels.md says
+
+
+@pytest.mark.parametrize("density", [0.02, 0.05, 0.1, 0.2, 0.4, 0.9])
+def test_wide_plans(density: float) -> None:
+    """They hold up to a density of an eighth, and the k-th largest is between guess and limit."""
+    numel = 10_000_000
+    plan = plan_for(numel, round(density * numel), 1 << 11, 4)
+    assert plan.is_wide == (density < 1 / 8)
+    if plan.is_wide:
+        low, high = (
+            (1 - (1 - n / plan.num_keys) ** (1 / plan.per_key)) for n in (plan.rank_of_limit, plan.rank)
+        )
+        assert low < density < high and (high - low) * numel < plan.capacity <= numel / 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -44,7 +58,7 @@ def test_no_temporary_is_larger_than_promised(
     residual, k = torch.empty(numel, dtype=dtype, device="meta"), round(density * numel)
     damped, scores = torch.empty(k, dtype=torch.int64, device="meta"), residual[:k]
     cuda.take_largest_(residual, residual, k, damped=damped, scores=scores)
-    assert {"work", "keys", "offsets", "slots", "tile_counts", "tile_stops", "num_above"} <= set(temporaries)
+    assert {"work", "keys", "offsets", "slots", "tile_counts", "stops", "taken"} <= set(temporaries)
     for name, num_bytes in temporaries.items():
         assert num_bytes <= max(math.ceil(numel / 2048) * 128, 1 << 15), name
 

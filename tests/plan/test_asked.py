@@ -149,7 +149,9 @@ def test_a_split_sum_is_of_the_union_of_the_supports() -> None:
 
 def test_collectives_move_what_rings_and_trees_do() -> None:
     assert exchange.all_reduce(1000, 4) == ("all_reduce", 6, 6, 1500)
-    assert exchange.all_gather(1000, 4) == ("all_gather", 3, 3, 3000)
+    assert exchange.all_gather(1000, 4) == ("all_gather", 3, 1, 3000)  # sent to everybody at once
+    assert exchange.all_gather(200_000, 4) == ("all_gather", 3, 3, 600_000)
+    assert exchange.all_gather(1000, 1) == ("all_gather", 0, 0, 0)
     assert exchange.all_to_all(250, 4) == ("all_to_all", 3, 1, 750)
     assert exchange.broadcast(1000, 5) == ("broadcast", 3, 3, 3000)
 

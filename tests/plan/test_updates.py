@@ -19,6 +19,7 @@ from regtopk.plan.workload import Workload
 from regtopk.rounds import Rounds
 from tests.plan.made_up import calibration, write_calibration
 
+ROOT = Path(__file__).parents[2]
 COSTS = calibration()
 COMPUTE_S = 0.3
 HERE = Situation(Workload.of_size(10**7), 4, Link(1e8, 0.001, COMPUTE_S))
@@ -63,7 +64,7 @@ def test_latency_counts_once_a_round() -> None:
     slower_s = [
         predicted(method(every=n), far).step_time_s - predicted(method(every=n)).step_time_s for n in (1, 4)
     ]
-    assert slower_s == pytest.approx([0.1 * (6 + 3), 0.1 * (6 + 3) / 4])  # an all_reduce and an all_gather
+    assert slower_s == pytest.approx([0.1 * (1 + 3), 0.1 * (1 + 3) / 4])  # the agreement and an all_gather
 
 
 def test_a_round_passes_over_the_model_as_an_update_exchange_does() -> None:
@@ -95,7 +96,13 @@ def test_the_default_list() -> None:
     found = plan("--exchange", "updates")
     rows = found["methods"]
     ours = {(r["name"], r["every"]) for r in rows if r["exchange"] == "updates"}
-    assert ours == {("dense", 16), ("topk", 1), ("topk", 2), ("topk", 4)}
+    assert ours == {("dense", 16), ("topk:impute=0.35", 1), ("topk:impute=0.35", 2)}
+    assert {(r["density"], r["value_code"]) for r in rows if r["every"] == 2} == {(0.01, "4bit")}
+    advised = 'TopK(density=0.01, value_code="4bit", impute=0.35)'  # the README's first line
+    assert advised in (ROOT / "README.md").read_text()
+    notes = plan("--exchange", "updates", "--bandwidth", "10M", "--every", "4")["notes"]
+    line = f"UpdateExchange(model, optimizer, regtopk.{advised}, every=4"
+    assert any(line in note.replace("'", '"') for note in notes)
     assert [r["name"] for r in rows if r["exchange"] == "gradients"] == ["dense", "fp16", "powersgd"]
     diloco = next(r for r in rows if r["every"] == 16)
     assert diloco["value_code"] == "float32" and diloco["bytes_per_step"] == diloco["payload_bytes"] / 16
@@ -114,7 +121,7 @@ def test_every_and_words() -> None:
     assert {r["exchange"] for r in rows if r["name"] == "regtopk"} == {"gradients"}
     rows = plan("--exchange", "updates", "--algorithms", "regtopk:every=3,topk:density=0.5")["methods"]
     ours = {(r["name"], r["every"], r["density"]) for r in rows if r["exchange"] == "updates"}
-    assert {row[:2] for row in ours} == {("regtopk", 3), ("topk", 1), ("topk", 2), ("topk", 4)}
+    assert {row[:2] for row in ours} == {("regtopk", 3), ("topk", 1), ("topk", 2)}
     assert {row[2] for row in ours if row[0] == "topk"} == {0.5}
 
 
@@ -131,8 +138,9 @@ def test_the_rounds_that_a_link_can_afford_are_named() -> None:
         for n in (every, every // 2)
     )
     assert enough <= 1.1 * COMPUTE_S < too_few
-    notes = plan("--exchange", "updates", "--density", "0.01")["notes"]
+    notes = plan("--exchange", "updates", "--algorithms", "topk", "--density", "0.01")["notes"]
     assert any(f"costs at most 10% of the computation from --every {every} on" in note for note in notes)
+    notes = plan("--exchange", "updates")["notes"]
     assert any("DiLoCo" in note and "even with --every 64" in note for note in notes)
 
 
@@ -169,7 +177,7 @@ def test_an_older_calibration_plans_no_updates_and_says_so() -> None:
     found = plan("--exchange", "updates")
     assert {row["exchange"] for row in found["methods"]} == {"gradients"}
     (note,) = [text for text in found["notes"] if text.startswith("Left out, since")]
-    assert "DiLoCo, every 16, topk updates, every 1" in note
+    assert "DiLoCo, every 16, topk:impute=0.35 updates, every 1" in note
 
 
 @pytest.mark.parametrize(

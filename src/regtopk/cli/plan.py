@@ -18,7 +18,15 @@ from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.plan import page
 from regtopk.plan.calibrate import Machine, calibrate
 from regtopk.plan.costs import Calibration
-from regtopk.plan.methods import DENSITIES, DILOCO, DILOCO_EVERY, planned_methods, update_labels
+from regtopk.plan.methods import (
+    DENSITIES,
+    DILOCO,
+    DILOCO_EVERY,
+    UPDATES,
+    UPDATES_DENSITY,
+    planned_methods,
+    update_labels,
+)
 from regtopk.plan.predict import Situation, make_plan
 from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
@@ -44,7 +52,9 @@ def plan(
     input_shape: Annotated[
         str | None, typer.Option(help="Shape of the model's input, for --measure: 20,3,32,32.")
     ] = None,
-    density: Annotated[str, typer.Option(help="Shares of entries to send.")] = ",".join(map(str, DENSITIES)),
+    density: Annotated[
+        str | None, typer.Option(help="Shares of entries to send: 0.001,0.01,0.1, or 0.01 of updates.")
+    ] = None,
     scope: Annotated[str, typer.Option(help="model, or bucket, which overlaps with backward.")] = "model",
     local_workers: Annotated[int, typer.Option(help="How many workers share a machine like this.")] = 1,
     threads: Annotated[int, typer.Option(help="Threads per worker; 0 for torch's own number.")] = 0,
@@ -77,7 +87,9 @@ def plan(
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     machine = Machine(local_workers, threads, device)
     labels = _labels(algorithms, exchange, every, plan_all=plan_all)
-    methods = planned_methods(_densities(density), every=plan_all, labels=labels)
+    usual = (UPDATES_DENSITY,) if exchange == "updates" else DENSITIES
+    densities = usual if density is None else _densities(density)
+    methods = planned_methods(densities, every=plan_all, labels=labels)
     bits_per_s = parse_bandwidth(bandwidth)
     latency_s = parse_time("latency", latency, may_be_zero=True)
     memory_bytes = parse_size("memory", memory) if memory else memory_of_a_worker(local_workers)
@@ -147,7 +159,7 @@ def _labels(algorithms: str | None, exchange: str, every: int | None, *, plan_al
     if exchange == "gradients":
         return algorithms.split(",") if algorithms else []
     if algorithms is None:
-        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else ["topk"]
+        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else [UPDATES]
         return [DILOCO.format(every or DILOCO_EVERY), *update_labels(others, every)]
     told = [label for label in algorithms.split(",") if "exchange=" in label]
     return told + update_labels([label for label in algorithms.split(",") if label not in told], every)

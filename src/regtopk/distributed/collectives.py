@@ -13,15 +13,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.errors import ClusterError
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-# gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
-# every rank directly, as many bytes take one. Long vectors keep to the ring, which shares the links more
-# evenly: on 4 ranks at 100 Mbit/s without latency, 100 kB took as long both ways, 250 kB a third longer.
-_LONGEST_DIRECT_BYTES = 1 << 17
 
 
 class Collectives:
@@ -132,7 +128,7 @@ class Collectives:
 
 def _goes_directly(tensor: Tensor) -> bool:
     """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
-    return tensor.device.type == "cpu" and tensor.nbytes <= _LONGEST_DIRECT_BYTES
+    return tensor.device.type == "cpu" and tensor.nbytes <= LONGEST_DIRECT_BYTES
 
 
 def check_size(rank: int, size: int, limit: int) -> None:

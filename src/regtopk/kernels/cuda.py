@@ -34,7 +34,7 @@ from regtopk.kernels.triton_plan import (
     rows_of,
     stride,
 )
-from regtopk.kernels.triton_words import GUESS
+from regtopk.kernels.triton_words import GUESS, NUM_ABOVE
 
 __all__ = ["join_", "spread_", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
@@ -45,6 +45,7 @@ _TILES_TOGETHER = 16  # one program gathers the candidates of so many tiles
 _SMALL_BLOCK = 1 << 8  # damped entries per program; they lie all over the row
 _KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
 _MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
+_MOST_MOVERS = 1 << 16  # programs that share the row, to move entries out
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
 
@@ -67,18 +68,24 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
         rows = rows_of(residual, grad)
         damp = _damped(rows, *given)
         plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
+        # Candidates that damping takes away must leave enough. Else scores are in place before there are any.
+        is_damped_first = damp is not None and (plan.is_wide or k + damp.indices.shape[1] > plan.capacity)
+        if damp is not None and is_damped_first:
+            residual.add_(grad)
+            rows = replace(rows, grad=None)
+            _damp_here_(rows, damp)
         if plan.rank > 0:
             _guess(rows, plan)
-        if damp is not None:
+        if damp is not None and not is_damped_first:
             _damp_before_(rows, damp)
-        tiles = _accumulate_(rows, plan.room)
+        tiles = _accumulate_(rows, plan.room, plan.is_wide)
         candidates = _gather(rows, k, plan.capacity, tiles)
-        if damp is not None:
+        if damp is not None and not is_damped_first:
             _damp_after_(rows, damp, k, tiles, candidates)
         _find_threshold(rows, k, candidates)
-        indices, values = _move_out_(rows, k, candidates)
+        indices, values = _move_out_(rows, k, candidates, plan.is_wide)
         if damp is not None:
-            _undamp_(rows, damp, plan.capacity, indices, values)
+            _undamp_(rows, damp, -1 if is_damped_first else plan.capacity, indices, values)
     return _as_batch(residual, indices), _as_batch(residual, values)
 
 
@@ -151,7 +158,7 @@ def _take_largest_per_chunk_(
         grid = math.ceil(rows.numel / chunk), rows.num
         launch(triton_accumulate.take_per_chunk, grid, rows.options | own, min(16, max(1, size // 512)))
         if damp is not None:
-            _undamp_(rows, damp, 0, indices, values)
+            _undamp_(rows, damp, -1, indices, values)
     return _as_batch(residual, indices), _as_batch(residual, values)
 
 
@@ -159,23 +166,29 @@ def _guess(rows: Rows, plan: Plan) -> None:
     num_samplers = math.ceil(plan.num_keys / _KEYS_OF_SAMPLER)
     own = {
         "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "num_groups": rows.numel // 4,
-        "keys": rows.empty(plan.num_keys, rows.key_dtype), "rank": plan.rank, "NUM_KEYS": plan.num_keys,
+        "HAS_GRAD": rows.grad is not None, "keys": rows.empty(plan.num_keys, rows.key_dtype),
+        "rank": plan.rank, "rank_of_limit": plan.rank_of_limit, "IS_WIDE": plan.is_wide,
+        "NUM_KEYS": plan.num_keys,
         "PER_KEY": plan.per_key, "NUM_SAMPLERS": num_samplers,
         "NUM_BITS": 22 if rows.key_bits == 31 else 25,  # rounds the guess down by 2^-14 of it at most
     }  # fmt: skip
     launch(triton_guess.guess, (num_samplers, rows.num), rows.options | own, _SAMPLER_WARPS)
 
 
-def _accumulate_(rows: Rows, room: int) -> Tiles:
+def _accumulate_(rows: Rows, room: int, is_wide: bool = False) -> Tiles:
     """Accumulate and count what reaches the guess in each tile; where there is room, keep which."""
     num_tiles = rows.num_tiles(_TILE)
+    above = rows.empty(num_tiles if is_wide else 0, torch.int64)
     counts, slots = rows.empty(num_tiles, torch.int64), rows.empty(num_tiles * room, torch.int16)
     own = {
         "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "tile_counts": counts,
-        "slots": slots, "HAS_GRAD": rows.grad is not None, "ROOM": room, "TILE": _TILE,
+        "tile_above": above, "slots": slots, "HAS_GRAD": rows.grad is not None, "IS_WIDE": is_wide,
+        "ROOM": room, "TILE": _TILE,
     }  # fmt: skip
     grid = num_tiles, rows.num
     launch(triton_accumulate.accumulate, grid, rows.options | own, _TILE_WARPS, _TILE_REGISTERS)
+    if is_wide:
+        rows.work[:, NUM_ABOVE.value] = above.sum(-1)
     return Tiles(_TILE, room, counts, counts.cumsum(-1), slots)
 
 
@@ -193,23 +206,25 @@ def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
 def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
     """Find the k-th largest key digit by digit; the result is among the words."""
     own = rows.options | candidates.options() | {"k": k, "BLOCK": _BLOCK}
-    grid = _num_stretches(rows, candidates), rows.num
+    most = _MAX_STRETCHES if candidates.capacity > 0 else _MAX_LONG_STRETCHES
+    grid = _num_stretches(rows, most), rows.num
     for digit in range((rows.key_bits + 1) // 8):
         launch(triton_selection.count_digit, grid, own | {"DIGIT": digit})
 
 
-def _move_out_(rows: Rows, k: int, candidates: Candidates) -> tuple[Tensor, Tensor]:
+def _move_out_(rows: Rows, k: int, candidates: Candidates, is_wide: bool) -> tuple[Tensor, Tensor]:
     """Take what is above the threshold, and the first of what equals it."""
     indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
-    num_stretches = _num_stretches(rows, candidates)
+    is_long = is_wide or candidates.capacity == 0
+    num_stretches = _num_stretches(rows, _MOST_MOVERS if is_long else _MAX_STRETCHES)
+    taken = rows.empty(2 * num_stretches, torch.int64)  # of a row, those above the threshold and those equal
     own = {
-        "indices": indices, "values": values, "k": k, "NUM_STRETCHES": num_stretches, "BLOCK": _BLOCK,
-        "num_above": rows.empty(num_stretches, torch.int64),
-        "num_equal": rows.empty(num_stretches, torch.int64),
+        "indices": indices, "values": values, "k": k, "taken": taken, "IS_WIDE": is_wide, "BLOCK": _BLOCK,
     }  # fmt: skip
     own |= rows.options | candidates.options()
-    launch(triton_selection.count_taken, (num_stretches, rows.num), own)
-    launch(triton_selection.write_taken, (num_stretches, rows.num), own)
+    grid = num_stretches, rows.num
+    launch(triton_selection.count_taken, grid, own)
+    launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
     return indices, values
 
 
@@ -249,9 +264,8 @@ def _undamp_(rows: Rows, damp: Damped, capacity: int, indices: Tensor, values: T
     launch(triton_damping.undamp, damp.grid, rows.options | damp.options() | own)
 
 
-def _num_stretches(rows: Rows, candidates: Candidates) -> int:
-    """Programs that share a row: enough to fill a GPU, a power of two."""
-    most = _MAX_STRETCHES if candidates.capacity > 0 else _MAX_LONG_STRETCHES
+def _num_stretches(rows: Rows, most: int) -> int:
+    """Programs that share a row's candidates, or the row: enough to fill a GPU, a power of two."""
     wanted = min(most // rows.num, rows.numel // (2 * _BLOCK))
     return 1 << max(0, wanted.bit_length() - 1)
 

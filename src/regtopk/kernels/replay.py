@@ -20,6 +20,7 @@ _log = logging.getLogger("regtopk")
 
 
 class _Captured(NamedTuple):
+    stream: Any
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
@@ -27,7 +28,6 @@ class _Captured(NamedTuple):
 
 _captured: "OrderedDict[Any, _Captured]" = OrderedDict()
 _num_calls: Counter[Any] = Counter()
-_pools: dict[Any, Any] = {}  # graphs of one stream run one after another, so they share their memory
 _refused: set[Any] = set()
 
 
@@ -87,13 +87,14 @@ def _capture(
     inputs: Sequence[Tensor],
 ) -> _Captured | None:
     """Capture the launches without making them; None if that fails."""
-    pool = _pools.setdefault(stream, torch.cuda.graph_pool_handle())
+    # Graphs of one stream run one after another, so they share their memory.
+    pool = next((other.graph.pool() for other in _captured.values() if other.stream == stream), None)
     graph, own = torch.cuda.CUDAGraph(), [torch.empty_like(tensor) for tensor in inputs]
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_stream(current)
     try:
         with torch.cuda.stream(side):
-            graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads go on as they like
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads go on
             try:
                 outputs = function(*settings, *fixed, *own)
             finally:
@@ -107,5 +108,5 @@ def _capture(
         torch.cuda.synchronize()  # the graph may still run
         _captured.popitem(last=False)
     del _num_calls[key]
-    _captured[key] = _Captured(graph, own, outputs)
+    _captured[key] = _Captured(stream, graph, own, outputs)
     return _captured[key]

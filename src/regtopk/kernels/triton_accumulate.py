@@ -5,6 +5,7 @@ import triton.language as tl
 
 from regtopk.kernels.triton_words import (
     GUESS,
+    LIMIT,
     SIZES,
     key_of,
     lead_of,
@@ -36,18 +37,22 @@ def accumulate(
     grad,
     work,
     tile_counts,
+    tile_above,
     slots,
     numel,
     residual_stride,
     grad_stride,
     num_words,
     IS_ALIGNED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     HAS_GRAD: tl.constexpr,
     KEY_BITS: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """residual += grad on a tile; count its candidates, and keep where in it the first ROOM of them are.
+
+    In a wide plan also count the entries that reach the limit.
 
     Programs start at the end of a row: a driver has just read the gradient, so its end may be in the cache.
     """
@@ -63,8 +68,13 @@ def accumulate(
     else:
         mask = (places >= lead) & (places < lead + numel)
         keys = _accumulate(residual, grad, places, mask, HAS_GRAD, KEY_BITS)
-    is_candidate = keys >= tl.load(work + row * num_words + GUESS).to(keys.dtype)
+    work += row * num_words
+    is_candidate = keys >= tl.load(work + GUESS).to(keys.dtype)
     at_tile = row * tl.num_programs(0) + tile
+    if IS_WIDE:
+        is_above = keys >= tl.load(work + LIMIT).to(keys.dtype)
+        is_candidate = is_candidate & (is_above == 0)
+        tl.store(tile_above + at_tile, tl.sum(is_above.to(tl.int32)).to(tl.int64))
     if ROOM > 0:
         position = tl.cumsum(is_candidate.to(tl.int32), 0)
         num = tl.max(position, 0)

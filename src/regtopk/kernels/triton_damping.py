@@ -159,7 +159,7 @@ def undamp(
     """Put a back for the score: among the values if the entry was taken, else in the residual.
 
     Looks for it in the ascending indices by bisection, from 2^(num_steps - 1) = half_k < k on. Where
-    the candidates sufficed, `damp_after` has put a back already.
+    the candidates sufficed, `damp_after` has put a back already. A capacity of -1 says that it was not there.
     """
     row = tl.program_id(1).to(tl.int64)
     if not is_enough(work + row * num_words, k, capacity):

@@ -7,6 +7,8 @@ from regtopk.kernels.triton_words import (
     BINS,
     COUNTS,
     GUESS,
+    LIMIT,
+    NUM_ABOVE,
     NUM_CANDIDATES,
     NUM_LOST,
     PREFIX,
@@ -23,14 +25,14 @@ PART = tl.constexpr(1024)
 
 @triton.jit
 def _look_again(
-    residual, offsets, keys, guess, first, start, stop, KEY_BITS: tl.constexpr, PART: tl.constexpr
+    residual, offsets, keys, guess, limit, first, start, stop, KEY_BITS: tl.constexpr, PART: tl.constexpr
 ):
     """Write the candidates among the entries from `start` to `stop`, the first of them to `first`."""
     for part in range(start, stop, PART):
         i = part + tl.arange(0, PART)
         mask = (i >= 0) & (i < stop)
         key = key_of(tl.load(residual + i, mask=mask, other=0.0), KEY_BITS)
-        is_candidate = mask & (key >= guess)
+        is_candidate = mask & (key >= guess) & ((limit == 0) | (key < limit))
         position = tl.cumsum(is_candidate.to(tl.int32), 0)
         tl.store(offsets + first - 1 + position, i.to(offsets.dtype.element_ty), mask=is_candidate)
         tl.store(keys + first - 1 + position, key, mask=is_candidate)
@@ -71,7 +73,8 @@ def gather(
     total = tl.load(tile_stops + num_tiles - 1)
     if tl.program_id(0) == 0:
         tl.store(work + NUM_CANDIDATES, total)
-    if (total <= capacity) & (total - tl.load(work + NUM_LOST) >= k):
+    above = tl.load(work + NUM_ABOVE)
+    if (total <= capacity) & (above + total - tl.load(work + NUM_LOST) >= k) & (above < k):
         lead = lead_of(row, residual_stride, IS_ALIGNED)
         residual += row * residual_stride
         offsets += row * capacity
@@ -87,7 +90,7 @@ def gather(
         tl.store(offsets + first[:, None] + slot, offset.to(offsets.dtype.element_ty), mask=mask)
         tl.store(keys + first[:, None] + slot, key, mask=mask)
         if tl.max(num) > ROOM:
-            guess = tl.load(work + GUESS)
+            guess, limit = tl.load(work + GUESS), tl.load(work + LIMIT)
             for n in range(NUM_TILES):
                 again = tl.program_id(0) + n * tl.num_programs(0)
                 count = tl.load(tile_counts + again, mask=again < num_tiles, other=0)
@@ -95,7 +98,7 @@ def gather(
                     at = tl.load(tile_stops + again) - count
                     start = again.to(tl.int64) * TILE - lead
                     stop = tl.minimum(start + TILE, numel)
-                    _look_again(residual, offsets, keys, guess, at, start, stop, KEY_BITS, PART)
+                    _look_again(residual, offsets, keys, guess, limit, at, start, stop, KEY_BITS, PART)
 
 
 @triton.jit
@@ -141,8 +144,9 @@ def count_digit(
     """
     row = tl.program_id(1).to(tl.int64)
     work += row * num_words
+    is_fast = is_enough(work, k, capacity)
     prefix = tl.full((), 0, tl.int64)
-    wanted = tl.full((), 0, tl.int64) + k
+    wanted = prefix + k - tl.where(is_fast, tl.load(work + NUM_ABOVE), 0)
     if DIGIT > 0:
         prefix, wanted = _next_prefix(work, DIGIT - 1)
     if tl.program_id(0) == 0:
@@ -151,7 +155,6 @@ def count_digit(
     shift: tl.constexpr = KEY_BITS - 7 - 8 * DIGIT
     counts = tl.zeros((BINS,), tl.int32)
     all_counts = work + COUNTS + DIGIT * BINS
-    is_fast = is_enough(work, k, capacity)
     num = tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -172,6 +175,15 @@ def count_digit(
 
 
 @triton.jit
+def _is_among_candidates(work, k, capacity, IS_WIDE: tl.constexpr):
+    """Whether all that is taken is among the candidates."""
+    is_among = is_enough(work, k, capacity)
+    if IS_WIDE:
+        is_among = is_among & (k < 0)
+    return is_among
+
+
+@triton.jit
 def _stretch(num, BLOCK: tl.constexpr):
     """First and last of the keys that this program looks at, whole blocks."""
     size = tl.cdiv(tl.cdiv(num, tl.num_programs(0)), BLOCK) * BLOCK
@@ -184,24 +196,28 @@ def count_taken(
     residual,
     work,
     keys,
-    num_above,
-    num_equal,
+    taken,
     numel,
     k,
     capacity,
     residual_stride,
     num_words,
+    IS_WIDE: tl.constexpr,
     KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Settle the last digit, and thereby the threshold; count the keys above and equal to it in a stretch."""
+    """Settle the last digit, and thereby the threshold; count the keys above and equal to it in a stretch.
+
+    The counts of a row are those above, of all stretches, then those equal. Looked at are the candidates. If
+    these do not suffice, or are not all that is taken (in a wide plan), all entries are.
+    """
     row = tl.program_id(1).to(tl.int64)
     work += row * num_words
     threshold, wanted = _next_prefix(work, (KEY_BITS - 7) // 8)
     if tl.program_id(0) == 0:
         tl.store(work + PREFIX, threshold)
         tl.store(work + WANTED, wanted)
-    is_fast = is_enough(work, k, capacity)
+    is_fast = _is_among_candidates(work, k, capacity, IS_WIDE)
     first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
     above = tl.zeros((BLOCK,), tl.int32)
     equal = tl.zeros((BLOCK,), tl.int32)
@@ -210,19 +226,9 @@ def count_taken(
         key = _load_key(residual + row * residual_stride, keys + row * capacity, is_fast, i, stop, KEY_BITS)
         above += (key > threshold).to(tl.int32)
         equal += (key == threshold).to(tl.int32)
-    here = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(num_above + here, tl.sum(above).to(tl.int64))
-    tl.store(num_equal + here, tl.sum(equal).to(tl.int64))
-
-
-@triton.jit
-def _sum_before(counts, here, NUM_STRETCHES: tl.constexpr):
-    total = tl.full((), 0, tl.int64)
-    size: tl.constexpr = min(NUM_STRETCHES, PART)
-    for start in range(0, here, size):
-        stretch = start + tl.arange(0, size)
-        total += tl.sum(tl.load(counts + stretch, mask=stretch < here, other=0))
-    return total
+    here = taken + 2 * row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(here, tl.sum(above).to(tl.int64))
+    tl.store(here + tl.num_programs(0), tl.sum(equal).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -231,8 +237,8 @@ def write_taken(
     work,
     offsets,
     keys,
-    num_above,
-    num_equal,
+    taken,
+    stops,
     indices,
     values,
     numel,
@@ -240,32 +246,38 @@ def write_taken(
     capacity,
     residual_stride,
     num_words,
+    IS_WIDE: tl.constexpr,
     KEY_BITS: tl.constexpr,
-    NUM_STRETCHES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Move a stretch's entries above the threshold out, and the first of those equal to it."""
     row = tl.program_id(1).to(tl.int64)
-    here = tl.program_id(0)
     indices += row * k
     values += row * k
     work += row * num_words
-    is_fast = is_enough(work, k, capacity)
+    is_fast = _is_among_candidates(work, k, capacity, IS_WIDE)
     first, stop = _stretch(tl.where(is_fast, tl.load(work + NUM_CANDIDATES), numel), BLOCK)
     if first < stop:
         residual += row * residual_stride
         offsets += row * capacity
         threshold = tl.load(work + PREFIX)
         wanted = tl.load(work + WANTED)
-        equal_before = _sum_before(num_equal + row * NUM_STRETCHES, here, NUM_STRETCHES)
-        before = _sum_before(num_above + row * NUM_STRETCHES, here, NUM_STRETCHES)
+        at = 2 * row * tl.num_programs(0) + tl.program_id(0)
+        before = tl.load(stops + at) - tl.load(taken + at)
+        num_above = tl.load(stops + (2 * row + 1) * tl.num_programs(0) - 1)
+        at += tl.num_programs(0)
+        equal_before = tl.load(stops + at) - tl.load(taken + at) - num_above
         before += tl.minimum(equal_before, wanted)
         for start in range(first, stop, BLOCK):
             i = start + tl.arange(0, BLOCK)
             key = _load_key(residual, keys + row * capacity, is_fast, i, stop, KEY_BITS)
-            rank = tl.cumsum((key == threshold).to(tl.int32), 0)
-            num_wanted = tl.minimum(tl.maximum(wanted - equal_before, 0), BLOCK).to(tl.int32)
-            is_taken = (key > threshold) | ((key == threshold) & (rank <= num_wanted))
+            is_taken = key > threshold
+            is_equal = (key == threshold).to(tl.int32)
+            num_equal = tl.sum(is_equal).to(tl.int64)
+            if num_equal > 0:
+                num_wanted = tl.minimum(tl.maximum(wanted - equal_before, 0), BLOCK).to(tl.int32)
+                is_taken = is_taken | ((is_equal > 0) & (tl.cumsum(is_equal, 0) <= num_wanted))
+            equal_before += num_equal
             position = tl.cumsum(is_taken.to(tl.int32), 0)
             offset = i
             if is_fast:
@@ -275,4 +287,3 @@ def write_taken(
             tl.store(values + before - 1 + position, a, mask=is_taken)
             tl.store(residual + offset, tl.zeros_like(a), mask=is_taken)
             before += tl.max(position)
-            equal_before += tl.max(rank)

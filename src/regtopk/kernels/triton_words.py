@@ -8,6 +8,8 @@ at first), where the next launch reads it. The host reads nothing back.
     1          damped candidates whose score does not reach it
     2          the guess
     3          programs that have taken their part of the sample
+    4          the limit: where there is one, entries whose key reaches it are no candidates, but taken
+    5          how many keys reach the limit
     8 + i      the leading i digits of the threshold (8 bits a digit)
     24 + i     how many more are to be taken among the keys that start so
     40 + 256 i how many keys have each value of digit i, after the digits before it
@@ -20,6 +22,7 @@ import triton.language as tl
 
 NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
 GUESS, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3)
+LIMIT, NUM_ABOVE = tl.constexpr(4), tl.constexpr(5)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
 BINS = tl.constexpr(256)
 # sizes that change from call to call: no program is compiled again because one is a multiple of 16
@@ -32,6 +35,7 @@ SIZES = [
     "num_tiles",
     "num_taken",
     "rank",
+    "rank_of_limit",
     "chunk",
     "half_k",
     "num_steps",
@@ -82,6 +86,7 @@ def lead_of(row, stride, IS_ALIGNED: tl.constexpr):
 
 @triton.jit
 def is_enough(work, k, capacity):
-    """Whether a row's candidates suffice: all were kept, and at least k of their scores reach the guess."""
+    """Whether the k-th largest is sure to be among a row's candidates, and all of these were kept."""
     num = tl.load(work + NUM_CANDIDATES)
-    return (num <= capacity) & (num - tl.load(work + NUM_LOST) >= k)
+    above = tl.load(work + NUM_ABOVE)
+    return (num <= capacity) & (above + num - tl.load(work + NUM_LOST) >= k) & (above < k)

@@ -13,7 +13,7 @@ import torch
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.core.requests import Broadcast, DenseSum, Peek, Request, SenderSum, SparseSum
-from regtopk.core.traffic import numbers_bytes
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES, numbers_bytes
 
 Units = dict[str, float]
 INDEX_CODE = "elias-fano"
@@ -148,9 +148,10 @@ def _split_sum(request: SparseSum, length: int, numel: int, N: int) -> Exchange:
 
 
 def all_gather(message_bytes: float, num_workers: int) -> Move:
-    """A ring: every message visits every worker."""
-    hops = num_workers - 1
-    return Move("all_gather", hops, hops, hops * message_bytes)
+    """A ring: every message visits every worker. Short ones are sent to everybody at once."""
+    others = num_workers - 1
+    hops = min(1, others) if message_bytes <= LONGEST_DIRECT_BYTES else others
+    return Move("all_gather", others, hops, others * message_bytes)
 
 
 def all_reduce(vector_bytes: float, num_workers: int, kind: str = "all_reduce") -> Move:
