@@ -43,6 +43,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store = ""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -100,9 +101,12 @@ class Ranks:
         for rank in range(len(self._processes)):
             self.kill(rank)
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start_processes(self) -> None:
-        self._store = tempfile.mktemp(prefix="regtopk-store-")
+        self._folder = tempfile.TemporaryDirectory(prefix="regtopk-store-")
+        self._store = f"{self._folder.name}/store"
         for rank in range(self.num_ranks):
             mine, theirs = _forks.Pipe()
             args = rank, self.num_ranks, self._store, self._timeout_s, theirs
