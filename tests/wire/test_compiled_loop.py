@@ -45,6 +45,8 @@ def num_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a program is defined
     codes = pytest.importorskip("triton") and import_module("regtopk.kernels.cuda_codes")
     monkeypatch.setattr(kernels, "unpack_elias_fano", codes.unpack_elias_fano)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(codes, "_BITS", 1 << 15)  # fewer programs
     return 5
 
 
