@@ -65,7 +65,7 @@ def passes(device: torch.device) -> list[Pass]:
     """Where the library works on all J entries, and what else takes time."""
     kernel = kernel_named(kernels.describe(device).kernel)
     return [
-        Pass("take the update", LocalModel, "take_update", 12),
+        Pass("take the update", LocalModel, "take_update", 12),  # a join, too, and counted for this one
         Pass("join, find NaN and inf", kernels, "join_", 8),
         Pass("find NaN and inf", kernels, "is_finite", 4),
         Pass("keep the state", buckets.Bucket, "keep_state", 8),

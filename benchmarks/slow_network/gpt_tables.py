@@ -1,5 +1,6 @@
 """What the rows of the GPT's race say: seconds to each loss on each link, and what latency costs."""
 
+import math
 import statistics
 from itertools import product
 from typing import Any
@@ -12,27 +13,28 @@ from regtopk.plan.units import format_bandwidth, format_time
 def summarise(content: dict[str, Any]) -> dict[str, Any]:
     """Steps and seconds of every method to every loss, and the step with latency over the one without.
 
-    Steps are the median over seeds; there are none if a seed does not reach the loss. Seconds are these steps
-    x the time of a step on the link; beside them is what the first seed took, where it trained on the link.
+    Steps are the median over seeds, one that does not reach the loss counting as the last; there are none if
+    most do not. Seconds are these steps x the time of a step on the link; beside them is what the first seed
+    took, where it trained on the link.
     """
     plan = content["plan"]
     entries = []
     for method, loss in product(EVERY, (*plan["losses"], plan["target"])):
         rows = [row for row in content["race"] if row["method"] == method]
-        reached = list(filter(None, (first_at(row, loss) for row in rows)))
-        if not rows or len(reached) < len(rows):
+        reached = [first_at(row, loss) for row in rows]
+        steps_of_seeds = [None if pair is None else pair[0] for pair in reached]
+        steps = statistics.median(math.inf if n is None else n for n in steps_of_seeds) if rows else math.inf
+        if steps == math.inf:
             continue
-        steps_of_seeds = [steps for steps, _ in reached]
-        steps = statistics.median(steps_of_seeds)
         entry = {"method": method, "loss": loss, "steps": steps, "steps_of_seeds": steps_of_seeds}
         entry["seconds"] = {
             format_bandwidth(link): computed_s(method, steps, link, content)
             for link in (plan["link"], plan["slow_link"])
         }
-        on_link = [n for n, row in enumerate(rows) if row["bandwidth_bits_per_s"] is not None]
-        entry["trained_on_link"] = (
-            dict(zip(("steps", "seconds"), reached[on_link[0]], strict=True)) if on_link else None
-        )
+        on_link = [
+            pair for row, pair in zip(rows, reached, strict=True) if row["bandwidth_bits_per_s"] and pair
+        ]
+        entry["trained_on_link"] = {"steps": on_link[0][0], "seconds": on_link[0][1]} if on_link else None
         entries.append(entry)
     step_s = {row["latency_s"]: row["step_s"] for row in content["latency"]}
     return {"to_losses": entries, "latency": _latency(step_s)}
@@ -105,7 +107,8 @@ def _seconds_and_ratio(entry: Row | None, dense: Row | None, link: str) -> list[
 
 def _of_seeds(entry: Row) -> str:
     """The median of the steps, and those of every seed."""
-    return f"{entry['steps']:g} ({', '.join(map(str, entry['steps_of_seeds']))})"
+    seeds = ", ".join("not" if steps is None else str(steps) for steps in entry["steps_of_seeds"])
+    return f"{entry['steps']:g} ({seeds})"
 
 
 def _table_of_losses(content: dict[str, Any]) -> str:

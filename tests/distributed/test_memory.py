@@ -7,6 +7,8 @@ from regtopk import TopK
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.layout import as_flat
+from regtopk.distributed.rank import Total
+from regtopk.kernels import Support
 
 
 def parts(buffer: Tensor) -> list[Tensor]:
@@ -41,6 +43,22 @@ def test_an_aggregates_memory_is_used_again() -> None:
     bucket, aggregate = make_bucket(), torch.ones(8)
     bucket.recycle(aggregate, None, flat=torch.ones(8))
     assert bucket.spare is not None and bucket.spare.vector is aggregate
+
+
+def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
+    indices = torch.tensor([[3, 700], [3, 999]])
+
+    def total_of(vector: Tensor) -> Total:
+        return Total(vector, Support(indices, torch.tensor([2, 2])), vector._version)
+
+    vector = torch.zeros(1000).index_fill_(0, indices.flatten(), 5.0)
+    vector[500] = 7.0  # not in the support: if nobody wrote to it, it would be zero
+    assert total_of(vector).cleared().nonzero().flatten().tolist() == [500]
+    kept = total_of(vector)
+    vector[501] = 7.0  # somebody did
+    assert not kept.cleared().any()
+    vector = torch.ones(63)  # so few entries are written as fast as they are looked for
+    assert not Total(vector, Support(indices % 63, torch.tensor([2, 2])), vector._version).cleared().any()
 
 
 def test_memory_that_is_in_use_is_left_alone() -> None:

@@ -149,8 +149,14 @@ def test_states_that_do_not_fit(two_ranks: Ranks) -> None:
             ("StateError", "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
             ("StateError", "optimizer of the saved state must have groups of [6] parameters, got [5]"),
             ("StateError", "the saved state is malformed: KeyError: 'every'"),
+            ("StateError", "optimizer in the saved state must be 'AdamW', got 'SGD'"),
+            *[("StateError", said[n][1]) for n in (10, 11, 12)],
             ("StateError", "rank states must come from one moment of one run: updates differs between them"),
         ]
+        has = "buffers of the saved state must hold {'1.running_mean': (16,), '1.running_var': (16,), "
+        assert all(said[n][1].startswith(has) for n in (10, 11, 12))
+        assert "got {'1.running_mean': (3,)" in said[11][1]
+        assert "at first, {'1.running_mean': (3,)" in said[12][1]
 
 
 def load_what_does_not_fit() -> list[tuple[str, str]]:
@@ -174,16 +180,21 @@ def load_what_does_not_fit() -> list[tuple[str, str]]:
     training = Training(WEIGHTS[2])
     with closing(training.exchange) as exchange:
         training.train_until(5)
-        for damage in ("start", "optimizer", "every"):
+        for damage in ("start", "optimizer", "every", "inner", "no buffer", "shape", "start of a buffer"):
             saved = exchange.state_dict()
+            mine = saved["workers"][str(dist.get_rank())]["updates"][0]
             if damage == "start":
                 saved["updates"]["start"]["0.bias"][1] = float("nan")
             elif damage == "optimizer":
-                saved["workers"][str(dist.get_rank())]["updates"][0]["optimizer"]["param_groups"][0][
-                    "params"
-                ].pop()
-            else:
+                mine["optimizer"]["param_groups"][0]["params"].pop()
+            elif damage == "every":
                 del saved["updates"]["every"]
+            elif damage == "inner":
+                saved["updates"]["inner"] = "SGD"
+            elif damage == "no buffer":
+                del mine["buffers"]["now"]["1.running_mean"]
+            else:
+                mine["buffers"]["now" if damage == "shape" else "start"]["1.running_mean"] = torch.zeros(3)
             others.append(saved)
         before = exchange.state_dict(), training.result()
         said = [refusal(partial(exchange.load_state_dict, other)) for other in others]

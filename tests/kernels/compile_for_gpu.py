@@ -62,6 +62,8 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     cuda.take_largest_per_chunk_(residual, grad, 4096, 4)
     pieces = [grad[0], grad[1]]
     cuda.join_(residual.view(-1), pieces)
+    if residual_dtype == grad_dtype:
+        cuda.join_(residual.view(-1), pieces, list(residual))
     cuda.spread_(pieces, residual.view(-1), Support(damped, torch.full((num_rows,), k)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.random import random_sequence
-from regtopk.kernels import Support, reference
+from regtopk.kernels import Support, reference, replay
 from regtopk.kernels import cuda as kernel
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped
@@ -146,16 +146,17 @@ def a_captured_graph() -> None:
 def calls_that_are_repeated() -> None:
     """From the third call on a graph is replayed: on new input, on two streams; what was returned stays."""
     numel, k = 1_000_003, 1000
-    residual, grad, side = normal(numel), normal(numel), torch.cuda.Stream()
+    residual, grad, streams = normal(numel), normal(numel), (torch.cuda.Stream(), torch.cuda.current_stream())
     returned: list[tuple[Tensor, ...]] = []
-    for call in range(12):
+    num_before = len(replay._captured)
+    for call in range(40):
         grad.copy_(normal(numel))
         damped, damping = choose_damped(numel, k, device="cuda")
         expected, scores = residual.clone(), (residual + grad)[damped].abs() * damping
         given = {"damped": damped, "scores": scores} if call % 2 else {}
-        size = k if call < 8 else 7 * k  # it may change at any time
+        size = k if call % 8 < 4 else 7 * k  # it may change at any time
         torch.cuda.synchronize()
-        with torch.cuda.stream(side if call in (5, 7) else torch.cuda.current_stream()):
+        with torch.cuda.stream(streams[call // 2 % 2]):
             version = residual._version
             found = kernel.take_largest_(residual, grad, size, **given)
             assert residual._version > version
@@ -164,6 +165,7 @@ def calls_that_are_repeated() -> None:
         assert torch.equal(found[0], indices) and torch.equal(found[1], values)
         assert torch.equal(residual, expected)
         returned += [found, (indices, values)]
+    assert len(replay._captured) == num_before + 8  # with damping or not, of two sizes, on two streams
     for found, expected_pair in zip(returned[::2], returned[1::2], strict=True):
         assert all(map(torch.equal, found, expected_pair))
 
@@ -180,6 +182,10 @@ def pieces() -> None:
         expected = torch.cat([part.flatten() for part in parts]).to(wide)
         vector = torch.full_like(expected, torch.nan)
         assert bool(kernel.join_(vector, parts)) and torch.equal(vector, expected)
+        start = [normal(*shape, dtype=wide) for shape in shapes]
+        difference = torch.full_like(expected, torch.nan)
+        reference.join_(difference, parts, start)
+        assert bool(kernel.join_(vector, parts, start)) and torch.equal(vector, difference)
         for where in (0, 401, expected.numel() - 1, 2_000_000):
             for bad in (torch.nan, torch.inf, -torch.inf):
                 spoiled = expected.to(dtype)

@@ -45,6 +45,30 @@ def test_pieces_are_joined(
     assert torch.equal(vector, expected)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # from Triton's interpreter
+@pytest.mark.parametrize("make", [pieces_of, alike])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_pieces_are_subtracted(
+    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
+) -> None:
+    pieces, join_ = make(dtype), kernel_named(name).join_
+    start = [torch.randn(piece.shape).to(dtype) for piece in pieces]
+    rounded = [first.to(piece.dtype).to(dtype) for first, piece in zip(start, pieces, strict=True)]
+    parts = [(r - piece.to(dtype)).flatten() for r, piece in zip(rounded, pieces, strict=True)]
+    vector = torch.full((sum(map(torch.numel, pieces)),), math.nan, dtype=dtype)
+    assert bool(join_(vector, pieces, start))
+    assert torch.equal(vector, torch.cat(parts))
+    for bad in (math.nan, math.inf, -math.inf):
+        for tensors in (pieces, start):
+            kept = tensors[1][3].clone()
+            tensors[1][3] = bad
+            assert not bool(join_(vector, pieces, start))
+            tensors[1][3] = kept
+    start[1][3] = pieces[1][3] = math.inf  # no difference, and not zero either
+    assert not bool(join_(vector, pieces, start))
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [(0, 0), (0, 401 * 300 - 1), (1, 3), (3, 17), (4, 150_000), (5, 0)])
 @pytest.mark.parametrize("name", KERNELS)

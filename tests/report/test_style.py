@@ -26,6 +26,10 @@ def test_numbers(number: object, text: str) -> None:
     assert format_number(number) == text
 
 
+def test_losses_have_four_digits() -> None:
+    assert format_number(1.00512, "test_loss") == "1.005"
+
+
 def test_methods_without_a_look_get_one_each() -> None:
     methods = ["topk", *(f"new-{i}" for i in range(3 * len(SPARE)))]
     styles = styles_of(methods)

@@ -80,12 +80,12 @@ def show(
     columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        _add_column(table, heading_of(column), [format_number(row.get(column)) for row in rows])
+        _add_column(table, heading_of(column), [format_number(row.get(column), column) for row in rows])
     for name, summary in summaries.items():
         table.add_section()
         table.add_row(name, style="bold")
         for row in summary["table"]:
-            table.add_row(*(format_number(row.get(column)) for column in columns))
+            table.add_row(*(format_number(row.get(column), column) for column in columns))
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, _FILE_WIDTH)

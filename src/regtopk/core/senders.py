@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from regtopk import kernels
 from regtopk.core.exact import exact_sum
@@ -113,4 +114,6 @@ def impute_(residual: Tensor, sent: SparseGradient, summed: OfSenders, rho: floa
     residual.scatter_(-1, at, take(residual, summed.indices) - pays)
     write_at_(residual, sent, kept)  # senders pay nothing: they keep what they had, to the bit
     grown = take(summed.total, summed.indices) + summed.missing * pays
-    return summed.total.scatter_(-1, summed.indices, grown)
+    # It is written where it was summed: what was known of where the total is not zero stays true.
+    with _unsafe_preserve_version_counter(summed.total):
+        return summed.total.scatter_(-1, summed.indices, grown)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from regtopk import kernels
 from regtopk.distributed.step import Steps
 
 
@@ -79,6 +80,7 @@ class BucketQueue:
     @torch.no_grad()
     def _run(self) -> None:
         device = self._steps.device
+        kernels.capture_nothing_in_this_thread()  # backward runs beside it
         with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
             while (arrival := self._arrivals.get()) is not None:
                 with self._steps.lock:

@@ -1,12 +1,13 @@
 """A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from regtopk import kernels
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.layout import flat_dtype
@@ -22,6 +23,14 @@ from regtopk.distributed.optimizers import (
 from regtopk.distributed.parameters import NamedParameters, Parameters, is_fsdp, named_pairs, uncompiled
 from regtopk.distributed.rank import Rank
 from regtopk.errors import ClusterError
+
+
+class _Update(NamedTuple):
+    """A bucket's vector, its parameters, and where they were when the round began."""
+
+    vector: Tensor
+    now: list[nn.Parameter]
+    start: list[nn.Parameter]
 
 
 class LocalModel:
@@ -50,8 +59,8 @@ class LocalModel:
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         parts = self._parts(self._flat, list(named))
         self.start = {name: nn.Parameter(part) for name, part in parts.items()}
-        self._flat_update = self._flat[:0]
-        self.update: dict[str, Tensor] = {}  # views of it
+        self._updates: list[_Update] = []  # of the buckets, one after another
+        self.update: dict[str, Tensor] = {}  # views of their vectors, by name
         self.outer = make_outer(outer, list(self.start.values()))
 
     def describe(self) -> dict[str, Any]:
@@ -72,26 +81,29 @@ class LocalModel:
             take_over_(tensor, collectives, device)
         self.buffers.begin_from_rank_0(collectives, device)
         self.write_back()
+        named = self.parameters.named
         names = [name for bucket in buckets for name in bucket.names]
-        empty = [name for name, p in self.parameters.named.items() if p.numel() == 0]
-        self._flat_update = torch.zeros_like(self._flat)
-        self.update = self._parts(self._flat_update, names + empty)
+        empty = [name for name, p in named.items() if p.numel() == 0]
+        flat = torch.zeros_like(self._flat)
+        self.update = self._parts(flat, names + empty)
         for name, start in self.start.items():
             start.grad = self.update[name]  # the outer optimizer finds the aggregate there
+        vectors = flat.split([bucket.layout.numel for bucket in buckets])
+        self._updates = [
+            _Update(
+                vector, [named[name] for name in bucket.names], [self.start[name] for name in bucket.names]
+            )
+            for vector, bucket in zip(vectors, buckets, strict=True)
+        ]
 
-    def take_update(self) -> dict[str, Tensor]:
-        """theta_start - theta_n, by name, in the memory of the update.
+    def take_update(self) -> tuple[list[Tensor], Tensor]:
+        """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
 
         Parameters of a lower precision began this round rounded, and the rounding is no update.
         """
-        for name, p in self.parameters.named.items():
-            if p.dtype == self._flat.dtype:
-                torch.sub(self.start[name], p, out=self.update[name])
-            else:
-                self.update[name].copy_(self.start[name].to(p.dtype)).sub_(p)
+        are_finite = [kernels.join_(vector, now, start) for vector, now, start in self._updates]
         is_spoiled = self.buffers.is_spoiled(self._flat.device)
-        self._flat_update[:1].masked_fill_(is_spoiled, torch.nan)  # then the round is skipped too
-        return self.update
+        return [update.vector for update in self._updates], torch.stack([*are_finite, ~is_spoiled]).all()
 
     def go_on(self, rank: Rank) -> None:
         """Begin the next round, the aggregate being in theta_start."""

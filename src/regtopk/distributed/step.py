@@ -57,7 +57,7 @@ class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
     `run` makes a whole step. `begin`, `run_bucket` and `end` make one bucket by bucket, as gradients arrive.
-    `begin`, `prepare`, `exchange` and `end` leave room for what else belongs to a step.
+    `begin`, `prepare` or `agree`, `exchange` and `end` leave room for what else belongs to a step.
 
     Args:
         parameters: what is exchanged, the same names and shapes on every rank.
@@ -191,13 +191,17 @@ class Steps:
         """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
         with self.rank.timer.phase("select_s"):
             flats, are_finite = zip(*(self._flat_gradient(bucket, grads) for bucket in buckets), strict=True)
-            num_selected = [self._num_selected(bucket) for bucket in buckets]
+        self.agree(buckets, torch.stack(are_finite).all())
+        return list(flats)
+
+    def agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
+        """Make sure that all ranks exchange the same, and find out whether all ranks' vectors are finite."""
+        num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
             self.is_finite &= agree_on_step(
-                self.rank.collectives, ~torch.stack(are_finite).all(), self.num_steps, names, num_selected
+                self.rank.collectives, ~is_finite, self.num_steps, names, num_selected
             )
-        return list(flats)
 
     def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""

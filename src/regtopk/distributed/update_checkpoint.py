@@ -2,7 +2,8 @@
 
 ::
 
-    updates      {every, outer, start, outer_state}                    the same on all ranks
+    updates      {every, inner, outer, start, outer_state}             the same on all ranks
+        inner        the class of the ranks' optimizers
         outer        {class, option: value, ...}
         start        {parameter: tensor}                 theta_start, in at least float32
         outer_state  (state dict of the outer optimizer,)              or ({},)
@@ -51,6 +52,7 @@ def add_to(saved: dict[str, Any], model: LocalModel, every: int, num_steps: int)
         worker["updates"] = (mine,)
     updates = {
         "every": every,
+        "inner": type(model.optimizer).__name__,
         "outer": describe_outer(model.outer),
         "start": _copied(model.start),
         "outer_state": ({} if model.outer is None else _copied(model.outer.state_dict()),),
@@ -83,6 +85,9 @@ def _loaded(
     updates = saved["updates"]
     if updates["every"] != every:
         raise StateError(f"every of the saved state must be {every}, got {updates['every']!r}")
+    inner = type(model.optimizer).__name__
+    if updates.get("inner", inner) != inner:  # versions before did not save it
+        raise StateError(f"optimizer in the saved state must be {inner!r}, got {updates['inner']!r}")
     _check_outer(describe_outer(model.outer), updates["outer"])
     _check_shapes(model, updates["start"], "start")
     old_weights = saved["weights"]
@@ -96,6 +101,7 @@ def _loaded(
     if mine["parameters"]:
         _check_shapes(model, mine["parameters"], "parameters")
     _check_groups(model, mine["optimizer"])
+    _check_buffers(model, mine["buffers"])
     return LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
 
 
@@ -151,6 +157,13 @@ def _check_groups(model: LocalModel, saved: dict[str, Any]) -> None:
         raise StateError(
             f"optimizer of the saved state must have groups of {expected} parameters, got {found}"
         )
+
+
+def _check_buffers(model: LocalModel, saved: dict[str, dict[str, Tensor]]) -> None:
+    mine = {name: tuple(buffer.shape) for name, buffer in model.buffers.saved()["now"].items()}
+    now, start = ({name: tuple(b.shape) for name, b in saved[when].items()} for when in ("now", "start"))
+    if now != mine or not start.items() <= mine.items():
+        raise StateError(f"buffers of the saved state must hold {mine}, got {now} and, at first, {start}")
 
 
 def _copied(thing: Any) -> Any:

@@ -203,8 +203,8 @@ class UpdateExchange(ExchangeBase):
         model.parameters.check_trainable()
         steps.begin()
         with steps.rank.timer.phase("select_s"):
-            update = model.take_update()
-        flats = self._agreed(update)
+            flats, is_finite = model.take_update()
+        self._agree(is_finite)
         with steps.half_way():
             if steps.is_finite:
                 self._exchange(flats)
@@ -222,10 +222,10 @@ class UpdateExchange(ExchangeBase):
         with steps.rank.timer.phase("decode_s"):
             model.go_on(steps.rank)
 
-    def _agreed(self, update: dict[str, Tensor]) -> list[Tensor]:
-        """The update as flat vectors, once all ranks are here."""
+    def _agree(self, is_finite: Tensor) -> None:
+        """Wait until all ranks are here."""
         try:
-            return self._steps.prepare(self._steps.buckets.all, update)
+            self._steps.agree(self._steps.buckets.all, is_finite)
         except ClusterError as error:
             if error.__cause__ is None:  # all ranks are here, but differ
                 raise

@@ -29,7 +29,7 @@ from regtopk.kernels.reference import (
     sum_sparse_in_rank_order,
     take_at_,
 )
-from regtopk.kernels.replay import repeat
+from regtopk.kernels.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.self_check import SelfCheck, self_check
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "SelfCheck",
     "Support",
     "Taken",
+    "capture_nothing_in_this_thread",
     "describe",
     "estimate_threshold",
     "find_non_finite_row",

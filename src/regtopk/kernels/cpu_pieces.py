@@ -14,21 +14,27 @@ from torch import Tensor
 from regtopk.kernels.cpu_compiled import Array, compiled
 from regtopk.kernels.cpu_loops import LINE
 from regtopk.kernels.cpu_rows import cut
-from regtopk.kernels.reference import Support, parts_of
+from regtopk.kernels.reference import Support, parts_of, subtract_from
 from regtopk.kernels.threads import side_by_side
 
 
-def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
     """See `reference.join_`."""
-    tasks = []
-    for part, piece in zip(parts_of(vector, pieces), pieces, strict=True):
+    copies, differences = [], []
+    firsts = [None] * len(pieces) if start is None else start
+    for part, piece, first in zip(parts_of(vector, pieces), pieces, firsts, strict=True):
+        if first is not None and _is_plain(piece, vector):
+            arrays = [tensor.detach().view(-1).numpy() for tensor in (part, first, piece)]
+            differences += [tuple(array[a:b] for array in arrays) for a, b in _cut(piece)]
+            continue
         source = piece
-        if not _is_plain(piece, vector):
-            source = part.copy_(piece)  # torch converts; what is left to do is to look at it
+        if not _is_plain(piece, vector):  # torch converts; what is left to do is to look at it
+            source = part.copy_(piece) if first is None else subtract_from(first, piece, part)
         target_keys, source_keys = _keys(part), _keys(source)
-        tasks += [(target_keys[start:stop], source_keys[start:stop]) for start, stop in _cut(piece)]
-    largest = max(side_by_side(_copy_, tasks), default=0)
-    return torch.tensor(bool(largest < _keys(vector.new_tensor([torch.inf]))[0]))
+        copies += [(target_keys[a:b], source_keys[a:b]) for a, b in _cut(piece)]
+    largest = max(side_by_side(_copy_, copies), default=0)
+    is_finite = largest < _keys(vector.new_tensor([torch.inf]))[0]
+    return torch.tensor(bool(is_finite and not any(side_by_side(_subtract_, differences))))
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
@@ -73,6 +79,17 @@ def _copy_(target: Array, source: Array) -> Any:
         target[i] = source[i]
         largest = max(largest, key_type(source[i] & mask))
     return largest
+
+
+@compiled
+def _subtract_(target: Array, start: Array, source: Array) -> Any:
+    """target := start - source; returns whether an entry is NaN or inf."""
+    is_bad = False
+    for i in range(source.size):
+        entry = start[i] - source[i]
+        target[i] = entry
+        is_bad |= not (abs(entry) < np.inf)
+    return is_bad
 
 
 @compiled

@@ -3,9 +3,10 @@
 The programs are written in Triton (`triton_*`). The plan is that of `cpu`: a sample says which key somewhat
 more than k entries reach. One pass accumulates, and collects the entries that reach it: the candidates. The
 k-th largest candidate is then found digit by digit. If the candidates do not suffice (the guess was wrong,
-many entries are equal, or k is a large part of J), the digits of all entries are counted instead. The device
-decides which of the two is done, so a step can be captured in a CUDA graph. Of equal scores at the threshold
-the first in the row are taken.
+many entries are equal), the digits of all entries are counted instead. The device decides which of the two is
+done, so a step can be captured in a CUDA graph. If k is more than there is room for, the candidates are
+those around the k-th largest alone, and two more passes move out what reaches it (a "wide" plan). Of equal
+scores at the threshold the first in the row are taken.
 
 A temporary takes at most J / 16 bytes per row (in whole tiles of 2,048 entries), or 32 KiB where that is
 more. Up to density 0.001 all temporaries together take about as much. Those of length k are not counted.

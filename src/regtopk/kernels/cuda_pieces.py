@@ -25,17 +25,18 @@ class _Cut(NamedTuple):
     tile_starts: Tensor
 
 
-def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
     """See `reference.join_`."""
-    if not _are_alike(pieces):
-        return reference.join_(vector, pieces)
+    if not _has_table(pieces) or (start is not None and pieces[0].dtype != vector.dtype):
+        return reference.join_(vector, pieces, start)
     increment_version(vector)  # torch does not see what programs write
     with torch.cuda.device_of(vector):
         num_bad = torch.zeros((), dtype=torch.int32, device=vector.device)
-        cut = _cut(tuple(piece.numel() for piece in pieces), vector.device)
+        cut = _cut_of(vector, pieces)
         own = {
             "vector": vector, "first": pieces[0], "addresses": _addresses_of(pieces), **cut._asdict(),
-            "num_bad": num_bad, "TILE": _TILE,
+            "start_addresses": _addresses_of(pieces if start is None else start), "num_bad": num_bad,
+            "HAS_START": start is not None, "TILE": _TILE,
         }  # fmt: skip
         launch(triton_pieces.join, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
         return num_bad == 0
@@ -43,13 +44,13 @@ def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """See `reference.spread_`."""
-    if len(pieces) == 1 or not _are_alike(pieces):
+    if len(pieces) == 1 or not _has_table(pieces):
         reference.spread_(pieces, vector, support)
         return
     with torch.cuda.device_of(vector):
         torch._foreach_zero_(list(pieces))
         indices = support.indices.contiguous()
-        cut = _cut(tuple(piece.numel() for piece in pieces), vector.device)
+        cut = _cut_of(vector, pieces)
         own = {
             "vector": vector, "first": pieces[0], "addresses": _addresses_of(pieces), "starts": cut.starts,
             "indices": indices, "num_taken": indices.numel(), "NUM_PIECES": len(pieces),
@@ -58,14 +59,27 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
         launch(triton_pieces.scatter, (-(-indices.numel() // _BLOCK), 1), own)
 
 
-def _are_alike(pieces: Sequence[Tensor]) -> bool:
-    """Whether one program can read all of them: of one type, each one piece of memory."""
+def _has_table(pieces: Sequence[Tensor]) -> bool:
+    """Whether one program can read all of them: of one type, each one piece of memory.
+
+    A table that is first needed in a capture would be copied to the device only when that is replayed.
+    """
     dtype = pieces[0].dtype
-    return all(piece.dtype == dtype and piece.is_contiguous() for piece in pieces)
+    is_capturing = pieces[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return not is_capturing and all(piece.dtype == dtype and piece.is_contiguous() for piece in pieces)
+
+
+def _stream_of(tensor: Tensor) -> int:
+    """The current stream: tables are made, read and let go of on one."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.device.type == "cuda" else 0
+
+
+def _cut_of(vector: Tensor, pieces: Sequence[Tensor]) -> _Cut:
+    return _cut(tuple(piece.numel() for piece in pieces), vector.device, _stream_of(vector))
 
 
 @lru_cache(maxsize=64)
-def _cut(sizes: tuple[int, ...], device: torch.device) -> _Cut:
+def _cut(sizes: tuple[int, ...], device: torch.device, _stream: int) -> _Cut:
     num_tiles = [-(-size // _TILE) for size in sizes]
     starts = np.cumsum([0, *sizes])
     pieces = np.repeat(np.arange(len(sizes)), num_tiles)
@@ -75,11 +89,12 @@ def _cut(sizes: tuple[int, ...], device: torch.device) -> _Cut:
 
 
 def _addresses_of(pieces: Sequence[Tensor]) -> Tensor:
-    return _addresses(tuple(piece.data_ptr() for piece in pieces), pieces[0].device)
+    addresses = tuple(piece.data_ptr() for piece in pieces)
+    return _addresses(addresses, pieces[0].device, _stream_of(pieces[0]))
 
 
 @lru_cache(maxsize=64)
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def _addresses(addresses: tuple[int, ...], device: torch.device, _stream: int) -> Tensor:
     """On the device; the host does not wait until they are there."""
     is_cuda = device.type == "cuda"
     return torch.tensor(addresses, pin_memory=is_cuda).to(device, non_blocking=is_cuda)

@@ -1,6 +1,7 @@
 """Which kernel runs: by device, dtype and memory layout; the reference wherever no other can."""
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,8 +59,10 @@ class Kernel(Protocol):
     ) -> Taken:
         """Accumulate, and take the entries that reach a threshold."""
 
-    def join_(self, vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """Write pieces into a vector, and say whether it is finite."""
+    def join_(
+        self, vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Write pieces, or start minus pieces, into a vector, and say whether it is finite."""
 
     def spread_(self, pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
         """Write a vector that is zero outside of its support into pieces."""
@@ -113,9 +116,9 @@ def kernel_named(name: str) -> Kernel:
     return reference
 
 
-def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Write pieces into a vector, and say whether it is finite: see `reference.join_`."""
-    return kernel_for(vector, None).join_(vector, pieces)
+def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
+    """Write pieces, or start minus pieces, into a vector, and say if it is finite: see `reference.join_`."""
+    return kernel_for(vector, None).join_(vector, pieces, start)
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
@@ -126,7 +129,8 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 def unpacks(words: Tensor) -> bool:
     """Whether `unpack_elias_fano` can read these words, and is faster than torch."""
     device = words.device.type
-    if words.numel() < _FEW_WORDS.get(device, 0) or not words.is_contiguous():
+    is_short = words.numel() < _FEW_WORDS.get(device, 0)
+    if is_short or not words.is_contiguous() or words.shape[0] > MAX_ROWS.get(device, math.inf):
         return False
     return describe(device).kernel != "reference"
 

@@ -250,10 +250,29 @@ class Support(NamedTuple):
     counts: Tensor
 
 
-def join_(vector: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Write pieces one after another into a vector, (J,), and say whether all of it is finite, ()."""
-    torch._foreach_copy_(parts_of(vector, pieces), list(pieces))
+def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
+    """Write pieces one after another into a vector, (J,), and say whether all of it is finite, ().
+
+    Args:
+        vector: what is written to.
+        pieces: of any dtype and memory layout.
+        start: of the pieces' shapes, in the vector's dtype and contiguous: then start - piece is written,
+            start being rounded to the piece's dtype first.
+    """
+    parts = parts_of(vector, pieces)
+    if start is None:
+        torch._foreach_copy_(parts, list(pieces))
+    else:
+        for part, piece, first in zip(parts, pieces, start, strict=True):
+            subtract_from(first, piece, part)
     return is_finite(vector)
+
+
+def subtract_from(start: Tensor, piece: Tensor, out: Tensor) -> Tensor:
+    """start - piece; a piece of lower precision can only be told from start as far as that goes."""
+    if piece.dtype == out.dtype:
+        return torch.sub(start, piece, out=out)
+    return out.copy_(start.to(piece.dtype)).sub_(piece)
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:

@@ -2,11 +2,12 @@
 
 Ten launches from Python take longer than the work of most of them. A function that is called with tensors of
 the same shapes for the third time is captured, and replayed from then on. Callers see no difference: what it
-returns is theirs. Memory stays taken for the small temporaries of what was captured.
+returns is theirs. Memory stays taken for the temporaries of what was captured.
 """
 
 import logging
-from collections import Counter, OrderedDict
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 _PLAIN_CALLS = 2  # they compile and load what the launches need, which must not happen in a capture
-_MOST_GRAPHS = 128
+_MOST_GRAPHS = 256  # more are not captured
 _MOST_COUNTED = 4096
 _log = logging.getLogger("regtopk")
 
@@ -26,9 +27,17 @@ class _Captured(NamedTuple):
     outputs: tuple[Tensor, ...]
 
 
-_captured: "OrderedDict[Any, _Captured]" = OrderedDict()
+_lock = threading.Lock()  # one capture at a time
+_this_thread = threading.local()
+_captured: dict[Any, _Captured] = {}
 _num_calls: Counter[Any] = Counter()
 _refused: set[Any] = set()
+_side_streams: dict[int, torch.cuda.Stream] = {}  # memory is shared only by what was captured on one stream
+
+
+def capture_nothing_in_this_thread() -> None:
+    """For a thread beside others that work on the same device, whose random numbers a capture disturbs."""
+    _this_thread.captures = False
 
 
 def repeat(
@@ -53,11 +62,12 @@ def repeat(
         at = tuple((tensor.data_ptr(), *_shape_of(tensor)) for tensor in fixed)
         key = function, settings, stream, at, tuple(map(_shape_of, inputs))
         captured = _captured.get(key)
-        if captured is None and _is_due(key):
-            captured = _capture(key, stream, function, settings, fixed, inputs)
+        if captured is None:
+            with _lock:
+                if _is_due(key):
+                    captured = _capture(key, function, settings, fixed, inputs)
         if captured is None:
             return function(*settings, *fixed, *inputs)
-        _captured.move_to_end(key)
         for own, given in zip(captured.inputs, inputs, strict=True):
             own.copy_(given)
         captured.graph.replay()
@@ -70,7 +80,7 @@ def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _is_due(key: Any) -> bool:
     """Whether a call was made often enough; a size that changes in every step never is."""
-    if key in _refused:
+    if key in _refused or len(_captured) >= _MOST_GRAPHS or not getattr(_this_thread, "captures", True):
         return False
     if len(_num_calls) > _MOST_COUNTED:
         _num_calls.clear()
@@ -80,33 +90,32 @@ def _is_due(key: Any) -> bool:
 
 def _capture(
     key: Any,
-    stream: Any,
     function: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
     fixed: Sequence[Tensor],
     inputs: Sequence[Tensor],
 ) -> _Captured | None:
-    """Capture the launches without making them; None if that fails."""
+    """Capture the launches without making them; None if the function cannot be captured."""
+    device, current = torch.cuda.current_device(), torch.cuda.current_stream()
+    stream = device, current.cuda_stream
+    side = _side_streams.setdefault(device, torch.cuda.Stream())
     # Graphs of one stream run one after another, so they share their memory.
     pool = next((other.graph.pool() for other in _captured.values() if other.stream == stream), None)
     graph, own = torch.cuda.CUDAGraph(), [torch.empty_like(tensor) for tensor in inputs]
-    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    outputs: tuple[Tensor, ...] | None = None
     side.wait_stream(current)
-    try:
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads go on
-            try:
-                outputs = function(*settings, *fixed, *own)
-            finally:
-                graph.capture_end()
-    except RuntimeError as error:
-        _refused.add(key)
-        _log.warning("%s runs as single launches, which is slower: %s", function.__name__, error)
-        return None
+    with torch.cuda.stream(side):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = function(*settings, *fixed, *own)
+        except RuntimeError as error:
+            _refused.add(key)
+            _log.warning("%s runs as single launches, which is slower: %s", function.__name__, error)
+        finally:
+            graph.capture_end()  # if this fails, torch's allocator is not to be relied on: it must be heard
     current.wait_stream(side)
-    if len(_captured) >= _MOST_GRAPHS:
-        torch.cuda.synchronize()  # the graph may still run
-        _captured.popitem(last=False)
     del _num_calls[key]
+    if outputs is None:
+        return None
     _captured[key] = _Captured(stream, graph, own, outputs)
     return _captured[key]

@@ -7,10 +7,22 @@ from regtopk.kernels.triton_words import SIZES
 
 
 @triton.jit(do_not_specialize=SIZES)
-def join(vector, first, addresses, starts, tile_pieces, tile_starts, num_bad, TILE: tl.constexpr):
-    """Copy a tile, which is part of one piece, into the vector; tell if an entry is NaN or inf.
+def join(
+    vector,
+    first,
+    addresses,
+    start_addresses,
+    starts,
+    tile_pieces,
+    tile_starts,
+    num_bad,
+    HAS_START: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Copy a tile, which is part of one piece, into the vector, or subtract it from another.
 
-    `first` is any piece: all have its type. Piece p holds the entries from starts[p] to starts[p + 1].
+    Tell if an entry is NaN or inf. `first` is any piece: all have its type. Piece p holds the entries from
+    starts[p] to starts[p + 1].
     """
     tile = tl.program_id(0)
     piece = tl.load(tile_pieces + tile)
@@ -19,6 +31,9 @@ def join(vector, first, addresses, starts, tile_pieces, tile_starts, num_bad, TI
     mask = places < tl.load(starts + piece + 1)
     source = tl.load(addresses + piece).to(first.dtype)
     entries = tl.load(source + (places - start), mask=mask, other=0.0).to(vector.dtype.element_ty)
+    if HAS_START:
+        subtracted_from = tl.load(start_addresses + piece).to(first.dtype)
+        entries = tl.load(subtracted_from + (places - start), mask=mask, other=0.0) - entries
     tl.store(vector + places, entries, mask=mask)
     if tl.max((tl.abs(entries) < float("inf")).to(tl.int32) ^ 1) > 0:
         tl.store(num_bad, 1)

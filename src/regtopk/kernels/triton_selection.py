@@ -176,11 +176,11 @@ def count_digit(
 
 @triton.jit
 def _is_among_candidates(work, k, capacity, IS_WIDE: tl.constexpr):
-    """Whether all that is taken is among the candidates."""
-    is_among = is_enough(work, k, capacity)
+    """Whether all that is taken is among the candidates: in a wide plan it never is."""
     if IS_WIDE:
-        is_among = is_among & (k < 0)
-    return is_among
+        return k < 0
+    else:
+        return is_enough(work, k, capacity)
 
 
 @triton.jit

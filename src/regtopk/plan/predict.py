@@ -14,7 +14,7 @@ from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError
 from regtopk.plan.costs import Calibration
-from regtopk.plan.exchange import Exchange
+from regtopk.plan.exchange import Exchange, Move
 from regtopk.plan.methods import DENSE, Method, exchange_of
 from regtopk.plan.workload import Workload
 
@@ -79,10 +79,16 @@ def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
     for move in exchange.moves:
         here_s += num_parts * costs.seconds(move.work)
         bits = 8 * WIRE_BYTES_PER_BYTE * move.sent_bytes
-        on_wire_s += num_parts * (move.num_hops * link.latency_s + bits / link.bandwidth)
+        on_wire_s += num_parts * (_num_hops(move, costs) * link.latency_s + bits / link.bandwidth)
     hides_s = on_wire_s if costs.machine["device"] == "cpu" else on_wire_s + here_s
     hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
     return compute_s + (work_s + here_s + on_wire_s - hidden_s) / exchange.every
+
+
+def _num_hops(move: Move, costs: Calibration) -> int:
+    """Trips over the network: only from a processor's memory do short messages go to everybody at once."""
+    is_ring = move.kind == "all_gather" and costs.machine["device"] != "cpu"
+    return move.num_messages if is_ring else move.num_hops
 
 
 class Plan(NamedTuple):

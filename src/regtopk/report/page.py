@@ -165,20 +165,20 @@ def _table(run: Run) -> str:
     rows, styles = run.summary["table"], styles_of_run(run)
     columns = columns_of(rows)
     head = "".join(f"<th>{escape(label_of(heading_of(column)))}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(_cell(row.get(key), styles) for key in columns)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(_cell(key, row.get(key), styles) for key in columns)}</tr>" for row in rows)
     ran_on = f"<p>{escape(hardware_and_time(run.summary))}</p>" if "hardware" in run.summary else ""
     return (
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{ran_on}'
     )
 
 
-def _cell(content: object, styles: Mapping[str, Style]) -> str:
+def _cell(column: str, content: object, styles: Mapping[str, Style]) -> str:
     if isinstance(content, str) and content in styles:
         style = styles[content]
         return f'<td title="{escape(content)}">{_key(style)}{escape(style.label)}</td>'
     if isinstance(content, str):  # a method that is not drawn, or any other text
         return f'<td title="{escape(content)}">{escape(label_of(content))}</td>'
-    return f"<td>{escape(format_number(content))}</td>"
+    return f"<td>{escape(format_number(content, column))}</td>"
 
 
 def heading_of(column: str) -> str:

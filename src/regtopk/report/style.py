@@ -120,8 +120,11 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if any(row.get(key) is not None for row in rows)]
 
 
-def format_number(number: object) -> str:
-    """A number for a table: three digits, four from 1 on, or 1.3e-9; a dash for nothing."""
+_DIGITS = {"test_loss": 4}  # by column; others have three
+
+
+def format_number(number: object, column: str = "") -> str:
+    """A number for a table: three digits, or as many as the column has, or 1.3e-9; a dash for nothing."""
     if number is None:
         return "–"
     if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -129,7 +132,7 @@ def format_number(number: object) -> str:
     if isinstance(number, int):
         return f"{number:,}"
     if number == 0 or 1e-3 <= abs(number) < 1e4:
-        return f"{number:.4g}" if abs(number) >= 1 else f"{number:.3g}"
+        return f"{number:.{_DIGITS.get(column, 3)}g}"
     mantissa, _, exponent = f"{number:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 

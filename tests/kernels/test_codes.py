@@ -1,6 +1,5 @@
 """Compiled code that reads indices agrees with the tensor operations: on sound messages and on damage."""
 
-import os
 from importlib import import_module
 
 import pytest
@@ -41,9 +40,7 @@ def num_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Messages are read by numba's loop, or by Triton's programs in their interpreter, which is slow."""
     if request.param == "cpu":
         return 30
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a program is defined
-    codes = pytest.importorskip("triton") and import_module("regtopk.kernels.cuda_codes")
+    codes = import_module("regtopk.kernels.cuda_codes")
     monkeypatch.setattr(kernels, "unpack_elias_fano", codes.unpack_elias_fano)
     if not torch.cuda.is_available():
         monkeypatch.setattr(codes, "_BITS", 1 << 15)  # fewer programs
