@@ -50,7 +50,12 @@ def test_the_whole_race_of_two_ranks(
     assert main(["gpt", "--quick", "--workers", "2", "--out", str(path)]) == 0
     said = capsys.readouterr()
     content = json.loads(path.read_text())
-    assert [len(content[kind]) for kind in ("search", "race", "steps", "latency")] == [2, 4, 4, 2]  # two seeds are raced
+    assert [len(content[kind]) for kind in ("search", "race", "steps", "latency")] == [
+        2,
+        4,
+        4,
+        2,
+    ]  # two seeds are raced
     assert said.out.startswith("| to a test loss of 3.6 |") and "with a latency of 50 ms one way" in said.out
     assert said.err.count("search:") == 2
     ratio = content["summary"]["latency"]["ratio"]
