@@ -1,6 +1,7 @@
 """The race of the GPT, short: the training does not depend on the link; and what the tables say."""
 
 import json
+import pydoc_data.topics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from regtopk.core.codes import full_message_bytes
 from regtopk.errors import ArgumentError
 from tests.slow_network.network import needs_namespaces
 
+TEXT = pydoc_data.topics.__file__  # short: every rank reads it
+
 
 @needs_namespaces
 def test_the_link_changes_no_bit_of_the_training() -> None:
@@ -28,7 +31,7 @@ def test_the_link_changes_no_bit_of_the_training() -> None:
         {**run, "method": method, "bandwidth_bits_per_s": link} for method in EVERY for link in (None, 100e6)
     ]
     with links_of(2) as links:
-        job = {"plan": asdict(QUICK), "runs": runs, "latency_s": 0.0, "data": None}
+        job = {"plan": asdict(QUICK), "runs": runs, "latency_s": 0.0, "data": TEXT}
         rows = list(launch("benchmarks.slow_network.gpt_training", job, links))
     for unshaped, shaped in zip(rows[::2], rows[1::2], strict=True):
         assert (unshaped["bandwidth_bits_per_s"], shaped["bandwidth_bits_per_s"]) == (None, 100e6)
@@ -47,26 +50,30 @@ def test_the_whole_race_of_two_ranks(
     some = {method: EVERY[method] for method in ("dense", "updates:4")}  # the test above has them all
     monkeypatch.setattr("benchmarks.slow_network.gpt_race.EVERY", some)
     path = tmp_path / "gpt.json"
-    assert main(["gpt", "--quick", "--workers", "2", "--out", str(path)]) == 0
+    words = ["gpt", "--quick", "--workers", "2", "--data", TEXT, "--out", str(path)]
+    assert main([*words, "--parts", "search", "race", "steps"]) == 0
     said = capsys.readouterr()
     content = json.loads(path.read_text())
-    assert [len(content[kind]) for kind in ("search", "race", "steps", "latency")] == [
-        2,
-        4,
-        4,
-        2,
-    ]  # two seeds are raced
-    assert said.out.startswith("| to a test loss of 3.6 |") and "with a latency of 50 ms one way" in said.out
-    assert said.err.count("search:") == 2
-    ratio = content["summary"]["latency"]["ratio"]
-    assert ratio > 1
+    num_rows = [len(content[kind]) for kind in ("search", "race", "steps", "latency")]
+    assert num_rows == [2, 4, 4, 0]  # two seeds are raced
+    assert said.out.startswith("| to a test loss of 3.6 |") and said.err.count("search:") == 2
     for row in content["race"]:
         assert (row["bandwidth_bits_per_s"] is None) == (
             row["method"] in ("dense", "fp16") or row["seed"] == 2
         )
-    again = ["gpt", "--quick", "--workers", "2", "--parts", "search", "--out", str(path)]
-    assert main(again) == 0
+    assert main([*words, "--parts", "search"]) == 0
     assert "search:" not in capsys.readouterr().err  # what was searched is not searched again
+
+
+def test_latency_is_measured_in_whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    race = GptRace(parser("").parse_args(["gpt", "--quick"]), "command")
+    race.results.content["search"] = [{**race_row("updates:4", None, [3.0]), "lr": 0.5, "workers": 4}]
+    launched: list[Any] = []
+    monkeypatch.setattr(race, "_launch", lambda kind, runs, links: launched.append((kind, runs, links)))
+    race.measure_latency("links")  # type: ignore[arg-type]
+    ((kind, (run,), links),) = launched
+    assert (kind, links, run["method"], run["lr"]) == ("latency", "links", "updates:4", 0.5)
+    assert (run["stretch"], run["most_stretches"], run["bandwidth_bits_per_s"]) == (16, 2, 100e6)
 
 
 def race_row(method: str, link: float | None, losses: list[float]) -> dict[str, Any]:
