@@ -1,7 +1,8 @@
 """Pieces become one vector and back, whatever their memory is like; and a NaN or inf is never missed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -15,6 +16,16 @@ from regtopk.kernels.dispatch import kernel_named
 SHAPES = [(300, 401), (7,), (0,), (64, 3, 5, 5), (150_001,), (1,)]
 KERNELS = ["reference", "cpu", "cuda"]
 DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's interpreter takes long for each."""
+    pieces = import_module("regtopk.kernels.cuda_pieces")
+    monkeypatch.setattr(pieces, "_TILE", 1 << 15)
+    pieces._cut.cache_clear()
+    yield
+    pieces._cut.cache_clear()
 
 
 def pieces_of(dtype: torch.dtype) -> list[Tensor]:
