@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -47,6 +48,32 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.zero_grad()
         loss_of(net, step).backward()
         optimizer.step()
+
+
+def test_weights_that_are_loaded_too_late_are_told_of(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(load_weights_too_late):
+        assert len(said) == 2 and all(text.startswith("the model has loaded weights after") for text in said)
+
+
+def load_weights_too_late() -> list[str]:
+    net = make_net()
+    optimizer = sgd(net)
+    weights = {name: tensor + 1 for name, tensor in net.state_dict().items()}
+    with listening() as said, closing(regtopk.UpdateExchange(net, optimizer, TOPK, every=2)) as exchange:
+        train(net, optimizer, range(5))  # inside a round
+        saved = exchange.state_dict()
+        net.load_state_dict(weights)
+        exchange.load_state_dict(saved)  # which loads all of it
+        deepcopy(net).load_state_dict(weights)
+        train(net, optimizer, range(5, 8))
+        assert not said
+        net.load_state_dict(weights)
+        train(net, optimizer, range(8, 10))
+        net.first.load_state_dict(net.first.state_dict())
+        train(net, optimizer, range(10, 12))
+    net.load_state_dict(weights)
+    train(net, optimizer, range(12, 13))
+    return list(said)
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:

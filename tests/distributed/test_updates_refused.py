@@ -59,12 +59,14 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "optimizer of less": (
         {"optimizer": only_first},
         "ArgumentError",
-        "optimizer must hold every parameter that is exchanged, but not 'extra.weight'",
+        "optimizer must hold every parameter that is exchanged, got one without 'extra.weight': was it "
+        "made from another model?",
     ),
     "optimizer of another model": (
         {"optimizer": lambda net: sgd(make_net())},
         "ArgumentError",
-        "optimizer must hold every parameter that is exchanged, but not 'first.weight'",
+        "optimizer must hold every parameter that is exchanged, got one without 'first.weight': was it "
+        "made from another model?",
     ),
     "optimizer of more": (
         {"optimizer": with_another},

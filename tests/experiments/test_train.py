@@ -66,7 +66,7 @@ def test_bad_settings_are_refused(setting: str, message: str) -> None:
         (["algorithm=topk:exchange=gradients", "exchange=updates"], "exchange must be the same as option"),
         (
             ["exchange=updates", "every=7"],
-            "every must divide the number of steps, 300, got 'regtopk:exchange",
+            "every must divide the number of steps, 300, got 'topk:value_code=4bit",
         ),
         (["exchange=updates", "outer_lr=0.5"], "outer_lr and outer_momentum need an outer other than none"),
         (["exchange=updates", "scope=bucket"], "scope must be model where updates are exchanged, got"),
@@ -163,12 +163,12 @@ def test_command_trains_a_text_by_updates(tmp_path: Path) -> None:
     """Records say what was exchanged, where rounds ended, and the bytes of a message for each round."""
     (tmp_path / "text").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(1500)))
     sizes = "num_layers=1", "width=16", "context=16", "batch_size=2", "record_every=3"
-    words = ["--task", "gpt", "--exchange", "updates", "--every", "2", "--value-code", "4bit", "--steps", "8"]
+    words = ["--task", "gpt", "--exchange", "updates", "--every", "2", "--steps", "8"]
     typed = [*words, "--data", str(tmp_path / "text"), *(word for size in sizes for word in ("--set", size))]
     answer = CliRunner().invoke(app, ["train", *typed, "--json", "--out", str(tmp_path / "run")])
     assert answer.exit_code == 0, answer.stderr
     summary = json.loads(answer.stdout)
-    own = "regtopk:exchange=updates:every=2"
+    own = "topk:value_code=4bit:impute=0.35:exchange=updates:every=2"
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = {method: [r["step"] for r in records if r["method"] == method] for method in ("dense", own)}
     assert steps == {"dense": [0, 3, 6, 8], own: [0, 2, 6, 8]}

@@ -33,6 +33,17 @@ class _Update(NamedTuple):
     start: list[nn.Parameter]
 
 
+class LoadNotice:
+    """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
+
+    def __init__(self) -> None:
+        self.has_loaded = False
+
+    def __call__(self, *_: Any) -> None:
+        """Called by the module."""
+        self.has_loaded = True
+
+
 class LocalModel:
     """Parameters and buffers that the optimizer of this rank changes, from one round to the next.
 
@@ -62,6 +73,11 @@ class LocalModel:
         self._updates: list[_Update] = []  # of the buckets, one after another
         self.update: dict[str, Tensor] = {}  # views of their vectors, by name
         self.outer = make_outer(outer, list(self.start.values()))
+        self.notice = LoadNotice()
+        self.hooks = [
+            part.register_load_state_dict_post_hook(self.notice)
+            for part in (module.modules() if module else ())
+        ]
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""

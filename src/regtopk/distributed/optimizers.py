@@ -19,7 +19,10 @@ def check_inner(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
     held = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for name, p in parameters.items():
         if id(p) not in held:
-            raise ArgumentError(f"optimizer must hold every parameter that is exchanged, but not {name!r}")
+            raise ArgumentError(
+                f"optimizer must hold every parameter that is exchanged, got one without {name!r}: was it "
+                "made from another model?"
+            )
     exchanged = {id(p) for p in parameters.values()}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:

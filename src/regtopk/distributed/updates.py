@@ -1,5 +1,6 @@
 """An exchange of updates: the optimizer runs first, and what it changed is sent."""
 
+import logging
 from typing import Any
 from weakref import WeakSet
 
@@ -27,6 +28,7 @@ _WARNING = (
     "after round %d a rank's update was not finite: all ranks went back to where the round began; "
     "total.num_skipped counts such rounds"
 )
+_log = logging.getLogger("regtopk")
 _attached: "WeakSet[Optimizer]" = WeakSet()
 
 
@@ -127,7 +129,8 @@ class UpdateExchange(ExchangeBase):
         self._num_steps = 0
         with torch.no_grad():
             model.begin(collectives, self._steps.buckets.all)
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
         _attached.add(optimizer)
 
     @property
@@ -180,12 +183,22 @@ class UpdateExchange(ExchangeBase):
         steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
         self._num_steps = model.num_steps
+        self._model.notice.has_loaded = False
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
         super().close()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         _attached.discard(self._model.optimizer)
+
+    def _before_step(self, *_: Any) -> None:
+        if self._model.notice.has_loaded:
+            _log.warning(
+                "the model has loaded weights after UpdateExchange was made: they count as an update, of "
+                "which only a part is sent. Load them before it is made, or all of it by its own load_state_dict"
+            )
+            self._model.notice.has_loaded = False
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -40,6 +40,9 @@ DEFAULTS = {
 }  # fmt: skip
 
 
+UPDATES = "topk:value_code=4bit:impute=0.35"  # what was measured best (README)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of a training; 0 and empty words become the task's own defaults.
@@ -48,7 +51,8 @@ class TrainConfig:
         task: what to learn: digits (scikit-learn's), or gpt, the next character of a text. Sizes of gpt are
             --set num_layers=2 --set width=64 --set context=64 --set batch_size=4.
         algorithm: what to train with, as NAME[:OPTION=VALUE]... in the words of regtopk compare, such as
-            topk:value_code=4bit:exchange=updates:every=2:lr=0.008. Dense DDP is always trained too.
+            topk:value_code=4bit:exchange=updates:every=2:lr=0.008. Dense DDP is always trained too. If not
+            given, regtopk for gradients, topk:value_code=4bit:impute=0.35 for updates.
         exchange: what workers exchange: gradients (by regtopk.attach), or what the optimizer changed: updates
             (by regtopk.UpdateExchange). If not given, what --algorithm says, or else gradients.
         every: with updates, how many steps a worker takes by itself before an exchange; it divides the number
@@ -78,7 +82,7 @@ class TrainConfig:
     """
 
     task: str = "digits"
-    algorithm: str = "regtopk"
+    algorithm: str = ""
     exchange: str = ""
     every: int = 0
     outer: str = ""
@@ -135,6 +139,8 @@ class TrainConfig:
         for name in (*DEFAULTED, "lr"):
             object.__setattr__(self, name, getattr(self, name) or getattr(own, name))
         object.__setattr__(self, "record_every", self.record_every or record_every)
+        usual = UPDATES if self.exchange == "updates" else "regtopk"
+        object.__setattr__(self, "algorithm", self.algorithm or usual)
 
     def _check_digits(self) -> None:
         if self.data:

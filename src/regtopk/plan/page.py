@@ -170,7 +170,8 @@ def notes(plan: Plan, memory_bytes: float) -> list[str]:
     for p, every in plan.affordable_rounds():
         costs = f"A round of {_in_words(p.method, p.method.kind)}, costs"
         said.append(
-            f"{costs} at most {ROUND_SHARE:.0%} of the computation from --every {every} on."
+            f"{costs} at most {ROUND_SHARE:.0%} of the computation from --every {every} on; "
+            "with rarer rounds a step learns less (docs/transformers.md)."
             if every
             else f"{costs} more than {ROUND_SHARE:.0%} of the computation even with --every {ROUNDS[-1]}."
         )
