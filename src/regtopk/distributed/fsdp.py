@@ -134,9 +134,9 @@ class _DenseMean:
 
 def _units_of(model: nn.Module) -> list[Unit]:
     """The units of a model that have something to train, by name; refuses those that cannot be exchanged."""
-    modules = {name: module for name, module in model.named_modules() if is_fsdp2(module)}
+    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if is_fsdp2(module)}
     for module in modules.values():
-        module.reshard()  # type: ignore[operator]  # after an evaluation some are whole
+        module.reshard()  # after an evaluation some are whole
     names: dict[int, list[str]] = {}
     groups: dict[int, tuple[Any, Any]] = {}
     for name, module in modules.items():

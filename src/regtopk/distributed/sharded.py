@@ -63,7 +63,7 @@ class ShardedParameters(Parameters):
         return {name: nn.Parameter(local(p), requires_grad=p.requires_grad) for name, p in self.whole.items()}
 
     def reshard(self) -> None:
-        """Let go of whole parameters: FSDP keeps some after an evaluation, and would not see what is written."""
+        """Let go of whole parameters, which FSDP keeps after an evaluation: they hide what is written."""
         for module in [] if self._sharded is None else self._sharded.modules():
             if is_fsdp2(module):
                 module.reshard()  # type: ignore[operator]
@@ -79,7 +79,7 @@ def local(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        part: Tensor = tensor.to_local()  # type: ignore[operator]
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
 
 

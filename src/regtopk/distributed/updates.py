@@ -82,8 +82,8 @@ class UpdateExchange(ExchangeBase):
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
-        ClusterError: a model in DDP or FSDP1, an optimizer that has an exchange already, ranks that differ, or
-            a rank that did not make this call; nothing was changed.
+        ClusterError: a model in DDP or FSDP1, an optimizer that has an exchange already, ranks that differ,
+            or a rank that did not make this call; nothing was changed.
     """
 
     @names_typos
@@ -119,10 +119,11 @@ class UpdateExchange(ExchangeBase):
             handshake_timeout_s=handshake_timeout_s,
         )
         model = LocalModel(parameters, optimizer, outer, buffers)
-        if model.is_sharded or isinstance(process_group, DeviceMesh):
-            process_group = group_of("process_group", process_group)
         if model.is_sharded:
+            process_group = group_of("process_group", process_group)
             model.shards = Shards(model.parameters.whole, process_group)
+        elif isinstance(process_group, DeviceMesh):
+            process_group = group_of("process_group", process_group)
         collectives = Collectives(group_or_default(process_group))
         if optimizer in _attached:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
