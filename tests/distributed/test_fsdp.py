@@ -1,6 +1,5 @@
 """Models of fully_shard, replicated over a slow axis: gradients are exchanged between equal parts."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import GRIDS, UNITS, grid, sharded, whole_gradients, whole_parameters
-from tests.distributed.training import algorithm_state, batch, listening, loss_of, make_net, same
+from tests.distributed.training import batch, listening, loss_of, make_net, same
 
 NUM_STEPS = 5
 LR = 0.5
