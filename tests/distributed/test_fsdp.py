@@ -16,7 +16,6 @@ from tests.distributed.training import batch, listening, loss_of, make_net, same
 
 NUM_STEPS = 5
 LR = 0.5
-ALL = ["exactly", "all entries of Top-k"]
 
 
 def train(model: nn.Module, steps: range = range(NUM_STEPS), **arguments: Any) -> Tensor:
@@ -52,7 +51,7 @@ def train_native_and_attached(shape: tuple[int, int], algorithm: Algorithm[Any])
 
 # Some entries sent: the same as replicas that are not sharded, whose exchange is cut by hand.
 
-ALGORITHMS = [
+ALGORITHMS: list[Algorithm[Any]] = [
     regtopk.TopK(density=0.05),
     regtopk.TopK(density=0.05, value_code="4bit"),
     regtopk.RegTopK(density=0.05),

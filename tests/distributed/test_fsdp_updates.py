@@ -97,7 +97,7 @@ def train_by_hand(replicas: int, shards: int, has_outer: bool) -> Tensor:
             outer.step()
             with torch.no_grad():
                 for net in nets:
-                    torch._foreach_copy_(list(net.parameters()), start)
+                    torch._foreach_copy_(list(net.parameters()), list[Tensor](start))
     return nn.utils.parameters_to_vector(start).detach()
 
 

@@ -169,7 +169,9 @@ def _wrapped(model: object) -> DistributedDataParallel:
     inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    hint = "FSDP is not supported" if is_fsdp(inner) else "wrap it first, or use regtopk.Exchange"
+    hint = "wrap it first, or use regtopk.Exchange"
+    if is_fsdp(inner):
+        hint = "of FSDP only fully_shard is supported, by regtopk.attach"
     raise ClusterError(f"model must be a DistributedDataParallel, got {type(inner).__name__}: {hint}")
 
 

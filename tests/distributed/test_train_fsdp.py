@@ -1,0 +1,58 @@
+"""examples/train_fsdp.py on 2 x 2 ranks: by updates, resumed, by gradients, and by torch's own HSDP."""
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from tests.distributed.ranks import Ranks
+
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_fsdp.py")
+
+
+def run_script(*words: str) -> str:
+    """What the script prints in a process that is in a group, and stays in it."""
+    small = ["--layers", "1", "--width", "32", "--steps"]
+    with (
+        patch.object(sys, "argv", [SCRIPT, *small, *words]),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return printed.getvalue()
+
+
+def run_all(folder: Path) -> list[str]:
+    file = [
+        "--data",
+        str(folder / "text.txt"),
+        "--checkpoint",
+        str(folder / "checkpoint"),
+        "--density",
+        "0.05",
+    ]
+    return [
+        run_script("6", *file),
+        run_script("40", *file, "--resume"),
+        run_script("40", *file, "--gradients", "--lr", "0.5"),
+        run_script("40", *file, "--dense"),
+    ]
+
+
+def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> None:
+    lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    printed, *others = four_ranks.run(run_all, tmp_path)
+    assert others == [[""] * 4] * 3
+    begun, resumed, gradients, dense = printed
+    assert begun.startswith("6 steps: test loss ") and "topk: 3 rounds of 2 steps on 2 workers" in begun
+    assert resumed.startswith("40 steps: ") and "topk: 20 rounds of 2 steps on 2 workers" in resumed
+    assert gradients.startswith("40 steps: ") and "topk: 40 steps on 2 workers" in gradients
+    assert dense.startswith("40 steps: ") and dense.count("\n") == 1
+    losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
+    assert max(losses[1:]) < losses[0] - 0.5, losses
