@@ -35,6 +35,29 @@ def sharded(mesh: DeviceMesh, net: Net | None = None, **options: Any) -> Any:
     return fully_shard(net, mesh=mesh, **options)
 
 
+class Twice(nn.Module):
+    """A net whose middle is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(20, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for _ in range(2):
+            x = x + torch.tanh(self.middle(x))
+        result: Tensor = self.last(x)
+        return result
+
+
+def used_twice(mesh: DeviceMesh) -> Any:
+    """A sharded net with a unit that a forward uses twice, and a backward reduces once."""
+    torch.manual_seed(0)
+    net = Twice()
+    fully_shard(net.middle, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All parts of a tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,18 +1,29 @@
 """Models of fully_shard, replicated over a slow axis: gradients are exchanged between equal parts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
-from tests.distributed.sharding import GRIDS, UNITS, grid, sharded, whole_gradients, whole_parameters
-from tests.distributed.training import batch, listening, loss_of, make_net, same
+from tests.distributed.sharding import (
+    GRIDS,
+    UNITS,
+    grid,
+    sharded,
+    used_twice,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.distributed.training import Net, batch, listening, loss_of, make_net, same
 
 NUM_STEPS = 5
 LR = 0.5
@@ -47,6 +58,46 @@ def train_native_and_attached(shape: tuple[int, int], algorithm: Algorithm[Any])
     model = sharded(mesh["shard"])
     regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
     return train(sharded(mesh)), train(model)
+
+
+def checkpointed(net: Net) -> Net:
+    checkpoint(net.extra)
+    return net
+
+
+def partly_frozen(net: Net) -> Net:
+    net.extra.requires_grad_(False)
+    net.last.bias.requires_grad_(False)
+    return net
+
+
+KINDS: dict[str, Callable[[DeviceMesh], Any]] = {
+    "not resharded after forward": lambda mesh: sharded(mesh, reshard_after_forward=False),
+    "activation checkpointing": lambda mesh: sharded(mesh, checkpointed(make_net())),
+    "frozen parameters": lambda mesh: sharded(mesh, partly_frozen(make_net())),
+    "one unit": lambda mesh: fully_shard(make_net(), mesh=mesh),
+    "a group of modules": lambda mesh: with_a_group(make_net(), mesh),
+    "a unit used twice": used_twice,
+}
+
+
+def with_a_group(net: Net, mesh: DeviceMesh) -> Any:
+    fully_shard([net.first, net.extra], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models_equal_native_hsdp(four_ranks: Ranks, kind: str) -> None:
+    for native, attached, num_steps in four_ranks.run(train_a_kind, kind):
+        torch.testing.assert_close(attached, native)
+        assert num_steps == 3
+
+
+def train_a_kind(kind: str) -> tuple[Tensor, Tensor, int]:
+    mesh = grid(2, 2)
+    model, native = KINDS[kind](mesh["shard"]), KINDS[kind](mesh)
+    exchange = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    return train(native, range(3)), train(model, range(3)), exchange.num_steps
 
 
 # Some entries sent: the same as replicas that are not sharded, whose exchange is cut by hand.

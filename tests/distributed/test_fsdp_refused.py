@@ -200,6 +200,23 @@ def hooks_after_a_refusal() -> bool:
     return hooks == [None] * 4
 
 
+def test_a_missing_rank_is_found_by_all_others(four_ranks: Ranks) -> None:
+    *found, absent = four_ranks.run(attach_on_three)
+    where = "did every rank call regtopk.attach along the shard axis? rank 1 has not after 1 s"
+    assert absent is None
+    assert all(kind == "ClusterError" and message.startswith(where) for kind, message in found)
+
+
+def attach_on_three() -> tuple[str, str] | None:
+    model = sharded(grid(2, 2)["shard"])
+    found = None
+    if dist.get_rank() != 3:
+        found = refusal(lambda: attach(model, handshake_timeout_s=1))
+    dist.barrier()
+    attach(model)  # on all, again
+    return found
+
+
 def test_a_unit_that_is_used_in_part(four_ranks: Ranks) -> None:
     for kind, message in four_ranks.run(use_a_part):
         assert (kind, message) == (

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import Ranks
 
+UNTRAINED = math.log(256)  # the loss of a model that knows nothing
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_fsdp.py")
 
 
@@ -37,10 +39,10 @@ def run_all(folder: Path) -> list[str]:
         "0.05",
     ]
     return [
-        run_script("6", *file),
-        run_script("40", *file, "--resume"),
-        run_script("40", *file, "--gradients", "--lr", "0.5"),
-        run_script("40", *file, "--dense"),
+        run_script("4", *file),
+        run_script("20", *file, "--resume"),
+        run_script("10", *file, "--gradients", "--lr", "1"),
+        run_script("10", *file, "--dense"),
     ]
 
 
@@ -50,9 +52,9 @@ def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> Non
     printed, *others = four_ranks.run(run_all, tmp_path)
     assert others == [[""] * 4] * 3
     begun, resumed, gradients, dense = printed
-    assert begun.startswith("6 steps: test loss ") and "topk: 3 rounds of 2 steps on 2 workers" in begun
-    assert resumed.startswith("40 steps: ") and "topk: 20 rounds of 2 steps on 2 workers" in resumed
-    assert gradients.startswith("40 steps: ") and "topk: 40 steps on 2 workers" in gradients
-    assert dense.startswith("40 steps: ") and dense.count("\n") == 1
+    assert begun.startswith("4 steps: test loss ") and "topk: 2 rounds of 2 steps on 2 workers" in begun
+    assert resumed.startswith("20 steps: ") and "topk: 10 rounds of 2 steps on 2 workers" in resumed
+    assert gradients.startswith("10 steps: ") and "topk: 10 steps on 2 workers" in gradients
+    assert dense.startswith("10 steps: ") and dense.count("\n") == 1
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
-    assert max(losses[1:]) < losses[0] - 0.5, losses
+    assert losses[1] < losses[0] < UNTRAINED and max(losses[1:]) < UNTRAINED - 0.3, losses
