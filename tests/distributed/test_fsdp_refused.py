@@ -128,6 +128,11 @@ CASES: dict[str, tuple[Act, str, str]] = {
         "parameter 'extra.weight' must be sharded as the others are, got a plain tensor: call fully_shard on "
         "the whole model, too",
     ),
+    "two meshes": (
+        lambda: attach(on_two_meshes()),
+        "ClusterError",
+        "parameters must be on one mesh, got '0.weight' on ranks {replicas} and '1.weight' on ranks {shards}",
+    ),
     "several parameter groups": (
         lambda: attach(with_groups()),
         "ClusterError",
@@ -178,7 +183,8 @@ def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
     for rank, found in enumerate(four_ranks.run(refusal_of, case)):
         shards = [0, 1] if rank < 2 else [2, 3]
         places = ([0, 2], [1, 2]) if rank in (0, 3) else ([1, 2], [0, 2])
-        expected = message.replace("{shards}", str(shards))
+        replicas = [0, 2] if rank % 2 == 0 else [1, 3]
+        expected = message.replace("{shards}", str(shards)).replace("{replicas}", str(replicas))
         expected = expected.replace("{crossed}", "{} on rank 0, {} on rank 1".format(*places))
         assert found == (kind, expected)
 

@@ -102,6 +102,10 @@ class ShardedHookState(ExchangeBase):
                 f"required a gradient when it was attached, got {flat.numel()}: a backward must use all of a "
                 "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros)"
             )
+        if (
+            flat.is_cuda
+        ):  # FSDP may let go of it, and another stream reuse its memory, before this one is done
+            flat.record_stream(torch.cuda.current_stream())
         backward = torch._C._current_graph_task_id()
         with steps.lock:
             if backward != self._backward:  # the last one may have failed before its end

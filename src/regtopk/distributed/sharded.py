@@ -135,8 +135,9 @@ def _mesh_of(named: Mapping[str, Any]) -> DeviceMesh:
     mesh: DeviceMesh = named[first].device_mesh
     for name in others:
         if named[name].device_mesh != mesh:
+            ranks, others_ranks = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
             raise ClusterError(
-                f"parameters must be on one mesh, got {first!r} on {mesh} and {name!r} on "
-                f"{named[name].device_mesh}"
+                f"parameters must be on one mesh, got {first!r} on ranks {ranks} and {name!r} on ranks "
+                f"{others_ranks}"
             )
     return mesh
