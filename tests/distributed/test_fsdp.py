@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
