@@ -25,7 +25,9 @@ import torch.distributed as dist
 from tests.processes import free_port
 
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
-_forks.set_forkserver_preload(["pytest", "torch", "torch.distributed", "torch._dynamo", "regtopk"])
+_forks.set_forkserver_preload(
+    ["pytest", "torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "regtopk"]
+)
 
 
 class Ranks:

@@ -93,12 +93,14 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "attach to FSDP": (
         lambda: regtopk.attach(sharded(), TOPK),
         "ClusterError",
-        "model must be a DistributedDataParallel, got FullyShardedDataParallel: FSDP is not supported",
+        "model must be a DistributedDataParallel, got FullyShardedDataParallel: of FSDP only fully_shard is "
+        "supported, by regtopk.attach",
     ),
-    "attach to FSDP2": (
-        lambda: regtopk.attach(sharded_in_place(), TOPK),
+    "state for FSDP2": (
+        lambda: regtopk.SparseHookState(sharded_in_place(), TOPK),
         "ClusterError",
-        "model must be a DistributedDataParallel, got FSDPLinear: FSDP is not supported",
+        "model must be a DistributedDataParallel, got FSDPLinear: of FSDP only fully_shard is supported, by "
+        "regtopk.attach",
     ),
     "FSDP": (
         lambda: regtopk.Exchange(sharded(), TOPK),

@@ -76,6 +76,25 @@ def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> No
     assert (tmp_path / "checkpoint.pt").exists()
 
 
+def follow_sharded(sources: list[str]) -> tuple[str, torch.Tensor]:
+    names = what_is_yours()
+    summaries = []
+    for source in sources:
+        follow(source, names)
+        summaries.append(names["exchange"].summary().splitlines()[0])
+    parameters = [p.detach().full_tensor().flatten() for p in names["network"].parameters()]
+    return " ".join(summaries), torch.cat(parameters)
+
+
+def test_the_guides_sharded_model_trains_and_replicas_stay_equal(four_ranks: Ranks) -> None:
+    results = four_ranks.run(follow_sharded, blocks(GUIDE, "python sharded"))
+    for told, parameters in results:
+        assert told == (
+            "topk: 4 rounds of 2 steps on 2 workers; this rank: regtopk: 8 steps on 2 workers; this rank:"
+        )
+        assert torch.equal(parameters, results[0][1]) and parameters.isfinite().all()
+
+
 def sides_of(diff: str) -> list[str]:
     """The code before and after a diff."""
     return ["".join(line[2:] + "\n" for line in diff.splitlines() if line[0] != sign) for sign in "+-"]

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import regtopk
 from tests.distributed.ranks import Ranks
@@ -19,9 +18,7 @@ TOPK = regtopk.TopK(density=0.1)
 
 
 def sharded() -> nn.Module:
-    net = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(net[0], mesh=init_device_mesh("cpu", (2,)))
-    return net
+    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
 
 
 def only_first(net: Any) -> torch.optim.Optimizer:
@@ -99,8 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "FSDP": (
         {"net": sharded},
         "ClusterError",
-        "parameters must be a plain model, got FSDPLinear: FSDP shards its parameters, but every rank must "
-        "hold all of them here: train the model without FSDP",
+        "parameters must be a plain model or one of fully_shard (FSDP2), got FullyShardedDataParallel",
     ),
     "algorithm": (
         {"algorithm": "topk"},

@@ -128,6 +128,16 @@ def test_a_sparse_vector_is_spread(
         assert torch.equal(piece, part.to(piece.dtype))
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_sparse_vector_is_spread_into_one_piece_that_is_not_like_it(name: str) -> None:
+    indices = torch.tensor([[0, 7, 69_999]])
+    vector = torch.zeros(70_000).index_fill_(0, indices[0], 1.5)
+    support = Support(indices, torch.tensor([3]))
+    for piece in (torch.ones(70_000, dtype=torch.bfloat16), torch.ones(700, 100).t()):
+        kernel_named(name).spread_([piece], vector, support)
+        assert torch.equal(piece.float().reshape(-1), vector)
+
+
 @pytest.mark.parametrize("function", ["take_largest_", "take_largest_per_chunk_", "take_above_"])
 def test_torch_knows_that_a_kernel_has_written(function: str) -> None:
     """An aggregate that was changed must not pass for one that is zero outside of its support."""

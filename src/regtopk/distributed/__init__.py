@@ -3,7 +3,8 @@
 The way of a gradient, from backward to the wire and back. Each file calls the next, and none calls one that
 it came from (tests/distributed/test_way.py traces a step on two ranks)::
 
-    ddp.py             DDP hands over its buckets (without DDP: exchange.py; scope="bucket": bucket_queue.py)
+    ddp.py             DDP hands over its buckets (without DDP: exchange.py; scope="bucket": bucket_queue.py;
+                       sharded models: fsdp.py)
     step.py            makes flat vectors of them, and runs the algorithm on each
     core/algorithm.py  the algorithm selects entries and makes requests
     driver.py          passes each request to its function:
@@ -24,7 +25,8 @@ return at once (and 20 of core, algorithms, kernels and wire)::
     record.py          the counts of all steps
 
 Beside the way: checkpoint.py saves and loads, options.py checks what users hand over, base.py is what every
-kind of exchange offers them, and one_process.py stands in where there is nobody to exchange with. A new kind
+kind of exchange offers them, attach.py finds the right one, sharded.py knows of parameters of which a rank
+holds a part, and one_process.py stands in where there is nobody to exchange with. A new kind
 of exchange *has* a `Steps` and feeds it tensors by name.
 
 updates.py is such a kind. It feeds what an optimizer has changed since the round began: local_model.py keeps
@@ -32,8 +34,9 @@ where that was, optimizers.py looks after the two optimizers, model_buffers.py a
 update_checkpoint.py saves them.
 """
 
+from regtopk.distributed.attach import attach
 from regtopk.distributed.checkpoint import merge_state_dicts
-from regtopk.distributed.ddp import SparseHookState, attach, sparse_hook
+from regtopk.distributed.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.exchange import Exchange
 from regtopk.distributed.updates import UpdateExchange
 

@@ -124,15 +124,16 @@ class Buckets:
 
     def cut(self, names: Names) -> list[Names]:
         """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
-        names = tuple(name for name in names if self.parameters.named[name].numel() > 0)
+        named = self.parameters.named
+        names = tuple(name for name in names if named[name].numel() > 0)
         sparse = tuple(name for name in names if name not in self.skipped)
         dense = tuple(name for name in names if name in self.skipped)
         return [part for part in (sparse, dense) if part]
 
     def make(self, names: Names) -> Bucket:
         """A bucket of these parameters, in the state of the first step."""
-        rank, device = self.rank, self.parameters.device
-        dtype = flat_dtype(self.parameters.named[name] for name in names)
+        rank, device, named = self.rank, self.parameters.device, self.parameters.named
+        dtype = flat_dtype(named[name] for name in names)
         worker = Worker(
             weight=rank.weights[rank.index].to(device=device, dtype=dtype),
             index=torch.tensor(rank.index, device=device),

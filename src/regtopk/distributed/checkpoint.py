@@ -15,6 +15,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
         first_step  the step that `total` counts from (0 if missing)
         report      [loss, time_s], or [] if none is waiting for the next step
     updates      only of an `UpdateExchange`: see update_checkpoint.py
+    shard        only of a sharded model: [which part of it, of how many]
 
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
@@ -34,7 +35,7 @@ from regtopk.errors import StateError
 
 FORMAT = 1
 _KEYS = {"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"}
-_UPDATES = frozenset({"updates"})
+_OPTIONAL = frozenset({"updates", "shard"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
@@ -83,7 +84,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     if not parts:
         raise StateError("parts must hold at least one rank's state, got none")
     for part in parts:
-        _check_keys(part, may_hold=_UPDATES)
+        _check_keys(part, may_hold=_OPTIONAL)
         for key in sorted({*part, *parts[0]} - {"workers"}):
             if not _same(part.get(key), parts[0].get(key)):
                 raise StateError(

@@ -1,4 +1,4 @@
-"""One line for users of DistributedDataParallel: a communication hook that exchanges sparsely.
+"""For users of DistributedDataParallel: a communication hook that exchanges sparsely.
 
 scope="model" holds all buckets until the last has arrived, selects over the whole model as the paper does,
 and then completes them together. scope="bucket" selects within each bucket and overlaps with backward: a
@@ -24,8 +24,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, is_world, new_group_like
-from regtopk.distributed.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos, refuse_typos
+from regtopk.distributed.options import Options, refuse_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp, uncompiled
 from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
@@ -142,82 +141,8 @@ class SparseHookState(ExchangeBase):
             _give_dropped(self._steps.parameters.named, grads)
 
 
-@names_typos
-def attach(
-    model: nn.Module,
-    algorithm: Algorithm[Any],
-    *,
-    scope: Scope = "model",
-    index_code: str = "elias-fano",
-    weight: float | None = None,
-    dense_steps: int = 0,
-    skip: Skip | None = None,
-    grad_scaler: torch.amp.GradScaler | None = None,
-    collective: Collective = "auto",
-    deterministic: bool = True,
-    writer: Writer | None = None,
-    handshake_timeout_s: float = 60.0,
-) -> SparseHookState | OneProcess:
-    """Make a DistributedDataParallel model exchange its gradients with an algorithm. Call it on every rank.
-
-    >>> model = DistributedDataParallel(model)
-    >>> exchange = regtopk.attach(model, regtopk.RegTopK(density=0.001))
-    >>> ...                                  # train as before
-    >>> print(exchange.summary())
-
-    With Adam, and where you clip, use `regtopk.UpdateExchange`. What arrives here is a sum of late pulses: an
-    entry that is sent rarely brings what it gathered over many steps. So `clip_grad_norm_` after backward
-    clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
-
-    The scope also decides what a failure in the middle of a step leaves behind. With "bucket" a step can be
-    taken back, at the cost of one more copy of the state: after a failure (of a rank, or of your own code in
-    backward) `state_dict()` is the state before the step, and can be saved. With "model" nothing is exchanged
-    before backward is over, so your own code cannot interrupt it; but if the exchange itself fails (a lost
-    rank), the state is no longer whole, and the exchange refuses to be saved or to go on until a checkpoint
-    is loaded.
-
-    Args:
-        model: wrapped in DistributedDataParallel, without another communication hook; torch.compile may be
-            around that. Where there is one process, a model that is not wrapped is left as it is.
-        algorithm: what is run; the same on every rank.
-        scope: "model" selects over the whole model, "bucket" within each DDP bucket, overlapping backward.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
-        dense_steps: how many first steps send everything.
-        skip: a callable of (name, parameter): True sends that parameter dense,
-            for example ``lambda name, p: p.ndim <= 1``.
-        grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
-        collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        deterministic: sum uncoded dense vectors in rank order too, not in the order of the backend.
-        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
-        handshake_timeout_s: how long to wait for every rank to make this call.
-
-    Returns:
-        The exchange: `summary()`, `total` and `last_step`; `state_dict()`, `gather_state_dict()` and
-        `load_state_dict()`; `report()`, for adaptive algorithms; `detach()`, to train on without it; and
-        `close()`, for those who attach to many models in one process.
-
-    Raises:
-        ClusterError: not a DDP model, attached twice, the ranks differ, or a rank did not make this call;
-            nothing was changed.
-        OracleError: the algorithm asks what only a simulator can answer.
-    """
-    options = Options(
-        scope=scope,
-        index_code=index_code,
-        weight=weight,
-        dense_steps=dense_steps,
-        skip=skip,
-        grad_scaler=grad_scaler,
-        collective=collective,
-        deterministic=deterministic,
-        writer=writer,
-        handshake_timeout_s=handshake_timeout_s,
-    )
-    inner = uncompiled(model)
-    is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
-    if isinstance(inner, nn.Module) and not is_wrapped and is_one_process():
-        return OneProcess(inner, algorithm, options)
+def attach_to_ddp(model: object, algorithm: Algorithm[Any], options: Options) -> SparseHookState:
+    """Register the hook: see `regtopk.attach`."""
     ddp = _wrapped(model)
     if ddp in _attached:
         raise ClusterError(
@@ -244,7 +169,9 @@ def _wrapped(model: object) -> DistributedDataParallel:
     inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    hint = "FSDP is not supported" if is_fsdp(inner) else "wrap it first, or use regtopk.Exchange"
+    hint = "wrap it first, or use regtopk.Exchange"
+    if is_fsdp(inner):
+        hint = "of FSDP only fully_shard is supported, by regtopk.attach"
     raise ClusterError(f"model must be a DistributedDataParallel, got {type(inner).__name__}: {hint}")
 
 

@@ -63,17 +63,10 @@ def agree(
         ClusterError: the ranks differ; every rank says in what and which.
         ArgumentError: the weights are not weights.
     """
-    mine = {
-        "regtopk version": __version__,
-        "algorithm": algorithm.name,
-        **{f"{algorithm.name} {key}": value for key, value in algorithm.options().items()},
-        **settings,
-    }
-    everyone = collectives.all_gather_objects((mine, weight))
-    for key in {key: None for theirs, _ in everyone for key in theirs}:  # in order
-        values = [theirs.get(key) for theirs, _ in everyone]
-        if any(value != values[0] for value in values):
-            raise ClusterError(f"all ranks must have the same {key}, got {_by_rank(key, values)}")
+    everyone = collectives.all_gather_objects((_described(algorithm, settings), weight))
+    difference = _difference([theirs for theirs, _ in everyone])
+    if difference is not None:
+        raise ClusterError(f"all ranks must have the same {difference}")
     weights = [theirs for _, theirs in everyone]
     if all(theirs is None for theirs in weights):
         return check_weights(None, collectives.num_workers)
@@ -82,6 +75,42 @@ def agree(
     if any(type(theirs) not in (int, float) for theirs in weights):
         raise ArgumentError(f"weight must be a number on every rank, got {weights}")
     return check_weights(weights, collectives.num_workers)
+
+
+def agree_along_shards(
+    shards: Collectives,
+    replicas: Collectives,
+    algorithm: Algorithm[Any],
+    weight: float | None,
+    settings: dict[str, Any],
+) -> None:
+    """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds.
+
+    Raises:
+        ClusterError: they differ.
+    """
+    mine = {**_described(algorithm, settings), "weight": weight}
+    difference = _difference(shards.all_gather_objects(mine))
+    for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
+        if theirs is not None:
+            raise ClusterError(
+                f"all ranks that share a model must have the same {theirs} of the shard group of replica "
+                f"{replica}"
+            )
+
+
+def _described(algorithm: Algorithm[Any], settings: dict[str, Any]) -> dict[str, Any]:
+    options = {f"{algorithm.name} {key}": value for key, value in algorithm.options().items()}
+    return {"regtopk version": __version__, "algorithm": algorithm.name, **options, **settings}
+
+
+def _difference(everyone: list[dict[str, Any]]) -> str | None:
+    """The first setting that is not the same on all ranks, and what each has; None if there is none."""
+    for key in {key: None for theirs in everyone for key in theirs}:  # in order
+        values = [theirs.get(key) for theirs in everyone]
+        if any(value != values[0] for value in values):
+            return f"{key}, got {_by_rank(key, values)}"
+    return None
 
 
 def _by_rank(key: str, values: list[Any]) -> str:

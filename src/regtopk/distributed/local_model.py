@@ -1,5 +1,6 @@
 """A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +21,24 @@ from regtopk.distributed.optimizers import (
     make_outer,
     restart_spoiled,
 )
-from regtopk.distributed.parameters import NamedParameters, Parameters, is_fsdp, named_pairs, uncompiled
+from regtopk.distributed.parameters import (
+    NamedParameters,
+    Parameters,
+    is_fsdp,
+    is_fsdp2,
+    named_pairs,
+    uncompiled,
+)
 from regtopk.distributed.rank import Rank
+from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local
 from regtopk.errors import ClusterError
 
 
 class _Update(NamedTuple):
-    """A bucket's vector, its parameters, and where they were when the round began."""
+    """A bucket's vector, its parameters' names, and where they were when the round began."""
 
     vector: Tensor
-    now: list[nn.Parameter]
+    names: tuple[str, ...]
     start: list[nn.Parameter]
 
 
@@ -47,7 +56,8 @@ class LoadNotice:
 class LocalModel:
     """Parameters and buffers that the optimizer of this rank changes, from one round to the next.
 
-    Beside the model there are two vectors of its size, in at least float32: theta_start, and the update.
+    Beside the model there are two vectors of its size, in at least float32: theta_start, and the update. Of a
+    sharded model a rank holds a part, and so of these.
 
     Args:
         source: a module, parameters, or (name, parameter) pairs.
@@ -61,10 +71,12 @@ class LocalModel:
     ) -> None:
         source = _plain(source)
         module = source if isinstance(source, nn.Module) else None
-        self.parameters = Parameters(source)
+        self.is_sharded = _is_sharded(source)
+        self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
+        self.shards: Shards | None = None
         self.optimizer = optimizer
         named = self.parameters.named
-        check_inner(optimizer, named)
+        check_inner(optimizer, self.parameters.whole)
         self._frozen = {name: p for name, p in named_pairs(source) if name not in named}
         self.buffers = ModelBuffers(module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
@@ -82,7 +94,7 @@ class LocalModel:
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
         return {
-            "optimizer": describe_inner(self.optimizer, self.parameters.named),
+            "optimizer": describe_inner(self.optimizer, self.parameters.whole),
             "outer": describe_outer(self.outer),
             "buffers": self.buffers.how,
             "buffers of the model": self.buffers.describe(),
@@ -94,7 +106,7 @@ class LocalModel:
         device = self.parameters.device
         collectives.broadcast(self._flat.view(torch.uint8), 0)
         for tensor in self._frozen.values():
-            take_over_(tensor, collectives, device)
+            take_over_(local(tensor), collectives, device)
         self.buffers.begin_from_rank_0(collectives, device)
         self.write_back()
         named = self.parameters.named
@@ -106,9 +118,7 @@ class LocalModel:
             start.grad = self.update[name]  # the outer optimizer finds the aggregate there
         vectors = flat.split([bucket.layout.numel for bucket in buckets])
         self._updates = [
-            _Update(
-                vector, [named[name] for name in bucket.names], [self.start[name] for name in bucket.names]
-            )
+            _Update(vector, bucket.names, [self.start[name] for name in bucket.names])
             for vector, bucket in zip(vectors, buckets, strict=True)
         ]
 
@@ -117,7 +127,11 @@ class LocalModel:
 
         Parameters of a lower precision began this round rounded, and the rounding is no update.
         """
-        are_finite = [kernels.join_(vector, now, start) for vector, now, start in self._updates]
+        named = self.parameters.named
+        are_finite = [
+            kernels.join_(vector, [named[name] for name in names], start)
+            for vector, names, start in self._updates
+        ]
         is_spoiled = self.buffers.is_spoiled(self._flat.device)
         return [update.vector for update in self._updates], torch.stack([*are_finite, ~is_spoiled]).all()
 
@@ -130,16 +144,18 @@ class LocalModel:
         """Skip a round: return to where it began. What a NaN has spoiled in the optimizer starts anew."""
         self.write_back()
         self.buffers.take_back()
-        restart_spoiled(self.optimizer)
+        restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
 
     def write_back(self) -> None:
         """Give the model theta_start."""
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.reshard()
         torch._foreach_copy_(list(self.parameters.named.values()), list(self.start.values()))
 
     def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""
         shapes = self.parameters.shapes
-        parts = flat.split([self.parameters.named[name].numel() for name in names])
+        parts = flat.split([math.prod(shapes[name]) for name in names])
         return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
 
 
@@ -155,9 +171,15 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
                 "in every backward: hand over the module inside it and train that, or exchange gradients by "
                 "regtopk.attach"
             )
-        if is_fsdp(part):
+        if is_fsdp(part) and not is_fsdp2(part):
             raise ClusterError(
-                f"parameters must be a plain model, got {type(part).__name__}: FSDP shards its parameters, "
-                "but every rank must hold all of them here: train the model without FSDP"
+                f"parameters must be a plain model or one of fully_shard (FSDP2), got {type(part).__name__}"
             )
     return inner
+
+
+def _is_sharded(source: nn.Module | list[tuple[str, nn.Parameter]]) -> bool:
+    """Whether ranks hold parts of the parameters; after an evaluation FSDP may show whole ones."""
+    if isinstance(source, nn.Module) and any(map(is_fsdp2, source.modules())):
+        return True
+    return is_sharded(named_pairs(source))

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.sharded import local
 from regtopk.errors import ArgumentError
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
@@ -73,17 +75,31 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-def restart_spoiled(optimizer: Optimizer) -> None:
-    """Let the state of a parameter start anew if it holds a NaN or inf, which would never leave it."""
-    for p, state in list(optimizer.state.items()):
-        floats = [t for t in state.values() if isinstance(t, Tensor) and t.is_floating_point()]
-        if all(bool(t.isfinite().all()) for t in floats):
+def restart_spoiled(optimizer: Optimizer, shards: Collectives | None = None) -> None:
+    """Let the state of a parameter start anew if it holds a NaN or inf, which would never leave it.
+
+    Args:
+        optimizer: whose state.
+        shards: the ranks that hold the other parts of the parameters: all parts start anew, or none.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    spoiled = torch.tensor([_is_spoiled(optimizer.state.get(p, {})) for p in parameters])
+    if shards is not None:
+        spoiled = shards.maximum(spoiled.to(parameters[0].device, torch.int64))
+    for p, is_spoiled in zip(parameters, spoiled.tolist(), strict=True):
+        state = optimizer.state.get(p)
+        if not is_spoiled or not state:
             continue
         if isinstance(optimizer, Adagrad):  # the only one of torch's whose step does not make a missing state
             state["step"].zero_()
             state["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
         else:
             del optimizer.state[p]
+
+
+def _is_spoiled(state: dict[str, Any]) -> bool:
+    floats = [local(t) for t in state.values() if isinstance(t, Tensor) and t.is_floating_point()]
+    return not all(bool(t.isfinite().all()) for t in floats)
 
 
 def average_optimizer_states(states: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:

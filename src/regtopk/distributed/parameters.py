@@ -21,14 +21,21 @@ class Parameters:
         ignored: names to leave out.
     """
 
+    takes_dtensors = False
+
     def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
         self._module = source if isinstance(source, nn.Module) else None
         self._ignored = frozenset(ignored)
         if isinstance(source, nn.Module):
             _refuse_modules(source)
-        self.named = _trainable(source, self._ignored)
+        self.whole = _trainable(source, self._ignored, self.takes_dtensors)
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.kinds = {} if self._module is None else layer_kinds(self._module)
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """What this rank holds of each, by name: here all of it."""
+        return self.whole
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +62,7 @@ class Parameters:
 
     def check_trainable(self) -> None:
         """Refuse parameters that were frozen since: what is still owed to them would be lost."""
-        for name, p in self.named.items():
+        for name, p in self.whole.items():
             if not p.requires_grad:
                 raise ClusterError(
                     f"parameter {name!r} must keep requiring a gradient: to freeze it, make a new exchange"
@@ -77,7 +84,9 @@ def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Param
     return pairs
 
 
-def _trainable(source: nn.Module | NamedParameters, ignored: frozenset[str]) -> dict[str, nn.Parameter]:
+def _trainable(
+    source: nn.Module | NamedParameters, ignored: frozenset[str], takes_dtensors: bool
+) -> dict[str, nn.Parameter]:
     named: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, p in named_pairs(source):
@@ -85,7 +94,10 @@ def _trainable(source: nn.Module | NamedParameters, ignored: frozenset[str]) -> 
             continue
         if name in named or id(p) in seen:
             raise ArgumentError(f"parameters must be given once each, got {name!r} again")
-        _refuse_parameter(name, p)
+        if is_dtensor(p) and not takes_dtensors:
+            raise ClusterError(f"parameter {name!r} is a DTensor: sharded parameters are not supported")
+        if not p.is_floating_point():
+            raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
         seen.add(id(p))
         named[name] = p
     if not named:
@@ -94,13 +106,6 @@ def _trainable(source: nn.Module | NamedParameters, ignored: frozenset[str]) -> 
     if len(devices) > 1:
         raise ClusterError(f"parameters must be on one device, got {sorted(map(str, devices))}")
     return named
-
-
-def _refuse_parameter(name: str, p: nn.Parameter) -> None:
-    if "DTensor" in (type(p).__name__, type(p.data).__name__):
-        raise ClusterError(f"parameter {name!r} is a DTensor: sharded parameters are not supported")
-    if not p.is_floating_point():
-        raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
 
 
 def _refuse_modules(module: nn.Module) -> None:
@@ -129,3 +134,13 @@ def uncompiled(model: object) -> object:
 def is_fsdp(module: object) -> bool:
     """Whether a module is sharded by either kind of FSDP (by name: their imports take long)."""
     return any(base.__name__ in ("FullyShardedDataParallel", "FSDPModule") for base in type(module).__mro__)
+
+
+def is_fsdp2(module: object) -> bool:
+    """Whether a module is sharded by fully_shard."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what a parameter holds, is a DTensor."""
+    return "DTensor" in (type(tensor).__name__, type(tensor.data).__name__)

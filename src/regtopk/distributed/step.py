@@ -23,12 +23,20 @@ from regtopk.distributed import checkpoint, layout
 from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import answer
-from regtopk.distributed.handshake import agree, agree_on_step, refuse_oracles, roll_call, share_report
+from regtopk.distributed.handshake import (
+    agree,
+    agree_along_shards,
+    agree_on_step,
+    refuse_oracles,
+    roll_call,
+    share_report,
+)
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.rank import Rank
 from regtopk.distributed.record import Ledger, StepRecord
-from regtopk.errors import ClusterError
+from regtopk.distributed.sharded import Shards
+from regtopk.errors import ClusterError, StateError
 
 _log = logging.getLogger("regtopk")
 
@@ -65,6 +73,7 @@ class Steps:
         collectives: the process group.
         options: see `regtopk.attach`.
         kind: whose steps they are.
+        shards: the ranks that hold the rest of the model, if it is sharded: they must step alike.
     """
 
     def __init__(
@@ -74,9 +83,11 @@ class Steps:
         collectives: Collectives,
         options: Options,
         kind: Kind,
+        shards: Shards | None = None,
     ) -> None:
         options.check_algorithm(algorithm)
         self._kind = kind
+        self._shards = shards
         self.parameters = parameters
         self.device = parameters.device
         self.algorithm = algorithm
@@ -89,8 +100,11 @@ class Steps:
         )
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
+        settings = self._settings(skipped)
+        if shards is not None:
+            self._meet(shards, collectives, settings)
         roll_call(collectives, kind.call, "handshake_timeout_s", options.handshake_timeout_s)
-        weights = agree(collectives, algorithm, options.weight, self._settings(skipped))
+        weights = agree(collectives, algorithm, options.weight, settings)
         self.rank = Rank(
             collectives,
             weights,
@@ -119,6 +133,15 @@ class Steps:
             "parameters": self.parameters.describe(),
             **dict(self._kind.settings),
         }
+
+    def _meet(self, shards: Shards, replicas: Collectives, settings: dict[str, Any]) -> None:
+        """Compare with the ranks that share this one's model; from then on the replicas' shards, too."""
+        call, timeout_s = f"{self._kind.call} along the shard axis", self._options.handshake_timeout_s
+        for collectives in (shards.collectives, replicas):
+            roll_call(collectives, call, "handshake_timeout_s", timeout_s)
+        of_the_whole = {**settings, "parameters": shards.whole}  # whose parts may differ in size
+        agree_along_shards(shards.collectives, replicas, self.algorithm, self._options.weight, of_the_whole)
+        settings["shard"] = shards.place
 
     # A step.
 
@@ -202,6 +225,14 @@ class Steps:
             self.is_finite &= agree_on_step(
                 self.rank.collectives, ~is_finite, self.num_steps, names, num_selected
             )
+
+    def agree_with_shards(self) -> None:
+        """Find out whether the other parts of the model are finite: no part may make a step alone."""
+        if self._shards is None:
+            return
+        with self.rank.timer.phase("collective_s"):
+            is_bad = torch.tensor(not self.is_finite, device=self.device)
+            self.is_finite = agree_on_step(self._shards.collectives, is_bad, self.num_steps, [], [])
 
     def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
@@ -301,7 +332,8 @@ class Steps:
         """This rank's state after the last finished step."""
         with self.lock:
             self.check_usable()
-            return checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
+            saved = checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
+            return saved if self._shards is None else {**saved, "shard": self._shards.place}
 
     def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
         """What a saved state holds; nothing changes yet.
@@ -311,7 +343,15 @@ class Steps:
         with self.lock:
             if self.is_closed:
                 self.check_usable()
+            if isinstance(saved, dict):
+                saved = self._without_shard(saved)
             return checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+
+    def _without_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
+        expected = None if self._shards is None else self._shards.place
+        if saved.get("shard") != expected:
+            raise StateError(f"shard of the saved state must be {expected}, got {saved.get('shard')}")
+        return {key: part for key, part in saved.items() if key != "shard"}
 
     def go_on_from(self, progress: checkpoint.Progress) -> None:
         """Go on from what was loaded."""

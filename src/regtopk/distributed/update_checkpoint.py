@@ -22,9 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.optimizers import average_optimizer_states, describe_outer, weighted_mean
+from regtopk.distributed.parameters import is_dtensor
+from regtopk.distributed.sharded import like, local
 from regtopk.errors import StateError
 
 
@@ -129,8 +132,18 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
         model.parameters.named[name].copy_(tensor)
     model.buffers.load(new.buffers)
     model.optimizer.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
+    if model.is_sharded:
+        _shard_state(model.optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(deepcopy(new.outer_state))
+
+
+def _shard_state(optimizer: Optimizer) -> None:
+    """Make DTensors of what was saved of them: this rank's parts, which have a part's shape."""
+    for p, state in optimizer.state.items():
+        for key, saved in state.items():
+            if isinstance(saved, Tensor) and saved.shape == local(p).shape and not is_dtensor(saved):
+                state[key] = like(saved, p)
 
 
 def _check_outer(mine: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -167,9 +180,9 @@ def _check_buffers(model: LocalModel, saved: dict[str, dict[str, Tensor]]) -> No
 
 
 def _copied(thing: Any) -> Any:
-    """A copy on the CPU."""
+    """A copy on the CPU; of a DTensor, of this rank's part."""
     if isinstance(thing, Tensor):
-        return thing.detach().to("cpu", copy=True)
+        return local(thing).detach().to("cpu", copy=True)
     if isinstance(thing, dict):
         return {key: _copied(value) for key, value in thing.items()}
     if isinstance(thing, (list, tuple)):

@@ -7,6 +7,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
@@ -21,6 +22,7 @@ from regtopk.distributed.optimizers import Outer
 from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters
 from regtopk.distributed.record import summarise
+from regtopk.distributed.sharded import Shards, group_of
 from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError, StateError
 
@@ -65,7 +67,9 @@ class UpdateExchange(ExchangeBase):
         every: how many optimizer steps a round has.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
-        process_group: the ranks that take part; the default group if None.
+        process_group: the ranks that take part; the default group if None. Of a model that fully_shard has
+            sharded it must be given: the replicate axis, as a group or a mesh of one dimension. Every rank
+            then exchanges its part of the model, and `outer` gets parts as its parameters.
         weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
         skip: a callable of (name, parameter): True sends that parameter dense.
@@ -80,8 +84,8 @@ class UpdateExchange(ExchangeBase):
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
-        ClusterError: a model in DDP or FSDP, an optimizer that has an exchange already, ranks that differ, or
-            a rank that did not make this call; nothing was changed.
+        ClusterError: a model in DDP or FSDP1, an optimizer that has an exchange already, ranks that differ,
+            or a rank that did not make this call; nothing was changed.
     """
 
     @names_typos
@@ -93,7 +97,7 @@ class UpdateExchange(ExchangeBase):
         *,
         every: int = 1,
         outer: Outer | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         weight: float | None = None,
         index_code: str = "elias-fano",
         skip: Skip | None = None,
@@ -116,13 +120,18 @@ class UpdateExchange(ExchangeBase):
             writer=writer,
             handshake_timeout_s=handshake_timeout_s,
         )
-        collectives = Collectives(group_or_default(process_group))
         model = LocalModel(parameters, optimizer, outer, buffers)
+        if model.is_sharded:
+            process_group = group_of("process_group", process_group)
+            model.shards = Shards(model.parameters.whole, process_group)
+        elif isinstance(process_group, DeviceMesh):
+            process_group = group_of("process_group", process_group)
+        collectives = Collectives(group_or_default(process_group))
         if optimizer in _attached:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         settings = tuple({"every": every, **model.describe()}.items())
         kind = Kind("regtopk.UpdateExchange", _WARNING, settings, num_dense=every)
-        super().__init__(Steps(model.parameters, algorithm, collectives, options, kind))
+        super().__init__(Steps(model.parameters, algorithm, collectives, options, kind, model.shards))
         self._warn_of_one_rank("updates")
         self.every = every
         self._model = model
@@ -196,7 +205,7 @@ class UpdateExchange(ExchangeBase):
         if self._model.notice.has_loaded:
             _log.warning(
                 "the model has loaded weights after UpdateExchange was made: they count as an update, of "
-                "which only a part is sent. Load them before it is made, or all of it by its own load_state_dict"
+                "which only a part is sent. Load them before it is made, or all by its own load_state_dict"
             )
             self._model.notice.has_loaded = False
 
@@ -218,6 +227,7 @@ class UpdateExchange(ExchangeBase):
         with steps.rank.timer.phase("select_s"):
             flats, is_finite = model.take_update()
         self._agree(is_finite)
+        steps.agree_with_shards()
         with steps.half_way():
             if steps.is_finite:
                 self._exchange(flats)

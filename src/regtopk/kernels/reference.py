@@ -280,7 +280,8 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 
     Entries past the counts of the support must be entries of the vector.
     """
-    if len(pieces) > 1:  # a launch for every piece would cost more than to copy all of it
+    is_plain = pieces[0].dtype == vector.dtype and pieces[0].is_contiguous()
+    if len(pieces) > 1 or not is_plain:  # a launch for every piece would cost more than to copy all of it
         torch._foreach_copy_(list(pieces), parts_of(vector, pieces))
         return
     indices = support.indices.flatten()

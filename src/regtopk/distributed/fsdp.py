@@ -1,0 +1,202 @@
+"""For users of fully_shard (FSDP2): a hook that exchanges over the replicas of a sharded model.
+
+FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
+parameters one after another, each padded to the size of the largest part. The hook turns it into the
+aggregate of the ranks that hold the same part. Units are selected within, one by one, as they arrive.
+"""
+
+import logging
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.base import ExchangeBase
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.options import Options
+from regtopk.distributed.parameters import Parameters, is_fsdp2
+from regtopk.distributed.sharded import Shards, check_placements, group_of, local
+from regtopk.distributed.step import Kind, Steps
+from regtopk.errors import ClusterError
+
+_log = logging.getLogger("regtopk")
+
+
+class Unit(NamedTuple):
+    """A module that fully_shard was called on, or several that were sharded together."""
+
+    name: str
+    module: Any  # an FSDPModule
+    group: Any  # torch's FSDPParamGroup: the parameters that are communicated together
+
+    @property
+    def trainable(self) -> list[Any]:
+        """Its sharded parameters that require a gradient, in the order of the flat vector."""
+        sharded = [p.sharded_param for p in self.group.fsdp_params]
+        return [p for p in sharded if p.requires_grad]
+
+    def stand_in(self) -> nn.Parameter:
+        """What the steps know of the flat vector, its length and dtype; it takes no memory."""
+        first, policy = self.trainable[0], self.group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
+        numel = sum(_padded_numel(p) for p in self.trainable)
+        return nn.Parameter(torch.zeros(1, dtype=dtype, device=first.device).expand(numel))
+
+
+class ShardedHookState(ExchangeBase):
+    """The exchange of a model that fully_shard has sharded: see `regtopk.attach`.
+
+    A step is a backward that reduces gradients. A unit that no step used sends nothing and keeps its
+    residual.
+    """
+
+    def __init__(
+        self, model: nn.Module, algorithm: Algorithm[Any], replicate_group: object, options: Options
+    ) -> None:
+        group = group_of("replicate_group", replicate_group)
+        units = _units_of(model)
+        shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
+        parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
+        steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
+        super().__init__(steps)
+        for unit in units:
+            steps.buckets.covering((unit.name,))  # each is a bucket of its own
+        if self.num_workers == 1:
+            _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
+        self._units = units
+        self._backward = -1  # the one that makes the current step
+        self._is_detached = False
+        for unit in units:
+            unit.module.set_all_reduce_hook(partial(self._on_gradient, unit.name))
+
+    def detach(self) -> None:
+        """Go back to dense: from the next backward on, gradients are the plain mean over the replicas.
+
+        What was not sent yet is dropped: save `state_dict()` before, to go on from it later. Call it on every
+        rank, between two steps. Then `attach` may be called again.
+        """
+        self._steps.close("detach")
+        self._steps.buckets.all = []  # sets the memory of the residuals free
+        self._is_detached = True
+        for unit in self._units:
+            unit.module.set_all_reduce_hook(_DenseMean(self._collectives))
+
+    def summary(self) -> str:
+        """What this rank sent until it was detached, if it was, and where the time went."""
+        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
+        return super().summary() + (dense if self._is_detached else "")
+
+    @torch.no_grad()
+    def _on_gradient(self, name: str, flat: Tensor) -> None:
+        """Turn a unit's vector into the aggregate, in place."""
+        steps = self._steps
+        steps.check_usable()
+        numel = steps.parameters.shapes[name][0]
+        if flat.numel() != numel:
+            raise ClusterError(
+                f"gradient of FSDP unit {name!r} must have {numel} entries, of all its parameters that "
+                f"required a gradient when it was attached, got {flat.numel()}: a backward must use all of a "
+                "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros)"
+            )
+        # FSDP may let go of it, and another stream reuse its memory, before this one is done.
+        if flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream())
+        backward = torch._C._current_graph_task_id()
+        with steps.lock:
+            if backward != self._backward:  # the last one may have failed before its end
+                self._backward = backward
+                steps.begin()
+                _after_backward(self._end_step)
+            steps.run_bucket({name: flat})
+
+    @torch.no_grad()
+    def _end_step(self) -> None:
+        steps = self._steps
+        with steps.lock:
+            steps.agree_with_shards()
+            steps.end()
+        if not steps.is_finite:  # also in units that were exchanged before the bad one arrived
+            for p in [p for unit in self._units for p in unit.trainable if p.grad is not None]:
+                local(p.grad).fill_(math.nan)
+
+
+class _DenseMean:
+    """What torch does over the replicas of a mesh of two dimensions."""
+
+    def __init__(self, replicas: Collectives) -> None:
+        self._replicas = replicas
+
+    def __call__(self, flat: Tensor) -> None:
+        if self._replicas.num_workers > 1:
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._replicas.group)
+
+
+def _units_of(model: nn.Module) -> list[Unit]:
+    """The units of a model that have something to train, by name; refuses those that cannot be exchanged."""
+    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if is_fsdp2(module)}
+    for module in modules.values():
+        module.reshard()  # after an evaluation some are whole
+    names: dict[int, list[str]] = {}
+    groups: dict[int, tuple[Any, Any]] = {}
+    for name, module in modules.items():
+        for group in _groups_of(name or "<root>", module):
+            names.setdefault(id(group), []).append(name or "<root>")
+            groups[id(group)] = module, group
+    units = [Unit(", ".join(names[key]), *groups[key]) for key in groups]
+    units = [unit for unit in units if unit.trainable]
+    _check_parameters(model, units)
+    for unit in units:
+        if not isinstance(unit.group._all_reduce_hook, (_DenseMean, type(None))):
+            raise ClusterError(
+                f"attach must be called once for a model: FSDP unit {unit.name!r} has an all-reduce hook "
+                "already"
+            )
+    return units
+
+
+def _groups_of(name: str, module: Any) -> list[Any]:
+    """torch's groups of a unit's parameters: one, or none if other units hold them all."""
+    state = module._get_fsdp_state()
+    if not hasattr(state, "_fsdp_param_groups"):  # torch 2.11
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    groups = list(state._fsdp_param_groups)
+    if len(groups) > 1:
+        try:
+            module.set_all_reduce_hook(None)
+        except ValueError as error:
+            raise ClusterError(f"FSDP unit {name!r} must have one parameter group: {error}") from error
+    return groups
+
+
+def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
+    """Every parameter to train must be in a unit, sharded over the one axis of its mesh."""
+    pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not pairs:
+        raise ClusterError("model must hold at least one parameter that requires a gradient, got none")
+    check_placements(pairs)
+    held = {id(p) for unit in units for p in unit.trainable}
+    for name, p in pairs:
+        if id(p) not in held or not p.placements[0].is_shard(0):  # type: ignore[attr-defined]
+            raise ClusterError(
+                f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
+                f"{p.placements[0]}"  # type: ignore[attr-defined]
+            )
+
+
+def _padded_numel(p: Any) -> int:
+    """How many entries of the flat vector are a parameter's: as many on every rank."""
+    rows = -(-p.shape[0] // p.device_mesh.size())
+    return int(rows * p.shape[1:].numel())
+
+
+def _after_backward(callback: Any) -> None:
+    """Run a callback when this backward is over, and FSDP's own ends of it, in which some hooks run.
+
+    FSDP queues those before: a callback that queues another comes later than all of them.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(callback))

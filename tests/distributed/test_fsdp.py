@@ -1,0 +1,347 @@
+"""Models of fully_shard, replicated over a slow axis: gradients are exchanged between equal parts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import regtopk
+from regtopk.core.algorithm import Algorithm
+from regtopk.simulate import Cluster
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharding import (
+    GRIDS,
+    UNITS,
+    grid,
+    sharded,
+    used_twice,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.distributed.training import Net, algorithm_state, batch, listening, loss_of, make_net, same
+
+NUM_STEPS = 5
+LR = 0.5
+
+
+def train(model: nn.Module, steps: range = range(NUM_STEPS), **arguments: Any) -> Tensor:
+    """The parameters after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, **arguments).backward()
+        optimizer.step()
+    return whole_parameters(model)
+
+
+# Everything sent: what torch does by itself on a mesh of two dimensions.
+
+
+@pytest.mark.parametrize("algorithm", [regtopk.Dense(), regtopk.TopK(density=1)], ids=["dense", "topk"])
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+def test_all_entries_equal_native_hsdp(
+    four_ranks: Ranks, shape: tuple[int, int], algorithm: Algorithm[Any]
+) -> None:
+    results = four_ranks.run(train_native_and_attached, shape, algorithm)
+    for native, attached in results:
+        torch.testing.assert_close(attached, native)  # they add in another order
+        assert torch.equal(attached, results[0][1])
+
+
+def train_native_and_attached(shape: tuple[int, int], algorithm: Algorithm[Any]) -> tuple[Tensor, Tensor]:
+    mesh = grid(*shape)
+    model = sharded(mesh["shard"])
+    regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
+    return train(sharded(mesh)), train(model)
+
+
+def checkpointed(net: Net) -> Net:
+    checkpoint(net.extra)
+    return net
+
+
+def partly_frozen(net: Net) -> Net:
+    net.extra.requires_grad_(False)
+    net.last.bias.requires_grad_(False)
+    return net
+
+
+KINDS: dict[str, Callable[[DeviceMesh], Any]] = {
+    "not resharded after forward": lambda mesh: sharded(mesh, reshard_after_forward=False),
+    "activation checkpointing": lambda mesh: sharded(mesh, checkpointed(make_net())),
+    "frozen parameters": lambda mesh: sharded(mesh, partly_frozen(make_net())),
+    "one unit": lambda mesh: fully_shard(make_net(), mesh=mesh),
+    "a group of modules": lambda mesh: with_a_group(make_net(), mesh),
+    "a unit used twice": used_twice,
+}
+
+
+def with_a_group(net: Net, mesh: DeviceMesh) -> Any:
+    fully_shard([net.first, net.extra], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_models_equal_native_hsdp(four_ranks: Ranks, kind: str) -> None:
+    for native, attached, num_steps in four_ranks.run(train_a_kind, kind):
+        torch.testing.assert_close(attached, native)
+        assert num_steps == 3
+
+
+def train_a_kind(kind: str) -> tuple[Tensor, Tensor, int]:
+    mesh = grid(2, 2)
+    model, native = KINDS[kind](mesh["shard"]), KINDS[kind](mesh)
+    exchange = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    return train(native, range(3)), train(model, range(3)), exchange.num_steps
+
+
+# Some entries sent: the same as replicas that are not sharded, whose exchange is cut by hand.
+
+ALGORITHMS: list[Algorithm[Any]] = [
+    regtopk.TopK(density=0.05),
+    regtopk.TopK(density=0.05, value_code="4bit"),
+    regtopk.RegTopK(density=0.05),
+    regtopk.DGC(density=0.05),
+    regtopk.Consensus(density=0.05),
+    regtopk.RandomK(density=0.05),
+]
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+def test_it_equals_replicas_that_exchange_in_the_same_parts(
+    four_ranks: Ranks, shape: tuple[int, int]
+) -> None:
+    for results in four_ranks.run(train_attached_and_by_hand, shape):
+        for algorithm, (attached, by_hand) in zip(ALGORITHMS, results, strict=True):
+            assert torch.equal(attached, by_hand), algorithm
+
+
+def train_attached_and_by_hand(shape: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    mesh = grid(*shape)
+    results = []
+    for algorithm in ALGORITHMS:
+        model = sharded(mesh["shard"])
+        regtopk.attach(model, algorithm, replicate_group=mesh["replicate"].get_group())
+        results.append((train(model), train_by_hand(algorithm, *shape)))
+    return results
+
+
+def train_by_hand(algorithm: Algorithm[Any], replicas: int, shards: int) -> Tensor:
+    """One process computes what all ranks do: a simulated exchange for every part of every unit."""
+    net = make_net()
+    units = {
+        name: list((net.last if name == "<root>" else net.get_submodule(name)).parameters()) for name in UNITS
+    }
+    clusters = {
+        (name, part): Cluster(algorithm, num_workers=replicas) for name in units for part in range(shards)
+    }
+    for step in range(NUM_STEPS):
+        grads = torch.stack([mean_of_replica(net, step, replica, shards) for replica in range(replicas)])
+        by_parameter = dict(
+            zip(net.parameters(), grads.split([p.numel() for p in net.parameters()], 1), strict=True)
+        )
+        for name, parameters in units.items():
+            padded = [padded_parts(by_parameter[p], p, shards) for p in parameters]
+            pieces = [
+                clusters[name, part].step(torch.cat([parts[:, part] for parts in padded], 1))
+                for part in range(shards)
+            ]
+            sizes = [parts.shape[2] for parts in padded]
+            for p, *parts in zip(parameters, *(piece.split(sizes) for piece in pieces), strict=True):
+                p.grad = torch.cat(parts)[: p.numel()].view_as(p)
+        with torch.no_grad():
+            for p in net.parameters():
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=LR)
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def mean_of_replica(net: nn.Module, step: int, replica: int, shards: int) -> Tensor:
+    """The mean gradient of the ranks that share a replica, as one vector."""
+    total = torch.zeros(())
+    for rank in range(replica * shards, (replica + 1) * shards):
+        net.zero_grad()
+        net(batch(step, rank)).square().mean().backward()
+        total = total + torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    return total / shards
+
+
+def padded_parts(grads: Tensor, p: Tensor, shards: int) -> Tensor:
+    """(replicas, numel) cut along the parameter's rows, the last parts filled up: (replicas, shards, m)."""
+    m = -(-p.shape[0] // shards) * p.shape[1:].numel()
+    padded = torch.zeros(len(grads), shards * m)
+    padded[:, : p.numel()] = grads
+    return padded.view(len(grads), shards, m)
+
+
+# What a step is.
+
+
+def test_accumulation_is_one_step_of_the_sum(four_ranks: Ranks) -> None:
+    for accumulated, at_once, num_steps in four_ranks.run(accumulate):
+        torch.testing.assert_close(accumulated, at_once)
+        assert num_steps == 1
+
+
+def accumulate() -> tuple[Tensor, Tensor, int]:
+    mesh = grid(2, 2)
+    model, other = sharded(mesh["shard"]), sharded(mesh["shard"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), replicate_group=mesh["replicate"])
+    regtopk.attach(other, regtopk.TopK(density=0.2), replicate_group=mesh["replicate"])
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 0).backward()
+    assert exchange.num_steps == 0 and exchange.total.sent_bytes == 0
+    model.set_requires_gradient_sync(True)
+    loss_of(model, 1).backward()
+    (loss_of(other, 0) + loss_of(other, 1)).backward()
+    return whole_gradients(model), whole_gradients(other), exchange.num_steps
+
+
+def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual(four_ranks: Ranks) -> None:
+    for with_extra, without, before, after in four_ranks.run(leave_out_a_unit):
+        assert without < with_extra
+        for name in UNITS:
+            assert (name == "extra") == same(before[name], after[name])
+            assert before[name]["residual"].any()
+
+
+def leave_out_a_unit() -> tuple[int, int, Any, Any]:
+    mesh = grid(2, 2)
+    model = sharded(mesh["shard"])
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+    place = str(exchange.rank)
+    loss_of(model, 0).backward()
+    with_extra, before = exchange.last_step.num_entries, exchange.state_dict()
+    loss_of(model, 1, with_extra=False).backward()
+    after = exchange.state_dict()
+    assert exchange.num_steps == 2
+    entries = [saved["workers"][place]["entries"] for saved in (before, after)]
+    return with_extra, exchange.last_step.num_entries, *entries
+
+
+POLICIES: dict[str, tuple[MixedPrecisionPolicy, torch.dtype]] = {
+    "float32": (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.float32),
+    "bfloat16": (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("reduce_dtype", POLICIES)
+def test_mixed_precision_equals_native_hsdp(four_ranks: Ranks, reduce_dtype: str) -> None:
+    for native, attached, dtype in four_ranks.run(train_mixed, reduce_dtype):
+        assert dtype == torch.float32  # of the residual
+        if reduce_dtype == "float32":
+            torch.testing.assert_close(attached, native)
+        else:  # native rounds the sum to bfloat16, and the mean of two is exact otherwise
+            assert (attached - native).norm() < 2**-8 * native.norm()
+
+
+def train_mixed(reduce_dtype: str) -> tuple[Tensor, Tensor, torch.dtype]:
+    mesh = grid(2, 2)
+    policy, dtype = POLICIES[reduce_dtype]
+    model, native = sharded(mesh["shard"], mp_policy=policy), sharded(mesh, mp_policy=policy)
+    exchange: Any = regtopk.attach(model, regtopk.TopK(density=1), replicate_group=mesh["replicate"])
+    assert all(p.dtype == dtype for p in exchange._steps.parameters.named.values())
+    for each in (model, native):
+        loss_of(each, 0).backward()
+    state = exchange.state_dict()["workers"][str(exchange.rank)]["entries"]["extra"]
+    return whole_gradients(native), whole_gradients(model), state["residual"].dtype
+
+
+# Checkpoints and the way back.
+
+
+def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit(four_ranks: Ranks) -> None:
+    for straight, resumed, refusals in four_ranks.run(train_resumed):
+        assert torch.equal(straight, resumed)
+        assert refusals == ["shard of the saved state must be [0, 2], got [1, 2]"] or refusals == [
+            "shard of the saved state must be [1, 2], got [0, 2]"
+        ]
+
+
+def train_resumed() -> tuple[Tensor, Tensor, list[str]]:
+    mesh = grid(2, 2)
+    algorithm = regtopk.RegTopK(density=0.05)
+    model = sharded(mesh["shard"])
+    exchange = regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
+    train(model, range(3))
+    net = make_net()
+    saved = exchange.state_dict()
+    nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
+    straight = train(model, range(3, 6))
+    again = sharded(mesh["shard"], net)
+    resumed = regtopk.attach(again, algorithm, replicate_group=mesh["replicate"])
+    try:
+        resumed.load_state_dict({**saved, "shard": [1 - saved["shard"][0], 2]})
+        refusals = []
+    except regtopk.errors.StateError as error:
+        refusals = [str(error)]
+    resumed.load_state_dict(saved)
+    assert resumed.num_steps == 3
+    return straight, train(again, range(3, 6)), refusals
+
+
+def test_distributed_checkpoint_keeps_every_part_under_a_key_of_its_own(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    results = four_ranks.run(save_and_load_with_dcp, tmp_path)
+    for saved, loaded in results:
+        assert same(saved, loaded)
+    entries = [saved["workers"][str(rank // 2)]["entries"] for rank, (saved, _) in enumerate(results)]
+    assert not any(same(mine, theirs) for i, mine in enumerate(entries) for theirs in entries[:i])
+
+
+def save_and_load_with_dcp(folder: Path) -> tuple[Any, Any]:
+    mesh = grid(2, 2)
+    key = f"exchange of part {mesh['shard'].get_local_rank()}"
+    states = []
+    for act in (save, load):
+        model = sharded(mesh["shard"])
+        exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+        if act is save:
+            train(model, range(3))
+        act({key: exchange}, checkpoint_id=folder)
+        states.append(algorithm_state(exchange))
+    return states[0], states[1]
+
+
+def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:
+    for detached, native, summary in four_ranks.run(detach):
+        assert torch.equal(detached, native)
+        assert summary.endswith("the dense steps since are not counted here")
+
+
+def detach() -> tuple[Tensor, Tensor, str]:
+    mesh = grid(2, 2)
+    model, native = sharded(mesh["shard"]), sharded(mesh)
+    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+    loss_of(model, 0).backward()
+    exchange.detach()
+    model.zero_grad()
+    for each in (model, native):
+        loss_of(each, 1).backward()
+    grads = whole_gradients(model), whole_gradients(native)
+    regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])  # again
+    return *grads, exchange.summary()
+
+
+def test_one_replica_sends_nothing_and_says_so(four_ranks: Ranks) -> None:
+    for said, sent_bytes, num_entries, num_steps in four_ranks.run(train_one_replica):
+        assert said == ["there is one replica: its gradients are sparsified, but nothing is sent"]
+        assert (sent_bytes, num_steps) == (0, 2) and num_entries > 0
+
+
+def train_one_replica() -> tuple[list[str], int, int, int]:
+    mesh = grid(1, 4)
+    model = sharded(mesh["shard"])
+    with listening() as said:
+        exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+        train(model, range(2))
+    return said, exchange.total.sent_bytes, exchange.total.num_entries, exchange.num_steps

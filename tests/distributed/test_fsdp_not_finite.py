@@ -1,0 +1,103 @@
+"""A NaN in one part of one replica of a sharded model: all ranks of both axes skip the step alike."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharding import grid, sharded, whole_gradients, whole_parameters
+from tests.distributed.training import algorithm_state, loss_of, make_net, same
+
+# A layer's rows are cut in two. Units arrive from the last to the first, whose gradients reach no other unit.
+BAD = {"in the first unit": ("last", 2), "in part 0 of the last": ("first", 1), "in part 1": ("first", 39)}
+
+
+class Interruption(Exception):  # noqa: N818
+    """What a user's code raises in backward."""
+
+
+@pytest.mark.parametrize("where", BAD)
+def test_a_skipped_step_changes_nothing(four_ranks: Ranks, where: str) -> None:
+    for straight, skipping in four_ranks.run(train_both, *BAD[where]):
+        assert torch.equal(skipping, straight)  # training goes on as if the step had not been
+
+
+def train_both(layer: str, row: int) -> tuple[Tensor, Tensor]:
+    return train(layer, row, bad_steps=()), train(layer, row, bad_steps=(0, 3))
+
+
+def train(layer: str, row: int, bad_steps: tuple[int, ...]) -> Tensor:
+    mesh = grid(2, 2)
+    model = sharded(mesh["shard"])
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(5):
+        if step in bad_steps:
+            before = algorithm_state(exchange)
+            backward(model, step, layer, row)
+            assert same(algorithm_state(exchange), before)
+            assert all(p.grad.to_local().isnan().all() for p in model.parameters())  # on every rank
+            assert exchange.last_step.num_skipped == 1
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        assert whole_gradients(model).isfinite().all() and exchange.last_step.num_skipped == 0
+        optimizer.step()
+    assert exchange.total.num_skipped == len(bad_steps) and exchange.num_steps == 5
+    return whole_parameters(model)
+
+
+def backward(model: Any, step: int, layer: str, row: int) -> None:
+    """A backward in which rank 1 alone has a bad gradient of one output of a layer."""
+
+    def spoil(_: nn.Module, __: Any, output: Tensor) -> None:
+        columns = torch.zeros(output.shape[-1])
+        columns[row] = math.nan
+        output.register_hook(lambda grad: grad + columns)
+
+    hook = model.get_submodule(layer).register_forward_hook(spoil) if dist.get_rank() == 1 else None
+    loss_of(model, step).backward()
+    if hook is not None:
+        hook.remove()
+
+
+def test_a_backward_that_fails_is_taken_back(four_ranks: Ranks) -> None:
+    for straight, interrupted in four_ranks.run(train_interrupted):
+        assert torch.equal(straight, interrupted)
+
+
+def train_interrupted() -> tuple[Tensor, Tensor]:
+    return interrupted_at(None), interrupted_at(1)
+
+
+def interrupted_at(bad_step: int | None) -> Tensor:
+    """The gradients of the last of three steps, the parameters staying what they are."""
+    mesh = grid(2, 2)
+    net = make_net()
+    fully_shard(net.last, mesh=mesh["shard"])  # FSDP would keep half a gradient of the root's own layer
+    model = sharded(mesh["shard"], net)
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+    for step in range(3):
+        if step == bad_step:
+            before = algorithm_state(exchange)
+            hook = model.first.register_forward_hook(
+                lambda *given: given[-1].register_hook(interrupt) and None
+            )
+            with pytest.raises(Interruption):
+                loss_of(model, step).backward()
+            hook.remove()
+            model.reset_iter_state()  # of FSDP itself
+            assert same(algorithm_state(exchange), before) and exchange.num_steps == step
+        model.zero_grad()
+        loss_of(model, step).backward()
+    assert exchange.num_steps == 3
+    return whole_gradients(model)
+
+
+def interrupt(_: Tensor) -> None:
+    raise Interruption

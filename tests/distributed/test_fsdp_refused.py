@@ -1,0 +1,250 @@
+"""What `attach` refuses of sharded models, before anything has changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharding import grid, replica, sharded
+from tests.distributed.training import loss_of, make_net, refusal
+
+TOPK = regtopk.TopK(density=0.1)
+EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+Act = Callable[[], Any]
+
+
+def attach(model: Any = None, algorithm: Any = TOPK, **options: Any) -> Any:
+    options = {"replicate_group": grid(2, 2)["replicate"], **options}
+    return regtopk.attach(sharded(grid(2, 2)["shard"]) if model is None else model, algorithm, **options)
+
+
+def twice() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    attach(model)
+    attach(model)
+
+
+def by_columns() -> Any:
+    net = nn.Sequential(nn.Linear(4, 4))
+    return fully_shard(net, mesh=grid(2, 2)["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def partly_plain() -> Any:
+    net = make_net()
+    fully_shard(net.first, mesh=grid(2, 2)["shard"])
+    return net
+
+
+def on_two_meshes() -> Any:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net[0], mesh=grid(2, 2)["replicate"])
+    return fully_shard(net, mesh=grid(2, 2)["shard"])
+
+
+def with_groups() -> Any:
+    """A stand-in: torch makes such units for parameters on meshes of their own."""
+    model = sharded(grid(2, 2)["shard"])
+    state = model.extra._get_fsdp_state()
+    state._fsdp_param_groups = state._fsdp_param_groups * 2
+    return model
+
+
+def crossed() -> Any:
+    """Ranks 0 and 3, and 1 and 2: replicas of different parts."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    return groups[dist.get_rank() in (1, 2)]
+
+
+def by_replica(*choices: Any) -> Any:
+    return choices[replica()]
+
+
+def by_part(*choices: Any) -> Any:
+    """Another choice on one rank of one replica."""
+    return choices[dist.get_rank() == 3]
+
+
+CASES: dict[str, tuple[Act, str, str]] = {
+    "a mesh of two dimensions": (
+        lambda: attach(sharded(grid(2, 2))),
+        "ClusterError",
+        "mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: over a second one "
+        f"torch averages densely by itself; call fully_shard(..., mesh=mesh['shard']) {EXAMPLE}",
+    ),
+    "a group for a plain model": (
+        lambda: attach(make_net()),
+        "ArgumentError",
+        "replicate_group must be None for a model that is not fully_shard'ed, got one for Net",
+    ),
+    "a group for DDP": (
+        lambda: attach(DistributedDataParallel(make_net())),
+        "ArgumentError",
+        "replicate_group must be None for a model that is not fully_shard'ed, got one for "
+        "DistributedDataParallel",
+    ),
+    "no group": (
+        lambda: attach(replicate_group=None),
+        "ArgumentError",
+        "replicate_group must be the process group or mesh of the replicate axis for a sharded model, got "
+        f"None: pass mesh['replicate'] {EXAMPLE}",
+    ),
+    "the whole mesh as a group": (
+        lambda: attach(replicate_group=grid(2, 2)),
+        "ArgumentError",
+        "replicate_group must be a process group or a mesh of 1 dimension, got one of 2: pass "
+        f"mesh['replicate'] {EXAMPLE}",
+    ),
+    "all ranks as a group": (
+        lambda: attach(replicate_group=dist.group.WORLD),
+        "ClusterError",
+        "the replicate group must share one rank with the shard group, this one, got ranks [0, 1, 2, 3] "
+        f"beside shards on ranks {{shards}}: pass mesh['replicate'] {EXAMPLE}",
+    ),
+    "replicas of different parts": (
+        lambda: attach(replicate_group=crossed()),
+        "ClusterError",
+        "all ranks must have the same shard, got {crossed}",
+    ),
+    "twice": (
+        twice,
+        "ClusterError",
+        "attach must be called once for a model: FSDP unit '<root>' has an all-reduce hook already",
+    ),
+    "sharded by columns": (
+        lambda: attach(by_columns()),
+        "ClusterError",
+        "placement of parameter '0.weight' must be Shard(0) or Replicate(), got Shard(dim=1)",
+    ),
+    "a part that is not sharded": (
+        lambda: attach(partly_plain()),
+        "ClusterError",
+        "parameter 'extra.weight' must be sharded as the others are, got a plain tensor: call fully_shard on "
+        "the whole model, too",
+    ),
+    "two meshes": (
+        lambda: attach(on_two_meshes()),
+        "ClusterError",
+        "parameters must be on one mesh, got '0.weight' on ranks {replicas} and '1.weight' on ranks {shards}",
+    ),
+    "several parameter groups": (
+        lambda: attach(with_groups()),
+        "ClusterError",
+        "FSDP unit 'extra' must have one parameter group: set_all_reduce_hook is not supported with multiple "
+        "param groups (from per-param mesh via shard_placement_fn). The hook would be ambiguous across "
+        "groups with different meshes.",
+    ),
+    "scope": (
+        lambda: attach(scope="model"),
+        "ArgumentError",
+        "scope must be 'bucket' (or not given) for a fully_shard'ed model, whose units are exchanged one by "
+        "one, got 'model'",
+    ),
+    "skip": (
+        lambda: attach(skip=max),
+        "ArgumentError",
+        "skip must be None for a fully_shard'ed model, whose units are exchanged whole, got <built-in "
+        "function max>",
+    ),
+    "k": (
+        lambda: attach(algorithm=regtopk.TopK(k=3)),
+        "ArgumentError",
+        "k must be None with scope='bucket', whose buckets differ in size, got 3",
+    ),
+    "replicas differ": (
+        lambda: attach(algorithm=by_replica(TOPK, regtopk.Dense())),
+        "ClusterError",
+        "all ranks must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1",
+    ),
+    "parts of a replica differ": (
+        lambda: attach(dense_steps=by_part(0, 2)),
+        "ClusterError",
+        "all ranks that share a model must have the same dense_steps, got 0 on rank 0, 2 on rank 1 of the "
+        "shard group of replica 1",
+    ),
+    "weights of parts differ": (
+        lambda: attach(weight=by_part(0.5, 0.25)),
+        "ClusterError",
+        "all ranks that share a model must have the same weight, got 0.5 on rank 0, 0.25 on rank 1 of the "
+        "shard group of replica 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
+    _, kind, message = CASES[case]
+    for rank, found in enumerate(four_ranks.run(refusal_of, case)):
+        shards = [0, 1] if rank < 2 else [2, 3]
+        places = ([0, 2], [1, 2]) if rank in (0, 3) else ([1, 2], [0, 2])
+        replicas = [0, 2] if rank % 2 == 0 else [1, 3]
+        expected = message.replace("{shards}", str(shards)).replace("{replicas}", str(replicas))
+        expected = expected.replace("{crossed}", "{} on rank 0, {} on rank 1".format(*places))
+        assert found == (kind, expected)
+
+
+def refusal_of(case: str) -> tuple[str, str]:
+    return refusal(CASES[case][0])
+
+
+def test_nothing_is_changed_by_a_refusal(four_ranks: Ranks) -> None:
+    assert all(four_ranks.run(hooks_after_a_refusal))
+
+
+def hooks_after_a_refusal() -> bool:
+    model = sharded(grid(2, 2)["shard"])
+    refusal(lambda: attach(model, dense_steps=by_part(0, 2)))
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [group._all_reduce_hook for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    attach(model)  # and it can be mended
+    return hooks == [None] * 4
+
+
+def test_a_missing_rank_is_found_by_all_others(four_ranks: Ranks) -> None:
+    *found, absent = four_ranks.run(attach_on_three)
+    where = "did every rank call regtopk.attach along the shard axis? rank 1 has not after 1 s"
+    assert absent is None
+    assert all(kind == "ClusterError" and message.startswith(where) for kind, message in found)
+
+
+def attach_on_three() -> tuple[str, str] | None:
+    model = sharded(grid(2, 2)["shard"])
+    found = None
+    if dist.get_rank() != 3:
+        found = refusal(lambda: attach(model, handshake_timeout_s=1))
+    dist.barrier()
+    attach(model)  # on all, again
+    return found
+
+
+def test_a_unit_that_is_used_in_part(four_ranks: Ranks) -> None:
+    for kind, message in four_ranks.run(use_a_part):
+        assert (kind, message) == (
+            "ClusterError",
+            "gradient of FSDP unit '<root>' must have 1692 entries, of all its parameters that required a "
+            "gradient when it was attached, got 872: a backward must use all of a unit's parameters or none "
+            "(torch's set_reduce_scatter_unused_params(True) fills in zeros)",
+        )
+
+
+def use_a_part() -> tuple[str, str]:
+    model: Any = fully_shard(make_net(), mesh=grid(2, 2)["shard"])  # one unit
+    attach(model)
+    return refusal(lambda: loss_of(model, 0, with_extra=False).backward())
+
+
+def test_a_closed_exchange_refuses_the_next_backward(four_ranks: Ranks) -> None:
+    message = "the exchange must not be used after close()"
+    assert four_ranks.run(close) == [("ClusterError", message)] * 4
+
+
+def close() -> tuple[str, str]:
+    model = sharded(grid(2, 2)["shard"])
+    attach(model).close()
+    return refusal(lambda: loss_of(model, 0).backward())

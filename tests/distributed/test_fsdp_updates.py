@@ -1,0 +1,256 @@
+"""UpdateExchange of sharded models: every rank exchanges its part with those that hold the same part."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from regtopk.simulate import Cluster
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharding import GRIDS, grid, replica, sharded, whole, whole_parameters
+from tests.distributed.training import batch, loss_of, make_net, refusal, same
+
+TOPK = regtopk.TopK(density=0.05, value_code="4bit")
+NUM_STEPS = 6
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def exchanging(model: Any, algorithm: Any = TOPK, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """An exchange made after an evaluation, which leaves the root's own parameters whole."""
+    optimizer = adam(model.parameters())
+    with torch.no_grad():
+        loss_of(model, 0)
+    options = {"process_group": grid(2, 2)["replicate"], "every": 2, **options}
+    return regtopk.UpdateExchange(model, optimizer, algorithm, **options), optimizer
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, number).backward()
+    optimizer.step()
+
+
+def test_all_updates_of_sgd_equal_native_hsdp(four_ranks: Ranks) -> None:
+    for native, exchanged in four_ranks.run(train_native_and_exchanging):
+        torch.testing.assert_close(exchanged, native)
+
+
+def train_native_and_exchanging() -> tuple[Tensor, Tensor]:
+    mesh = grid(2, 2)
+    model, native = sharded(mesh["shard"]), sharded(mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, native)]
+    regtopk.UpdateExchange(model, optimizers[0], regtopk.Dense(), process_group=mesh["replicate"])
+    for number in range(NUM_STEPS):
+        step(model, optimizers[0], number)
+        step(native, optimizers[1], number)
+    return whole_parameters(native), whole_parameters(model)
+
+
+# Replicas that are not sharded, whose exchange is cut by hand.
+
+
+@pytest.mark.parametrize("has_outer", [False, True], ids=["subtracted", "outer"])
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+def test_it_equals_replicas_that_exchange_in_the_same_parts(
+    four_ranks: Ranks, shape: tuple[int, int], has_outer: bool
+) -> None:
+    for exchanged, by_hand, num_rounds in four_ranks.run(train_and_by_hand, shape, has_outer):
+        assert torch.equal(exchanged, by_hand) and num_rounds == NUM_STEPS // 2
+
+
+def train_and_by_hand(shape: tuple[int, int], has_outer: bool) -> tuple[Tensor, Tensor, int]:
+    mesh = grid(*shape)
+    model = sharded(mesh["shard"])
+    outer = nesterov if has_outer else None
+    exchange, optimizer = exchanging(model, outer=outer, process_group=mesh["replicate"].get_group())
+    for number in range(NUM_STEPS):
+        step(model, optimizer, number)
+    return whole_parameters(model), train_by_hand(*shape, has_outer), exchange.num_rounds
+
+
+def train_by_hand(replicas: int, shards: int, has_outer: bool) -> Tensor:
+    """One process does what all ranks do: a simulated exchange for every part of the model."""
+    nets = [make_net() for _ in range(replicas)]
+    optimizers = [adam(net.parameters()) for net in nets]
+    clusters = [Cluster(TOPK, num_workers=replicas) for _ in range(shards)]
+    start = [nn.Parameter(p.detach().clone()) for p in nets[0].parameters()]
+    outer = nesterov(start) if has_outer else torch.optim.SGD(start, lr=1)
+    for number in range(NUM_STEPS):
+        for place, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for rank in range(place * shards, (place + 1) * shards):
+                (net(batch(number, rank)).square().mean() / shards).backward()
+            optimizer.step()
+        if number % 2 == 1:
+            exchange_by_hand(nets, start, clusters)
+            outer.step()
+            with torch.no_grad():
+                for net in nets:
+                    torch._foreach_copy_(list(net.parameters()), list[Tensor](start))
+    return nn.utils.parameters_to_vector(start).detach()
+
+
+@torch.no_grad()
+def exchange_by_hand(nets: list[Any], start: list[nn.Parameter], clusters: list[Cluster]) -> None:
+    """The gradients of theta_start become the aggregate, part by part."""
+    updates = [[begin - now for begin, now in zip(start, net.parameters(), strict=True)] for net in nets]
+    for p in start:
+        p.grad = torch.empty_like(p)
+    for part, cluster in enumerate(clusters):
+        rows = [torch.cat([cut(d, len(clusters))[part].flatten() for d in update]) for update in updates]
+        aggregate = cluster.step(torch.stack(rows))
+        targets = [cut(p.grad, len(clusters))[part] for p in start if p.grad is not None]
+        for target, piece in zip(targets, aggregate.split([t.numel() for t in targets]), strict=True):
+            target.copy_(piece.view_as(target))
+
+
+def cut(tensor: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a parameter as fully_shard cuts it."""
+    return list(tensor.split(-(-tensor.shape[0] // shards)))
+
+
+# A NaN.
+
+
+def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere(four_ranks: Ranks) -> None:
+    for rank, (before, after, has_state, num_skipped) in enumerate(four_ranks.run(spoil_one_part)):
+        assert torch.equal(before, after) and num_skipped == 1
+        assert has_state == [rank >= 2, True]  # both parts of what the NaN has reached start anew
+
+
+def spoil_one_part() -> tuple[Tensor, Tensor, list[bool], int]:
+    model = sharded(grid(2, 2)["shard"])
+    exchange, optimizer = exchanging(model)
+    for number in range(2):
+        step(model, optimizer, number)
+    before = whole_parameters(model)
+    step(model, optimizer, 2)
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    if dist.get_rank() == 1:
+        model.middle.weight.grad.to_local()[0, 0] = math.nan
+    optimizer.step()
+    after = whole_parameters(model)
+    has_state = [bool(optimizer.state.get(p)) for p in (model.middle.weight, model.first.weight)]
+    for number in range(4, 6):
+        step(model, optimizer, number)
+    assert exchange.num_rounds == 2 and whole_parameters(model).isfinite().all()
+    return before, after, has_state, exchange.total.num_skipped
+
+
+# Checkpoints of the same mesh.
+
+
+@pytest.mark.parametrize("num_before", [3, 4], ids=["inside a round", "at its end"])
+def test_a_checkpoint_goes_on_bit_for_bit(four_ranks: Ranks, num_before: int) -> None:
+    for straight, resumed in four_ranks.run(train_resumed, num_before):
+        assert torch.equal(straight, resumed)
+
+
+def train_resumed(num_before: int) -> tuple[Tensor, Tensor]:
+    model = sharded(grid(2, 2)["shard"])
+    exchange, optimizer = exchanging(model, outer=nesterov)
+    for number in range(num_before):
+        step(model, optimizer, number)
+    saved = exchange.state_dict()
+    gathered = exchange.gather_state_dict()  # one for each part, on its first replica
+    assert (gathered is not None) == (replica() == 0)
+    if gathered is not None:
+        assert gathered["shard"] == [dist.get_rank() % 2, 2] and sorted(gathered["workers"]) == ["0", "1"]
+    for number in range(num_before, 6):
+        step(model, optimizer, number)
+    again = sharded(grid(2, 2)["shard"])
+    with torch.no_grad():
+        for p in again.parameters():
+            p.mul_(0.5)
+        resumed, its_optimizer = exchanging(again, outer=nesterov)
+        loss_of(again, 0)  # FSDP keeps the root whole, which must not hide what is loaded
+    resumed.load_state_dict(saved)
+    for number in range(num_before, 6):
+        step(again, its_optimizer, number)
+    assert same(plain(resumed.state_dict()), plain(exchange.state_dict()))
+    return whole_parameters(model), whole_parameters(again)
+
+
+def plain(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state without its times."""
+    for worker in saved["workers"].values():
+        del worker["total"]
+    return saved
+
+
+# What is refused.
+
+EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no group": (
+        {"process_group": None},
+        "ArgumentError",
+        "process_group must be the process group or mesh of the replicate axis for a sharded model, got "
+        f"None: pass mesh['replicate'] {EXAMPLE}",
+    ),
+    "a mesh of two dimensions": (
+        {"model": lambda: sharded(grid(2, 2))},
+        "ClusterError",
+        "mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: over a second one "
+        f"torch averages densely by itself; call fully_shard(..., mesh=mesh['shard']) {EXAMPLE}",
+    ),
+    "parts of a replica differ": (
+        {"every": lambda: 1 + dist.get_rank() % 2},
+        "ClusterError",
+        "all ranks that share a model must have the same every, got 1 on rank 0, 2 on rank 1 of the shard "
+        "group of replica 0",
+    ),
+    "replicas differ": (
+        {"every": lambda: 1 + replica()},
+        "ClusterError",
+        "all ranks must have the same every, got 1 on rank 0, 2 on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
+    assert four_ranks.run(refusal_of, case) == [CASES[case][1:]] * 4
+
+
+def refusal_of(case: str) -> tuple[str, str]:
+    options = {name: value() if callable(value) else value for name, value in CASES[case][0].items()}
+    model = options.pop("model", None) or sharded(grid(2, 2)["shard"])
+    before = whole_parameters(model)
+    found = refusal(lambda: exchanging(model, **options))
+    assert torch.equal(whole_parameters(model), before)
+    return found
+
+
+def test_parameters_are_taken_as_pairs_too(four_ranks: Ranks) -> None:
+    for first, last in four_ranks.run(exchange_pairs):
+        assert torch.equal(first, last) and first.isfinite().all()
+
+
+def exchange_pairs() -> tuple[Tensor, Tensor]:
+    """Replicas that began apart end with the same parameters."""
+    model = sharded(grid(2, 2)["shard"])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(replica())
+    optimizer = adam(model.parameters())
+    pairs = list(model.named_parameters())
+    regtopk.UpdateExchange(pairs, optimizer, TOPK, process_group=grid(2, 2)["replicate"])
+    for number in range(2):
+        step(model, optimizer, number)
+    mine = whole(model.last.weight.detach())
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    return first, mine

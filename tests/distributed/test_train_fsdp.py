@@ -1,0 +1,60 @@
+"""examples/train_fsdp.py on 2 x 2 ranks: by updates, resumed, by gradients, and by torch's own HSDP."""
+
+import contextlib
+import io
+import math
+import runpy
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from tests.distributed.ranks import Ranks
+
+UNTRAINED = math.log(256)  # the loss of a model that knows nothing
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_fsdp.py")
+
+
+def run_script(*words: str) -> str:
+    """What the script prints in a process that is in a group, and stays in it."""
+    small = ["--layers", "1", "--width", "32", "--steps"]
+    with (
+        patch.object(sys, "argv", [SCRIPT, *small, *words]),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return printed.getvalue()
+
+
+def run_all(folder: Path) -> list[str]:
+    file = [
+        "--data",
+        str(folder / "text.txt"),
+        "--checkpoint",
+        str(folder / "checkpoint"),
+        "--density",
+        "0.05",
+    ]
+    return [
+        run_script("4", *file),
+        run_script("20", *file, "--resume"),
+        run_script("10", *file, "--gradients", "--lr", "1"),
+        run_script("10", *file, "--dense"),
+    ]
+
+
+def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> None:
+    lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    printed, *others = four_ranks.run(run_all, tmp_path)
+    assert others == [[""] * 4] * 3
+    begun, resumed, gradients, dense = printed
+    assert begun.startswith("4 steps: test loss ") and "topk: 2 rounds of 2 steps on 2 workers" in begun
+    assert resumed.startswith("20 steps: ") and "topk: 10 rounds of 2 steps on 2 workers" in resumed
+    assert gradients.startswith("10 steps: ") and "topk: 10 steps on 2 workers" in gradients
+    assert dense.startswith("10 steps: ") and dense.count("\n") == 1
+    losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
+    assert losses[1] < losses[0] < UNTRAINED and max(losses[1:]) < UNTRAINED - 0.3, losses
