@@ -69,7 +69,8 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
 
 def compile_codes() -> None:
     words, numbers = torch.zeros(2, 1000, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    cuda_codes.unpack_elias_fano(words, *[numbers] * 5, numbers > 0, 50_003, 50)
+    columns = numbers, numbers, numbers, numbers, numbers, numbers > 0
+    cuda_codes.unpack_elias_fano(words, *columns, numel=50_003, capacity=50)
 
 
 def main() -> None:

@@ -147,7 +147,7 @@ def calls_that_are_repeated() -> None:
     """From the third call on a graph is replayed: on new input, on two streams; what was returned stays."""
     numel, k = 1_000_003, 1000
     residual, grad, streams = normal(numel), normal(numel), (torch.cuda.Stream(), torch.cuda.current_stream())
-    returned: list[tuple[Tensor, ...]] = []
+    returned: list[tuple[Tensor, Tensor]] = []
     num_before = len(replay._captured)
     for call in range(40):
         grad.copy_(normal(numel))
