@@ -4,9 +4,9 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION),missing): try PYTHON=python3.12 make"
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
-# One job more than there are cores, because tests with several processes wait at times.
+# Three jobs more than there are cores, because tests with several processes wait at times.
 PARTS := distributed experiments slow_network algorithms kernels
-JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
+JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 .PHONY: demo test test-others $(PARTS:%=test-%) lint format clean
 .DELETE_ON_ERROR:
