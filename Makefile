@@ -6,19 +6,24 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
 PARTS := distributed experiments slow_network algorithms kernels
+# The deep networks are a part of their own: all others would wait for the rest of the experiments.
+DEEP := tests/experiments/deep
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
-.PHONY: demo test test-others $(PARTS:%=test-%) lint format clean
+.PHONY: demo test test-others test-deep $(PARTS:%=test-%) lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
 
 test: .venv/.installed
-	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target test-others $(PARTS:%=test-%) lint
+	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target test-others test-deep $(PARTS:%=test-%) lint
 
 $(PARTS:%=test-%): test-%: .venv/.installed
-	.venv/bin/pytest tests/$*
+	.venv/bin/pytest tests/$* --ignore=$(DEEP)
+
+test-deep: .venv/.installed
+	.venv/bin/pytest $(DEEP)
 
 test-others: .venv/.installed
 	.venv/bin/pytest $(PARTS:%=--ignore=tests/%)
