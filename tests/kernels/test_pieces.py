@@ -76,6 +76,10 @@ def test_pieces_are_subtracted(
             tensors[1][3] = bad
             assert not bool(join_(vector, pieces, start))
             tensors[1][3] = kept
+    pieces[4].view(-1)[0] = math.nan  # all else is written all the same
+    vector.fill_(math.nan)
+    assert not bool(join_(vector, pieces, start))
+    assert int(vector.isnan().sum()) == 1
     start[1][3] = pieces[1][3] = math.inf  # no difference, and not zero either
     assert not bool(join_(vector, pieces, start))
 

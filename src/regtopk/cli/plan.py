@@ -22,7 +22,6 @@ from regtopk.plan.methods import (
     DENSITIES,
     DILOCO,
     DILOCO_EVERY,
-    UPDATES,
     UPDATES_DENSITY,
     planned_methods,
     update_labels,
@@ -31,7 +30,7 @@ from regtopk.plan.predict import Situation, make_plan
 from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
 from regtopk.report import write_report
-from regtopk.rounds import EXCHANGES
+from regtopk.rounds import ADVISED_UPDATES, EXCHANGES
 
 
 @say_errors
@@ -159,7 +158,7 @@ def _labels(algorithms: str | None, exchange: str, every: int | None, *, plan_al
     if exchange == "gradients":
         return algorithms.split(",") if algorithms else []
     if algorithms is None:
-        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else [UPDATES]
+        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else [ADVISED_UPDATES]
         return [DILOCO.format(every or DILOCO_EVERY), *update_labels(others, every)]
     told = [label for label in algorithms.split(",") if "exchange=" in label]
     return told + update_labels([label for label in algorithms.split(",") if label not in told], every)

@@ -17,6 +17,8 @@ from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.distributed.collectives import Collectives, clear_errors
 from regtopk.distributed.driver import PEEKS
+from regtopk.distributed.options import Options
+from regtopk.distributed.sharded import Shards
 from regtopk.errors import ArgumentError, ClusterError, OracleError
 
 _num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # roll calls of each group
@@ -77,20 +79,25 @@ def agree(
     return check_weights(weights, collectives.num_workers)
 
 
-def agree_along_shards(
-    shards: Collectives,
+def meet_shards(
+    shards: Shards,
     replicas: Collectives,
     algorithm: Algorithm[Any],
-    weight: float | None,
+    options: Options,
     settings: dict[str, Any],
+    call: str,
 ) -> None:
     """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds.
 
     Raises:
-        ClusterError: they differ.
+        ClusterError: they differ, or a rank is missing.
     """
-    mine = {**_described(algorithm, settings), "weight": weight}
-    difference = _difference(shards.all_gather_objects(mine))
+    for collectives in (shards.collectives, replicas):
+        timeout_s = options.handshake_timeout_s
+        roll_call(collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
+    mine = {**_described(algorithm, settings), "weight": options.weight}
+    mine |= {"parameters": shards.whole, "shard": None}  # their parts differ
+    difference = _difference(shards.collectives.all_gather_objects(mine))
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
         if theirs is not None:
             raise ClusterError(

@@ -25,8 +25,8 @@ from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import answer
 from regtopk.distributed.handshake import (
     agree,
-    agree_along_shards,
     agree_on_step,
+    meet_shards,
     refuse_oracles,
     roll_call,
     share_report,
@@ -102,7 +102,8 @@ class Steps:
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         settings = self._settings(skipped)
         if shards is not None:
-            self._meet(shards, collectives, settings)
+            settings["shard"] = shards.place
+            meet_shards(shards, collectives, algorithm, options, settings, kind.call)
         roll_call(collectives, kind.call, "handshake_timeout_s", options.handshake_timeout_s)
         weights = agree(collectives, algorithm, options.weight, settings)
         self.rank = Rank(
@@ -133,15 +134,6 @@ class Steps:
             "parameters": self.parameters.describe(),
             **dict(self._kind.settings),
         }
-
-    def _meet(self, shards: Shards, replicas: Collectives, settings: dict[str, Any]) -> None:
-        """Compare with the ranks that share this one's model; from then on the replicas' shards, too."""
-        call, timeout_s = f"{self._kind.call} along the shard axis", self._options.handshake_timeout_s
-        for collectives in (shards.collectives, replicas):
-            roll_call(collectives, call, "handshake_timeout_s", timeout_s)
-        of_the_whole = {**settings, "parameters": shards.whole}  # whose parts may differ in size
-        agree_along_shards(shards.collectives, replicas, self.algorithm, self._options.weight, of_the_whole)
-        settings["shard"] = shards.place
 
     # A step.
 

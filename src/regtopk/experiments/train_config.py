@@ -15,7 +15,7 @@ from regtopk.experiments.compared_task import Defaults
 from regtopk.experiments.protocol import Run
 from regtopk.experiments.settings import check_device
 from regtopk.method import Method
-from regtopk.rounds import Rounds
+from regtopk.rounds import ADVISED_UPDATES, Rounds
 
 DENSE = Method.parse("dense")
 NUM_DIGITS = 1437  # scikit-learn's for training
@@ -38,9 +38,6 @@ DEFAULTS = {
         60,
     ),
 }  # fmt: skip
-
-
-UPDATES = "topk:value_code=4bit:impute=0.35"  # what was measured best (README)
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class TrainConfig:
         for name in (*DEFAULTED, "lr"):
             object.__setattr__(self, name, getattr(self, name) or getattr(own, name))
         object.__setattr__(self, "record_every", self.record_every or record_every)
-        usual = UPDATES if self.exchange == "updates" else "regtopk"
+        usual = ADVISED_UPDATES if self.exchange == "updates" else "regtopk"
         object.__setattr__(self, "algorithm", self.algorithm or usual)
 
     def _check_digits(self) -> None:

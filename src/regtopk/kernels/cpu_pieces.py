@@ -32,9 +32,9 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
             source = part.copy_(piece) if first is None else subtract_from(first, piece, part)
         target_keys, source_keys = _keys(part), _keys(source)
         copies += [(target_keys[a:b], source_keys[a:b]) for a, b in _cut(piece)]
-    largest = max(side_by_side(_copy_, copies), default=0)
-    is_finite = largest < _keys(vector.new_tensor([torch.inf]))[0]
-    return torch.tensor(bool(is_finite and not any(side_by_side(_subtract_, differences))))
+    largest, are_bad = max(side_by_side(_copy_, copies), default=0), side_by_side(_subtract_, differences)
+    is_finite = largest < _keys(vector.new_tensor([torch.inf]))[0] and not any(are_bad)
+    return torch.tensor(bool(is_finite))
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:

@@ -70,23 +70,26 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
         damp = _damped(rows, *given)
         plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
         # Candidates that damping takes away must leave enough. Else scores are in place before there are any.
-        is_damped_first = damp is not None and (plan.is_wide or k + damp.indices.shape[1] > plan.capacity)
-        if damp is not None and is_damped_first:
+        first = None
+        if damp is not None and (plan.is_wide or k + damp.indices.shape[1] > plan.capacity):
+            first, damp = damp, None
             residual.add_(grad)
             rows = replace(rows, grad=None)
-            _damp_here_(rows, damp)
+            _damp_here_(rows, first)
         if plan.rank > 0:
             _guess(rows, plan)
-        if damp is not None and not is_damped_first:
+        if damp is not None:
             _damp_before_(rows, damp)
         tiles = _accumulate_(rows, plan.room, plan.is_wide)
         candidates = _gather(rows, k, plan.capacity, tiles)
-        if damp is not None and not is_damped_first:
+        if damp is not None:
             _damp_after_(rows, damp, k, tiles, candidates)
         _find_threshold(rows, k, candidates)
         indices, values = _move_out_(rows, k, candidates, plan.is_wide)
+        if first is not None:
+            _undamp_(rows, first, -1, indices, values)
         if damp is not None:
-            _undamp_(rows, damp, -1 if is_damped_first else plan.capacity, indices, values)
+            _undamp_(rows, damp, plan.capacity, indices, values)
     return _as_batch(residual, indices), _as_batch(residual, values)
 
 

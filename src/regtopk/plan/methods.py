@@ -23,7 +23,7 @@ Way = Literal["all_reduce", "all_gather", "split"]
 CODES = ("float32", "4bit", "2bit")  # of the algorithms that can be told one
 DENSITIES = (0.001, 0.01, 0.1)
 CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first; the others are planned if asked
-UPDATES, UPDATES_DENSITY = "topk:value_code=4bit:impute=0.35", 0.01  # what was measured best (README)
+UPDATES_DENSITY = 0.01  # of `ADVISED_UPDATES`, unless told
 EVERY = (1, 2)  # steps of a round of updates, unless told
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
