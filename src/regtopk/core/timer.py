@@ -21,7 +21,7 @@ class Timer:
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._is_cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         self._now = now
         self._phases = [""]
         self._marks: list[tuple[str, Any]] = []  # the phase that begins, and when
@@ -40,15 +40,15 @@ class Timer:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase so far; a phase that has not begun has none. Waits for the GPU."""
-        if self._is_cuda and self._marks:
+        if self.is_cuda and self._marks:
             torch.cuda.synchronize()
         for (name, start), (_, end) in pairwise(self._marks):
-            self._seconds[name] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+            self._seconds[name] += start.elapsed_time(end) / 1e3 if self.is_cuda else end - start
         self._marks = self._marks[-1:]
         return defaultdict(float, {name: s for name, s in self._seconds.items() if name})
 
     def _mark(self) -> None:
-        if not self._is_cuda:
+        if not self.is_cuda:
             self._marks.append((self._phases[-1], self._now()))
             return
         event = torch.cuda.Event(enable_timing=True)

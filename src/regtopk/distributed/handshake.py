@@ -1,7 +1,7 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -134,10 +134,22 @@ def _first_difference(values: list[list[Any]]) -> str:
     return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
 
 
+class Agreement(NamedTuple):
+    """What all ranks know before they exchange anything."""
+
+    is_finite: bool  # whether no rank's gradient holds a NaN or inf
+    waited_s: list[float]  # by rank, what each told
+
+
 def agree_on_step(
-    collectives: Collectives, is_bad: Tensor, num_steps: int, names: list[str], num_selected: list[int]
-) -> bool:
-    """Whether no rank's gradient is bad, once it is sure that all exchange the same: one small all_reduce.
+    collectives: Collectives,
+    is_bad: Tensor,
+    num_steps: int,
+    names: list[str],
+    num_selected: list[int],
+    waited_s: float = 0.0,
+) -> Agreement:
+    """Make sure that all ranks exchange the same, and tell what each must know: one small all_gather.
 
     Args:
         collectives: the process group.
@@ -145,6 +157,7 @@ def agree_on_step(
         num_steps: how many steps this rank has done.
         names: the parameters it is about to exchange, in order.
         num_selected: how many entries of each bucket it is about to send, where that is known before.
+        waited_s: how long it has been in collectives so far.
 
     Raises:
         ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
@@ -153,9 +166,9 @@ def agree_on_step(
     stamp = num_steps << 32 | crc32(repr((names, num_selected)).encode())
     numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
     numbers[0] = is_bad
-    numbers[2:] = -stamp
-    any_is_bad, highest, minus_lowest = collectives.maximum(numbers).tolist()
-    if highest != -minus_lowest:
+    numbers[2:] = round(1e6 * waited_s)
+    are_bad, stamps, waited_us = zip(*collectives.all_gather(numbers).tolist(), strict=True)
+    if any(theirs != stamp for theirs in stamps):
         everyone = collectives.all_gather_objects((num_steps, names, num_selected))
         if all(theirs[:2] == everyone[0][:2] for theirs in everyone):
             counts = _by_rank("k", [theirs[2] for theirs in everyone])
@@ -165,7 +178,7 @@ def agree_on_step(
             f"all ranks must exchange the same parameters at the same step, got {', '.join(steps)}; first "
             f"parameters: {[theirs[1][:1] for theirs in everyone]}"
         )
-    return not any_is_bad
+    return Agreement(not any(are_bad), [waited / 1e6 for waited in waited_us])
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

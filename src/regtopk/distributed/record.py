@@ -1,10 +1,12 @@
 """What an exchange sent and how long it took, measured on the messages themselves."""
 
+import time
 from dataclasses import asdict, dataclass, fields, replace
 
 from regtopk.core.timer import Timer
 from regtopk.words import counted
 
+LEAST_SHARE_TOLD = 0.05  # of the time: ranks that wait less for one another are not worth a line
 PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
 
 
@@ -52,16 +54,20 @@ class Ledger:
     def __init__(self, total: StepRecord | None = None, num_steps: int = 0, first_step: int = 0) -> None:
         self.num_steps = num_steps
         self.first_step = first_step
+        self.waited_s = 0.0  # in collectives since the ledger was made, as far as timers were read
+        self.waits: list[float] = []  # the same of every rank, as they told one another last
+        self._began = self._ended = time.perf_counter()
         self._total = total or StepRecord()
         self._last_step = StepRecord()
         self._unread: list[tuple[StepRecord, Timer]] = []
 
     def add(self, record: StepRecord, timer: Timer) -> None:
-        """Add a step; its timer is read when somebody asks, or long after it has stopped."""
+        """Add a step; a timer on a GPU is read when somebody asks, or long after it has stopped."""
         self.num_steps += 1
+        self._ended = time.perf_counter()
         self._last_step = record
         self._unread.append((record, timer))
-        if len(self._unread) > 100:
+        if not timer.is_cuda or len(self._unread) > 100:
             self._read()
 
     @property
@@ -81,7 +87,17 @@ class Ledger:
             for phase, seconds in timer.seconds().items():
                 setattr(record, phase, seconds)
             self._total.add(record)
+            self.waited_s += record.collective_s
         self._unread = []
+
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank that waited least, and for which share of the time the others waited longer than it."""
+        elapsed = self._ended - self._began
+        if len(self.waits) < 2 or elapsed <= 0:
+            return None
+        rank = min(range(len(self.waits)), key=self.waits.__getitem__)
+        others = (sum(self.waits) - self.waits[rank]) / (len(self.waits) - 1)
+        return rank, (others - self.waits[rank]) / elapsed
 
 
 def summarise(
@@ -115,6 +131,10 @@ def summarise(
         "            collective includes waiting for the slowest rank",
         f"  residual  norm {residual_norm:.4g}",
     ]
+    slowest = ledger.slowest()
+    if slowest is not None and slowest[1] >= LEAST_SHARE_TOLD:
+        percent = 100 * slowest[1]
+        lines.append(f"  slowest   rank {slowest[0]} kept the others waiting for {percent:.0f} % of the time")
     if total.num_skipped:
         vectors = "gradients" if every is None else "updates"
         lines.append(f"  skipped   {counted(total.num_skipped, noun)} whose {vectors} were not finite")

@@ -214,9 +214,16 @@ class Steps:
         num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
-            self.is_finite &= agree_on_step(
-                self.rank.collectives, ~is_finite, self.num_steps, names, num_selected
+            agreed = agree_on_step(
+                self.rank.collectives,
+                ~is_finite,
+                self.num_steps,
+                names,
+                num_selected,
+                self.ledger.waited_s,
             )
+        self.is_finite &= agreed.is_finite
+        self.ledger.waits = agreed.waited_s
 
     def agree_with_shards(self) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
@@ -224,7 +231,8 @@ class Steps:
             return
         with self.rank.timer.phase("collective_s"):
             is_bad = torch.tensor(not self.is_finite, device=self.device)
-            self.is_finite = agree_on_step(self._shards.collectives, is_bad, self.num_steps, [], [])
+            agreed = agree_on_step(self._shards.collectives, is_bad, self.num_steps, [], [])
+        self.is_finite = agreed.is_finite
 
     def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
