@@ -42,9 +42,13 @@ def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path
     training = RankTraining(task, config, method, config.build(method) if has_hook else None, SEED)
     for _ in range(config.num_steps):
         training.step()
+    model = flatten(training.network)
+    if method.rounds.has_updates:
+        with training.exchange.agreed():
+            model = flatten(training.network)
     if training.exchange is not None:
         training.exchange.close()
-    return flatten(training.network), training.measure()["payload_bytes"]
+    return model, training.measure()["payload_bytes"]
 
 
 def simulated(settings: dict[str, Any], label: str) -> Result:
@@ -89,6 +93,8 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         f"{IMPUTED}:every=2:lr=0.008",
         f"{IMPUTED}:every=2:outer=nesterov",
         "dense:exchange=updates:every=2:outer=sgd:outer_lr=0.5",
+        f"{IMPUTED}:every=4:delay=2:mix=0.5",
+        f"{IMPUTED}:every=4:fragments=3:delay=3:outer=nesterov",
         "regtopk:density=0.05",
         "dense",  # with a hook, which sums in the order of ranks
     ],

@@ -142,8 +142,8 @@ def test_states_that_do_not_fit(two_ranks: Ranks) -> None:
             ("StateError", "algorithm of the saved state must be 'regtopk', got 'topk'"),
             (
                 "StateError",
-                "the saved state must be from a round's end to be loaded on other ranks or with other "
-                "weights, got one after 5 steps of rank 0 with every = 4",
+                "the saved state must be from a round's end, or after finish(), to be loaded on other ranks "
+                "or with other weights, got one inside a round: after 5 steps of rank 0",
             ),
             ("StateError", "a saved UpdateExchange must hold 'updates': this was saved by something else"),
             ("StateError", "start of '0.bias' in the saved state must be finite, got a NaN or inf"),

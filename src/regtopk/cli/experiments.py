@@ -32,8 +32,9 @@ COMPARED = (
     "lr", "num_workers", "num_steps", "data", "device",
 )  # fmt: skip
 TRAINED = (
-    "task", "num_workers", "algorithm", "exchange", "every", "outer", "outer_lr", "outer_momentum", "density",
-    "value_code", "index_code", "scope", "optimizer", "lr", "num_steps", "data", "device",
+    "task", "num_workers", "algorithm", "exchange", "every", "outer", "outer_lr", "outer_momentum", "delay",
+    "fragments", "density", "value_code", "index_code", "scope", "optimizer", "lr", "num_steps", "data",
+    "device",
 )  # fmt: skip
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps", "num_seeds": "--seeds"}
 

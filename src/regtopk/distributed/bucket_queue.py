@@ -1,20 +1,13 @@
-"""Buckets exchanged while backward goes on: a queue drained by one thread.
+"""Buckets exchanged while backward goes on, however many rounds an algorithm has."""
 
-One thread on one process group means that the rounds of all buckets run in the same order on every rank,
-however many rounds an algorithm has.
-"""
-
-import atexit
-import queue
-import threading
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from regtopk import kernels
+from regtopk.distributed.background import Background
 from regtopk.distributed.step import Steps
 
 
@@ -48,16 +41,11 @@ class BucketQueue:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._failure: BaseException | None = None
-        self._arrivals: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._background = Background(steps.device)
 
     def put(self, arrival: Arrival) -> None:
         """Hand over a bucket; returns at once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="regtopk-exchange", daemon=True)
-            self._thread.start()
-            atexit.register(self._close_at_exit)
-        self._arrivals.put(arrival)
+        self._background.put(partial(self._answer, arrival))
 
     def raise_failure(self) -> None:
         """Raise what went wrong in the thread since the last call."""
@@ -65,32 +53,19 @@ class BucketQueue:
         if failure is not None:
             raise failure
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self) -> None:
         """End the thread, when it has exchanged what has arrived."""
-        if self._thread is not None:
-            self._arrivals.put(None)
-            self._thread.join(timeout_s)
-            self._thread = None
-            atexit.unregister(self._close_at_exit)
+        self._background.close()
 
-    def _close_at_exit(self) -> None:
-        """A thread that outlives Python, after an error in backward say, ends the process by SIGABRT."""
-        self.close(timeout_s=10)
-
-    @torch.no_grad()
-    def _run(self) -> None:
-        device = self._steps.device
-        kernels.capture_nothing_in_this_thread()  # backward runs beside it
-        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-            while (arrival := self._arrivals.get()) is not None:
-                with self._steps.lock:
-                    try:
-                        if self._failure is None:
-                            self._exchange(arrival)
-                    except BaseException as error:
-                        self._steps.take_back()
-                        self._failure = error  # a future cannot carry it through DDP: raised after backward
-                arrival.future.set_result(arrival.buffer)
+    def _answer(self, arrival: Arrival) -> None:
+        with self._steps.lock:
+            try:
+                if self._failure is None:
+                    self._exchange(arrival)
+            except BaseException as error:
+                self._steps.take_back()
+                self._failure = error  # a future cannot carry it through DDP: raised after backward
+        arrival.future.set_result(arrival.buffer)
 
     def _exchange(self, arrival: Arrival) -> None:
         if arrival.ready is not None:

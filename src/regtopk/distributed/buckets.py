@@ -5,6 +5,7 @@ are cut anew: per-entry state goes along with its parameters, and what only made
 last selection) starts anew.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,16 +112,24 @@ class Buckets:
         skipped: the names of those that go dense.
         algorithm: what is run on the others.
         rank: this rank.
+        parts: the names of parameters that are exchanged together; all of them if None.
     """
 
     def __init__(
-        self, parameters: Parameters, skipped: frozenset[str], algorithm: Algorithm[Any], rank: Rank
+        self,
+        parameters: Parameters,
+        skipped: frozenset[str],
+        algorithm: Algorithm[Any],
+        rank: Rank,
+        parts: Sequence[Names] | None = None,
     ) -> None:
         self.parameters = parameters
         self.skipped = skipped
         self.algorithm = algorithm
         self.rank = rank
-        self.all = [self.make(part) for part in self.cut(tuple(parameters.named))]
+        self.all = [
+            self.make(part) for names in parts or [tuple(parameters.named)] for part in self.cut(names)
+        ]
 
     def cut(self, names: Names) -> list[Names]:
         """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""

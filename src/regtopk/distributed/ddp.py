@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
-from regtopk.distributed.collectives import Collectives, is_world, new_group_like
+from regtopk.distributed.collectives import Collectives, end_group, new_group_like
 from regtopk.distributed.options import Options, refuse_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp, uncompiled
 from regtopk.distributed.step import Kind, Steps
@@ -71,7 +71,7 @@ class SparseHookState(ExchangeBase):
         if self._queue is not None:
             self._queue.close()
             self._queue = None
-            _end_group(self._steps.rank.collectives.group)
+            end_group(self._steps.rank.collectives.group)
 
     def detach(self) -> None:
         """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
@@ -182,17 +182,6 @@ def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]
     assert work is not None
     mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return mean
-
-
-def _end_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group when all ranks are done with it. It must not hide what went wrong before."""
-    if not is_world(group):  # torch reuses the names of other groups, which then would not connect
-        return
-    try:
-        dist.barrier(group)
-    except RuntimeError as error:
-        _log.warning("close() did not find all ranks: %s", error)
-    dist.destroy_process_group(group)
 
 
 def _after_backward(callback: Callable[[], None]) -> None:

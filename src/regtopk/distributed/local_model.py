@@ -1,6 +1,7 @@
 """A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,6 @@ from regtopk.distributed.parameters import (
     named_pairs,
     uncompiled,
 )
-from regtopk.distributed.rank import Rank
 from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local
 from regtopk.errors import ClusterError
 
@@ -82,7 +82,7 @@ class LocalModel:
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         parts = self._parts(self._flat, list(named))
         self.start = {name: nn.Parameter(part) for name, part in parts.items()}
-        self._updates: list[_Update] = []  # of the buckets, one after another
+        self._updates: dict[tuple[str, ...], _Update] = {}  # of the buckets, by what they hold
         self.update: dict[str, Tensor] = {}  # views of their vectors, by name
         self.outer = make_outer(outer, list(self.start.values()))
         self.notice = LoadNotice()
@@ -114,31 +114,55 @@ class LocalModel:
         empty = [name for name, p in named.items() if p.numel() == 0]
         flat = torch.zeros_like(self._flat)
         self.update = self._parts(flat, names + empty)
-        for name, start in self.start.items():
-            start.grad = self.update[name]  # the outer optimizer finds the aggregate there
         vectors = flat.split([bucket.layout.numel for bucket in buckets])
-        self._updates = [
-            _Update(vector, bucket.names, [self.start[name] for name in bucket.names])
+        self._updates = {
+            bucket.names: _Update(vector, bucket.names, [self.start[name] for name in bucket.names])
             for vector, bucket in zip(vectors, buckets, strict=True)
-        ]
+        }
 
-    def take_update(self) -> tuple[list[Tensor], Tensor]:
+    def take_update(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
 
         Parameters of a lower precision began this round rounded, and the rounding is no update.
         """
         named = self.parameters.named
+        updates = [self._updates[bucket.names] for bucket in buckets]
         are_finite = [
-            kernels.join_(vector, [named[name] for name in names], start)
-            for vector, names, start in self._updates
+            kernels.join_(vector, [named[name] for name in names], start) for vector, names, start in updates
         ]
         is_spoiled = self.buffers.is_spoiled(self._flat.device)
-        return [update.vector for update in self._updates], torch.stack([*are_finite, ~is_spoiled]).all()
+        return [update.vector for update in updates], torch.stack([*are_finite, ~is_spoiled]).all()
 
-    def go_on(self, rank: Rank) -> None:
-        """Begin the next round, the aggregate being in theta_start."""
-        self.write_back()
-        self.buffers.join(rank, self.parameters.device)
+    def apply_outer(self, names: Sequence[str]) -> None:
+        """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
+        assert self.outer is not None
+        for name in names:
+            self.start[name].grad = self.update[name]
+        self.outer.step()
+        for name in names:
+            self.start[name].grad = None
+
+    def copies(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some parameters as they are now."""
+        return {name: self.parameters.named[name].detach().clone() for name in names}
+
+    def go_on(self, names: Sequence[str], sent: dict[str, Tensor], mix: float) -> None:
+        """Give some parameters theta_start, which the aggregate is in, and what they learned meanwhile.
+
+        theta_n := theta_start + mix (theta_n - sent)
+
+        Args:
+            names: of the parameters.
+            sent: what they were when the update was sent; empty: they have learned nothing since.
+            mix: how much of that is kept.
+        """
+        if not sent:
+            self.write_back(names)
+            return
+        for name in names:
+            own, start = self.parameters.named[name], self.start[name]
+            learned = own.to(start.dtype) - sent[name].to(start.dtype)
+            own.copy_(start + learned.mul_(mix))
 
     def take_back(self) -> None:
         """Skip a round: return to where it began. What a NaN has spoiled in the optimizer starts anew."""
@@ -146,11 +170,13 @@ class LocalModel:
         self.buffers.take_back()
         restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
 
-    def write_back(self) -> None:
-        """Give the model theta_start."""
+    def write_back(self, names: Sequence[str] | None = None) -> None:
+        """Give the model theta_start, or some of its parameters."""
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.reshard()
-        torch._foreach_copy_(list(self.parameters.named.values()), list(self.start.values()))
+        names = list(self.start) if names is None else names
+        named = self.parameters.named
+        torch._foreach_copy_([named[name] for name in names], [self.start[name] for name in names])
 
     def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""

@@ -50,6 +50,8 @@ class Kind:
         warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
         settings: what all ranks must have the same, beside the options.
         num_dense: how many all_reduces of a dense run a step stands for.
+        parts: the names of parameters that take turns: a step exchanges one part of the model. Empty: all of
+            it is exchanged in every step.
     """
 
     call: str
@@ -59,6 +61,7 @@ class Kind:
     )
     settings: tuple[tuple[str, Any], ...] = ()
     num_dense: int = 1
+    parts: tuple[tuple[str, ...], ...] = ()
 
 
 class Steps:
@@ -115,7 +118,7 @@ class Steps:
         )
         self.num_steps = 0
         self.is_finite = True  # whether no rank had a NaN or inf in this step
-        self.buckets = Buckets(parameters, skipped, algorithm, self.rank)
+        self.buckets = Buckets(parameters, skipped, algorithm, self.rank, kind.parts or None)
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
@@ -134,6 +137,11 @@ class Steps:
             "parameters": self.parameters.describe(),
             **dict(self._kind.settings),
         }
+
+    @property
+    def num_turns(self) -> int:
+        """How many steps were made of every part of the model: the algorithm's own count."""
+        return self.num_steps // max(1, len(self._kind.parts))
 
     # A step.
 
@@ -175,8 +183,12 @@ class Steps:
                 bucket.keep_state()
         self.exchange(buckets, flats, grads)
 
-    def end(self) -> None:
-        """Count the step, or take it back if some rank's gradients were not finite."""
+    def end(self, buckets: list[Bucket] | None = None) -> None:
+        """Count the step, or take it back if some rank's gradients were not finite.
+
+        Args:
+            buckets: what was exchanged; all if None.
+        """
         if self.is_finite:
             for bucket in self.buckets.all:
                 bucket.is_settled = True
@@ -186,7 +198,7 @@ class Steps:
             self.take_back()
             self._warn_of_nan()
         record = self.rank.record
-        numel = sum(bucket.layout.numel for bucket in self.buckets.all)
+        numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
         record.dense_bytes = self._kind.num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
         record.num_skipped = int(not self.is_finite)
         self.ledger.add(record, self.rank.timer)
@@ -250,11 +262,11 @@ class Steps:
     def _num_selected(self, bucket: Bucket) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
         algorithm = bucket.algorithm
-        if self.num_steps < self._options.dense_steps or not isinstance(algorithm, WithDensity):
+        if self.num_turns < self._options.dense_steps or not isinstance(algorithm, WithDensity):
             return -1
         if algorithm.k is None and algorithm.density is None:  # a threshold decides
             return -1
-        return algorithm.num_selected(bucket.worker.at(self.num_steps, self._shared_report))
+        return algorithm.num_selected(bucket.worker.at(self.num_turns, self._shared_report))
 
     def exchange(
         self,
@@ -283,9 +295,9 @@ class Steps:
 
         With it comes where it is not zero, if the algorithm returns a sparse sum as it was received.
         """
-        worker = bucket.worker.at(self.num_steps, self._shared_report)
+        worker = bucket.worker.at(self.num_turns, self._shared_report)
         algorithm, state = bucket.algorithm, bucket.state
-        if self.num_steps < self._options.dense_steps:
+        if self.num_turns < self._options.dense_steps:
             algorithm = Dense()
             state = algorithm.init(worker)
         kept = _copy_of_per_worker(state) if self.rank.is_idle else {}
@@ -345,7 +357,8 @@ class Steps:
                 self.check_usable()
             if isinstance(saved, dict):
                 saved = self._without_shard(saved)
-            return checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
+            keeps_buckets = self.scope == "bucket" or bool(self._kind.parts)
+            return checkpoint.loaded(self.buckets, saved, keeps_buckets=keeps_buckets)
 
     def _without_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
         expected = None if self._shards is None else self._shards.place

@@ -2,16 +2,17 @@
 
 ::
 
-    updates      {every, inner, outer, start, outer_state}             the same on all ranks
+    updates      {every, delay, fragments, inner, outer, start, outer_state}       the same on all ranks
         inner        the class of the ranks' optimizers
         outer        {class, option: value, ...}
         start        {parameter: tensor}                 theta_start, in at least float32
         outer_state  (state dict of the outer optimizer,)              or ({},)
     workers      {"3": {..., updates}}
-        updates      ({num_steps, optimizer, parameters, buffers},)    what differs by rank
+        updates      ({num_steps, optimizer, parameters, buffers, sent},)         what differs by rank
             num_steps   optimizer steps so far
             optimizer   its state dict
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
+            sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
             buffers     {"now": {name: tensor}, "start": {name: tensor}}
 
 Where a tuple stands torch.distributed.checkpoint keeps what is in it as one, whatever it holds.
@@ -29,6 +30,9 @@ from regtopk.distributed.optimizers import average_optimizer_states, describe_ou
 from regtopk.distributed.parameters import is_dtensor
 from regtopk.distributed.sharded import like, local
 from regtopk.errors import StateError
+from regtopk.rounds import Rounds
+
+_TIMES = ("every", "delay", "fragments")
 
 
 class LoadedModel(NamedTuple):
@@ -40,21 +44,29 @@ class LoadedModel(NamedTuple):
     optimizer: dict[str, Any]
     parameters: dict[str, Tensor]
     buffers: dict[str, dict[str, Tensor]]
+    sent: dict[str, Tensor]
 
 
-def add_to(saved: dict[str, Any], model: LocalModel, every: int, num_steps: int) -> dict[str, Any]:
-    """A rank's state dict with what belongs to updates."""
+def add_to(
+    saved: dict[str, Any],
+    model: LocalModel,
+    rounds: Rounds,
+    num_steps: int,
+    sent: dict[str, Tensor] | None,
+) -> dict[str, Any]:
+    """A rank's state dict with what belongs to updates; `sent` is None if the model is theta_start."""
     named = model.parameters.named
     mine = {
         "num_steps": num_steps,
         "optimizer": _copied(model.optimizer.state_dict()),
-        "parameters": _copied(dict(named)) if num_steps % every else {},
+        "parameters": {} if sent is None else _copied(dict(named)),
         "buffers": _copied(model.buffers.saved()),
+        "sent": _copied(sent or {}),
     }
     for worker in saved["workers"].values():
         worker["updates"] = (mine,)
     updates = {
-        "every": every,
+        **{time: getattr(rounds, time) for time in _TIMES},
         "inner": type(model.optimizer).__name__,
         "outer": describe_outer(model.outer),
         "start": _copied(model.start),
@@ -64,7 +76,7 @@ def add_to(saved: dict[str, Any], model: LocalModel, every: int, num_steps: int)
 
 
 def loaded(
-    model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]
+    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
 ) -> LoadedModel:
     """What a rank goes on with; nothing changes yet.
 
@@ -75,7 +87,7 @@ def loaded(
         StateError: it does not fit, or is damaged.
     """
     try:
-        return _loaded(model, saved, every, rank, weights)
+        return _loaded(model, saved, rounds, rank, weights)
     except StateError:
         raise
     except Exception as error:
@@ -83,11 +95,14 @@ def loaded(
 
 
 def _loaded(
-    model: LocalModel, saved: dict[str, Any], every: int, rank: int, weights: list[float]
+    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
 ) -> LoadedModel:
     updates = saved["updates"]
-    if updates["every"] != every:
-        raise StateError(f"every of the saved state must be {every}, got {updates['every']!r}")
+    times = {"delay": 0, "fragments": 1, **updates, "every": updates["every"]}  # versions before had no other
+    for time in _TIMES:
+        own, theirs = getattr(rounds, time), times[time]
+        if theirs != own:
+            raise StateError(f"{time} of the saved state must be {own}, got {theirs!r}")
     inner = type(model.optimizer).__name__
     if updates.get("inner", inner) != inner:  # versions before did not save it
         raise StateError(f"optimizer in the saved state must be {inner!r}, got {updates['inner']!r}")
@@ -98,9 +113,8 @@ def _loaded(
     if old_weights == weights:
         mine = workers[str(rank)]["updates"][0]
     else:
-        mine = _for_other_ranks(
-            [workers[str(n)]["updates"][0] for n in range(len(old_weights))], old_weights, every
-        )
+        mine = _for_other_ranks([workers[str(n)]["updates"][0] for n in range(len(old_weights))], old_weights)
+    mine = {"sent": {}, **mine}  # versions before did not save it
     if mine["parameters"]:
         _check_shapes(model, mine["parameters"], "parameters")
     _check_groups(model, mine["optimizer"])
@@ -108,12 +122,13 @@ def _loaded(
     return LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
 
 
-def _for_other_ranks(workers: list[dict[str, Any]], weights: list[float], every: int) -> dict[str, Any]:
+def _for_other_ranks(workers: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:
     for n, worker in enumerate(workers):
-        if worker["num_steps"] % every:
+        if worker["parameters"]:
             raise StateError(
-                "the saved state must be from a round's end to be loaded on other ranks or with other "
-                f"weights, got one after {worker['num_steps']} steps of rank {n} with every = {every}"
+                "the saved state must be from a round's end, or after finish(), to be loaded on other ranks "
+                f"or with other weights, got one inside a round: after {worker['num_steps']} steps of rank "
+                f"{n}"
             )
     return {
         "num_steps": workers[0]["num_steps"],

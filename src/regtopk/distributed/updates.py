@@ -1,6 +1,8 @@
 """An exchange of updates: the optimizer runs first, and what it changed is sent."""
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -13,8 +15,11 @@ from torch.optim import Optimizer
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer
 from regtopk.distributed import update_checkpoint
+from regtopk.distributed.background import Background
 from regtopk.distributed.base import ExchangeBase
-from regtopk.distributed.collectives import Collectives, group_or_default
+from regtopk.distributed.buckets import Bucket
+from regtopk.distributed.collectives import Collectives, end_group, group_or_default, new_group_like
+from regtopk.distributed.fragments import Flight, Fragment
 from regtopk.distributed.layout import subtract_
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.model_buffers import How
@@ -24,7 +29,8 @@ from regtopk.distributed.parameters import NamedParameters
 from regtopk.distributed.record import summarise
 from regtopk.distributed.sharded import Shards, group_of
 from regtopk.distributed.step import Kind, Steps
-from regtopk.errors import ClusterError, StateError
+from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.rounds import Rounds, cut_evenly
 
 _WARNING = (
     "after round %d a rank's update was not finite: all ranks went back to where the round began; "
@@ -48,6 +54,15 @@ class UpdateExchange(ExchangeBase):
     theta   := theta_start - d, or theta_start - outer(d)           the same on all ranks, bit for bit
 
     This is what to use with Adam: it sees gradients as they are, not the late pulses of a sparse aggregate.
+    With `delay`, the exchange is made beside training: the rank goes on by itself, and when the aggregate is
+    there it adds what it has learned since it sent its update,
+
+    theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
+
+    and with `fragments` parts of the model take turns, so that no more than one part is sent at a time (as
+    Streaming DiLoCo does). Nothing is lost: every local step is part of exactly one update. Ranks then never
+    hold the same parameters by themselves: call `finish()` where they must, at the end of training say.
+
     All ranks start from rank 0's parameters and buffers. Between rounds their parameters differ. Load weights
     before: whatever else changes parameters counts as part of the update.
 
@@ -65,6 +80,10 @@ class UpdateExchange(ExchangeBase):
         optimizer: what trains exactly these parameters; frozen ones may be among them.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
         every: how many optimizer steps a round has.
+        delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 to
+            every - 1. It needs the memory of one more model.
+        fragments: how many parts of the model take turns, 1 to every; parts are of about the same size.
+        mix: in [0, 1], how much is kept of what the rank has learned during the delay.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
         process_group: the ranks that take part; the default group if None. Of a model that fully_shard has
@@ -96,6 +115,9 @@ class UpdateExchange(ExchangeBase):
         algorithm: Algorithm[Any],
         *,
         every: int = 1,
+        delay: int = 0,
+        fragments: int = 1,
+        mix: float = 1.0,
         outer: Outer | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         weight: float | None = None,
@@ -108,7 +130,8 @@ class UpdateExchange(ExchangeBase):
         collective: Collective = "auto",
         handshake_timeout_s: float = 60.0,
     ) -> None:
-        check_integer("every", every, at_least=1)
+        rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
+        rounds.check_times()
         check_integer("dense_steps", dense_steps, at_least=0)
         options = Options(
             index_code=index_code,
@@ -121,7 +144,10 @@ class UpdateExchange(ExchangeBase):
             handshake_timeout_s=handshake_timeout_s,
         )
         model = LocalModel(parameters, optimizer, outer, buffers)
+        self._fragments = _fragments_of(model, fragments)
         if model.is_sharded:
+            if delay:
+                raise ArgumentError(f"delay must be 0 of a model that fully_shard has sharded, got {delay}")
             process_group = group_of("process_group", process_group)
             model.shards = Shards(model.parameters.whole, process_group)
         elif isinstance(process_group, DeviceMesh):
@@ -129,15 +155,23 @@ class UpdateExchange(ExchangeBase):
         collectives = Collectives(group_or_default(process_group))
         if optimizer in _attached:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
-        settings = tuple({"every": every, **model.describe()}.items())
-        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, num_dense=every)
+        times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
+        settings = tuple({**times, **model.describe()}.items())
+        parts = tuple(fragment.names for fragment in self._fragments) if fragments > 1 else ()
+        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, every, parts)
         super().__init__(Steps(model.parameters, algorithm, collectives, options, kind, model.shards))
         self._warn_of_one_rank("updates")
-        self.every = every
+        self.every, self.delay = every, delay
+        self._rounds = rounds
         self._model = model
         self._num_steps = 0
+        self._is_whole = True  # whether the model is theta_start, the same on all ranks
         with torch.no_grad():
             model.begin(collectives, self._steps.buckets.all)
+        self._background: Background | None = None
+        if delay:  # whose thread must not mix its collectives with the user's own
+            self._steps.rank.collectives = Collectives(new_group_like(collectives.group, self.device))
+            self._background = Background(self.device)
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
         _attached.add(optimizer)
@@ -149,8 +183,8 @@ class UpdateExchange(ExchangeBase):
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds were made, without those skipped because an update was not finite."""
-        return self._steps.num_steps
+        """How many rounds of the whole model were made, without those with an update that was not finite."""
+        return self._steps.num_turns
 
     @property
     def outer(self) -> Optimizer | None:
@@ -159,6 +193,7 @@ class UpdateExchange(ExchangeBase):
 
     def summary(self) -> str:
         """What this rank sent, against dense gradients in every step, and where the time went."""
+        self._land()
         steps = self._steps
         norm = self.total.residual_norm
         return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, self.every)
@@ -167,9 +202,18 @@ class UpdateExchange(ExchangeBase):
         """All that this rank needs to go on, on the CPU, for `torch.save`: inside a round too.
 
         It holds the rank's optimizer state, and theta_start with the outer optimizer's state. Inside a round
-        it holds the rank's own parameters too. `gather_state_dict` makes one of all ranks'.
+        it holds the rank's own parameters too. A round that is under way is waited for, and saved with what
+        was sent. `gather_state_dict` makes one of all ranks'.
         """
-        return update_checkpoint.add_to(self._steps.state_dict(), self._model, self.every, self.num_steps)
+        self._land()
+        sent = {name: tensor for fragment in self._fragments for name, tensor in fragment.sent.items()}
+        return update_checkpoint.add_to(
+            self._steps.state_dict(),
+            self._model,
+            self._rounds,
+            self.num_steps,
+            None if self._is_whole else sent,
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,10 +232,16 @@ class UpdateExchange(ExchangeBase):
         steps = self._steps
         progress = steps.loaded({key: part for key, part in state_dict.items() if key != "updates"})
         weights = steps.rank.weights.tolist()
-        model = update_checkpoint.loaded(self._model, state_dict, self.every, self.rank, weights)
+        model = update_checkpoint.loaded(self._model, state_dict, self._rounds, self.rank, weights)
+        self._land()
         steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
         self._num_steps = model.num_steps
+        self._is_whole = not model.parameters
+        for fragment in self._fragments:
+            there = {name: tensor for name, tensor in model.sent.items() if name in fragment.names}
+            fragment.flight = None
+            fragment.sent = {name: t.to(self.device, copy=True) for name, t in there.items()}
         self._model.notice.has_loaded = False
 
     def close(self) -> None:
@@ -200,6 +250,45 @@ class UpdateExchange(ExchangeBase):
         for hook in self._hooks:
             hook.remove()
         _attached.discard(self._model.optimizer)
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+            end_group(self._steps.rank.collectives.group)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give all ranks the same model now. Call it on every rank, after equally many steps.
+
+        Rounds that are under way are applied, and what was learned since is exchanged too. Where rounds are
+        neither delayed nor in fragments, the model is the same on all ranks after every round anyway.
+        """
+        self._steps.check_usable()
+        for fragment in self._fragments:
+            if fragment.sent:
+                self._receive(fragment)
+        for fragment in self._fragments if not self._is_whole else ():
+            self._make_round(fragment)
+        self._is_whole = True
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """While this lasts, the model is theta_start, the same on all ranks: for evaluation, say.
+
+        >>> with exchange.agreed():
+        ...     loss = evaluate(model)
+
+        Then the rank gets its own parameters back. Buffers stay its own.
+        """
+        self._land()
+        own = self._model.copies(list(self._model.start))
+        with torch.no_grad():
+            self._model.write_back()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    self._model.parameters.named[name].copy_(tensor)
 
     def _before_step(self, *_: Any) -> None:
         if self._model.notice.has_loaded:
@@ -214,41 +303,115 @@ class UpdateExchange(ExchangeBase):
         found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
         if found_inf is not None and bool(found_inf):
             return
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                fragment.flight.raise_failure()
         self._steps.check_usable()
-        if (self._num_steps + 1) % self.every == 0:
-            self._make_round()
-        self._num_steps += 1
+        step = self._num_steps + 1
+        self._is_whole = False
+        for number, fragment in enumerate(self._fragments):
+            if self._rounds.receives_at(number, step) and fragment.sent:
+                self._receive(fragment)
+            if self._rounds.sends_at(number, step):
+                if self._background is None:
+                    self._make_round(fragment)
+                else:
+                    self._send(fragment, self._background)
+        self._num_steps = step
 
-    def _make_round(self) -> None:
-        steps, model = self._steps, self._model
-        model.parameters.check()
-        model.parameters.check_trainable()
+    def _make_round(self, fragment: Fragment) -> None:
+        """Exchange an update, and go on from the aggregate."""
+        steps = self._steps
+        self._model.parameters.check()
+        self._model.parameters.check_trainable()
         steps.begin()
         with steps.rank.timer.phase("select_s"):
-            flats, is_finite = model.take_update()
-        self._agree(is_finite)
+            update = self._model.take_update(self._buckets_of(fragment))
+        self._meet(fragment, *update, then=self._go_on)
+
+    def _send(self, fragment: Fragment, background: Background) -> None:
+        """Start the exchange of an update, which goes on beside training."""
+        self._model.parameters.check()
+        self._model.parameters.check_trainable()
+        update = self._model.take_update(self._buckets_of(fragment))
+        fragment.sent = self._model.copies(fragment.names)
+
+        def make_round() -> bool:
+            self._steps.begin()
+            return self._meet(fragment, *update)
+
+        fragment.flight = Flight(background, make_round, self.device)
+
+    def _receive(self, fragment: Fragment) -> None:
+        """Wait for the aggregate, and go on from it with what was learned meanwhile."""
+        is_finite = fragment.flight is None or fragment.flight.land()  # None: it was loaded
+        if not is_finite:
+            self._land()  # parts of the model that are under way, too
+        with self._steps.half_way():
+            self._go_on(fragment, is_finite)
+        fragment.flight, fragment.sent = None, {}
+
+    def _meet(
+        self,
+        fragment: Fragment,
+        flats: list[Tensor],
+        is_finite: Tensor,
+        then: Callable[[Fragment, bool], None] | None = None,
+    ) -> bool:
+        """What ranks do together in a round: the aggregate gets into theta_start.
+
+        Returns:
+            Whether all ranks' updates were finite; if not, nothing has changed.
+        """
+        steps, buckets = self._steps, self._buckets_of(fragment)
+        self._agree(buckets, is_finite)
         steps.agree_with_shards()
         with steps.half_way():
             if steps.is_finite:
-                self._exchange(flats)
-            else:
-                model.take_back()
-        steps.end()
+                self._exchange(fragment, buckets, flats)
+            if then is not None:
+                with steps.rank.timer.phase("decode_s"):
+                    then(fragment, steps.is_finite)
+        steps.end(buckets)
+        return steps.is_finite
 
-    def _exchange(self, flats: list[Tensor]) -> None:
-        steps, model = self._steps, self._model
+    def _exchange(self, fragment: Fragment, buckets: list[Bucket], flats: list[Tensor]) -> None:
+        model = self._model
         if model.outer is None:
-            steps.exchange(steps.buckets.all, flats, model.start, subtract_)
+            self._steps.exchange(buckets, flats, model.start, subtract_)
         else:
-            steps.exchange(steps.buckets.all, flats, model.update)
-            model.outer.step()  # theta_start is its parameters, and the update their gradients
-        with steps.rank.timer.phase("decode_s"):
-            model.go_on(steps.rank)
+            self._steps.exchange(buckets, flats, model.update)
+            model.apply_outer(fragment.names)  # theta_start is its parameters, the update their gradients
 
-    def _agree(self, is_finite: Tensor) -> None:
+    def _go_on(self, fragment: Fragment, is_finite: bool) -> None:
+        """Begin a fragment's next round, the aggregate being in theta_start; or return to its beginning."""
+        model = self._model
+        if not is_finite:
+            model.take_back()  # the whole model: a NaN spreads
+            for other in self._fragments:
+                other.sent = other.sent and model.copies(other.names)  # what they learned before is gone
+            self._is_whole = not any(other.sent for other in self._fragments)
+            return
+        model.go_on(fragment.names, fragment.sent, self._rounds.mix)
+        if fragment is self._fragments[-1]:
+            self._land()  # whose collectives must not mix with these
+            model.buffers.join(self._steps.rank, self.device)
+        self._is_whole = self._fragments == [fragment] and not fragment.sent
+
+    def _buckets_of(self, fragment: Fragment) -> list[Bucket]:
+        names = set(fragment.names)
+        return [bucket for bucket in self._steps.buckets.all if names.issuperset(bucket.names)]
+
+    def _land(self) -> None:
+        """Wait for what is under way; it is applied when its time has come."""
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                fragment.flight.land()
+
+    def _agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
         """Wait until all ranks are here."""
         try:
-            self._steps.agree(self._steps.buckets.all, is_finite)
+            self._steps.agree(buckets, is_finite)
         except ClusterError as error:
             if error.__cause__ is None:  # all ranks are here, but differ
                 raise
@@ -257,3 +420,15 @@ class UpdateExchange(ExchangeBase):
                 "rank call optimizer.step() equally often? A step that a GradScaler skips on one rank is "
                 f"none: count by num_steps, not by batches. {error}"
             ) from error
+
+
+def _fragments_of(model: LocalModel, num_fragments: int) -> list[Fragment]:
+    """The parameters in so many parts of about the same size; those without entries are in none."""
+    sizes = {name: p.numel() for name, p in model.parameters.named.items() if p.numel() > 0}
+    if num_fragments > len(sizes):
+        raise ArgumentError(
+            f"fragments must be at most the number of parameters, {len(sizes)}, got {num_fragments}"
+        )
+    names = list(sizes)
+    parts = cut_evenly(list(sizes.values()), num_fragments)
+    return [Fragment(tuple(names[i] for i in part)) for part in parts]

@@ -81,6 +81,9 @@ class RankTraining:
                 self._descent.optimizer,
                 algorithm,
                 every=self.rounds.every,
+                delay=self.rounds.delay,
+                fragments=self.rounds.fragments,
+                mix=self.rounds.mix,
                 outer=outer,
                 **options,
             )
@@ -106,6 +109,13 @@ class RankTraining:
         self._round_s = step_s + (self._round_s if self.num_steps % self.rounds.every else 0.0)
         self._losses.append(loss)
         self.num_steps += 1
+
+    def evaluate(self) -> dict[str, float]:
+        """How good the model is that all ranks agree on."""
+        if not self.rounds.has_updates:
+            return self.task.evaluate(self.network)
+        with self.exchange.agreed():
+            return self.task.evaluate(self.network)
 
     def measure(self) -> dict[str, float]:
         """This rank's mean loss since the last call, its bytes so far, and a step's times in the last round.

@@ -92,7 +92,7 @@ def make_record(
     config: TrainConfig, method: Method, trainings: Sequence[RankTraining], device: torch.device
 ) -> Record:
     """How good every seed is, on rank 0; losses as means over ranks; bytes and times over seeds too."""
-    qualities = [t.task.evaluate(t.network) for t in trainings] if dist.get_rank() == 0 else []
+    qualities = [t.evaluate() for t in trainings] if dist.get_rank() == 0 else []
     measured = [training.measure() for training in trainings]
     names = list(measured[0])
     means = torch.tensor([[m[name] for name in names] for m in measured], dtype=torch.float64, device=device)

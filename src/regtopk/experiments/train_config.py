@@ -57,6 +57,8 @@ class TrainConfig:
         outer: with updates, the optimizer that applies their aggregate: none, sgd, or nesterov as in DiLoCo.
         outer_lr: learning rate of the outer optimizer. If not given, 1 for sgd, 0.7 for nesterov.
         outer_momentum: momentum of the outer optimizer. If not given, 0 for sgd, 0.9 for nesterov.
+        delay: with updates, steps from sending one to applying the aggregate, which travels meanwhile.
+        fragments: with updates, parts of the model that take turns. If not given, 1.
         density: share of the entries that a worker sends, k / J in (0, 1].
         value_code: how values travel.
         index_code: how indices travel.
@@ -85,6 +87,8 @@ class TrainConfig:
     outer: str = ""
     outer_lr: float = 0.0
     outer_momentum: float = 0.0
+    delay: int = 0
+    fragments: int = 0
     density: float = 0.01
     value_code: str = "float32"
     index_code: str = "elias-fano"
@@ -157,7 +161,7 @@ class TrainConfig:
         """
         read = Method.read(self.algorithm)
         named, label = dict(read.words), self.algorithm
-        for name in Rounds._fields:
+        for name in (name for name in Rounds._fields if hasattr(self, name)):
             option, said = getattr(self, name), read.options.get(name, getattr(read.rounds, name))
             if not option or option == said:
                 continue

@@ -1,6 +1,7 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +10,31 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.link import Link
 from regtopk.core.timer import Timer
+from regtopk.core.worker import Layer, Layout
+from regtopk.errors import ArgumentError
 from regtopk.experiments.optimizers import OPTIMIZERS, Descent
 from regtopk.experiments.task import Quality, Task
-from regtopk.rounds import GRADIENTS, Rounds
+from regtopk.rounds import GRADIENTS, Rounds, cut_evenly
 from regtopk.simulate import Cluster
 
 LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A part of the models that is exchanged in one round.
+
+    Attributes:
+        at: where it lies in the vectors.
+        clusters: one for all seeds, or one for each.
+        models: its part of the models, (R, j), a view.
+        sent: of the workers' models as they were sent, (R, N, j), until the aggregate is applied.
+    """
+
+    at: slice
+    clusters: list[Cluster]
+    models: Tensor
+    sent: Tensor | None = None
 
 
 class Trainer:
@@ -57,22 +77,28 @@ class Trainer:
         self.num_steps = 0
         is_alike = all(weights == task.weights[0] for weights in task.weights)
         is_batch = is_alike and "replicates" in algorithm.promises
-        self.clusters = [
-            Cluster(
-                algorithm,
-                num_workers=task.num_workers,
-                weights=weights,
-                layout=task.layout,
-                index_code=index_code,
-                link=LINK,
-                is_checked=False,  # what is not finite is looked for here
-            )
-            for weights in (task.weights[:1] if is_batch else task.weights)
-        ]
+        weights_of_clusters = task.weights[:1] if is_batch else task.weights
+        self._fragments = []
+        for layers in _parts_of(task.layout, rounds.fragments):
+            at = slice(layers[0].start, layers[-1].start + layers[-1].numel)
+            clusters = [
+                Cluster(
+                    algorithm,
+                    num_workers=task.num_workers,
+                    weights=weights,
+                    layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
+                    index_code=index_code,
+                    link=LINK,
+                    is_checked=False,  # what is not finite is looked for here
+                )
+                for weights in weights_of_clusters
+            ]
+            self._fragments.append(Fragment(at, clusters, self.models[:, at]))
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
         self._local = self._of_workers().clone() if rounds.has_updates else self.models
-        self._outer = rounds.make_outer([self.models]) if rounds.has_updates else None
+        parts = [fragment.models for fragment in self._fragments]
+        self._outer = rounds.make_outer(parts) if rounds.has_updates else None
         self._descent = Descent.of_models(
             self._local,
             task.layout,
@@ -118,9 +144,15 @@ class Trainer:
         return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
 
     @property
+    def clusters(self) -> list[Cluster]:
+        """All that aggregate, of one fragment after another."""
+        return [cluster for fragment in self._fragments for cluster in fragment.clusters]
+
+    @property
     def payload_bytes(self) -> list[float]:
         """What a worker has contributed so far, on average, for each seed."""
-        found = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters]).flatten()
+        by_cluster = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters])
+        found = by_cluster.unflatten(0, (len(self._fragments), -1)).sum(0).flatten()
         counts: list[float] = found.expand(len(self.models)).tolist()
         return counts
 
@@ -148,6 +180,7 @@ class Trainer:
             "optimizer": self._descent.optimizer.state_dict(),
             "outer": self._outer and self._outer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
+            "sent": [fragment.sent for fragment in self._fragments],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,40 +198,63 @@ class Trainer:
             self._outer.load_state_dict(state["outer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
+        for fragment, sent in zip(self._fragments, state["sent"], strict=True):
+            fragment.sent = sent
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps, self.lr)
         if self._outer is None:
-            self.models.grad = self._aggregate(grads)
+            (whole,) = self._fragments
+            self.models.grad = self._aggregate(whole, grads)
             self._descent.step(self.num_steps)
-            self._report(losses)
+            self._report(whole, losses)
         else:
             self._local.grad = grads
             self._descent.step(self.num_steps)
-            if (self.num_steps + 1) % self.rounds.every == 0:
-                self.models.grad = self._aggregate(self._of_workers() - self._local)
-                self._outer.step()
-                self._local.copy_(self._of_workers())
-                self._report(losses)
+            for number, fragment in enumerate(self._fragments):
+                if fragment.sent is not None and self.rounds.receives_at(number, self.num_steps + 1):
+                    self._receive(fragment, fragment.sent)
+                if self.rounds.sends_at(number, self.num_steps + 1):
+                    self._send(fragment, self._outer)
+                    self._report(fragment, losses)
         self._is_diverged |= ~torch.isfinite(losses)
         self._count(losses)
         self.num_steps += 1
+
+    def _send(self, fragment: Fragment, outer: torch.optim.Optimizer) -> None:
+        """Exchange a fragment's update; it is applied at once unless that is delayed."""
+        local = self._local[..., fragment.at]
+        fragment.models.grad = self._aggregate(fragment, self._of_workers()[..., fragment.at] - local)
+        outer.step()
+        fragment.models.grad = None
+        if self.rounds.delay:
+            fragment.sent = local.clone()
+        else:
+            local.copy_(self._of_workers()[..., fragment.at])
+
+    def _receive(self, fragment: Fragment, sent: Tensor) -> None:
+        """Let the workers go on from the aggregate, with what they have learned since they sent."""
+        local = self._local[..., fragment.at]
+        learned = (local - sent).mul_(self.rounds.mix)
+        local.copy_(self._of_workers()[..., fragment.at] + learned)
+        fragment.sent = None
 
     def _of_workers(self) -> Tensor:
         """The models as each worker gets them, (R, N, J)."""
         return self.models.unsqueeze(1).expand(-1, self.task.num_workers, -1)
 
-    def _aggregate(self, sent: Tensor) -> Tensor:
-        """What the clusters make of what the workers send, (R, N, J) in and (R, J) out."""
+    def _aggregate(self, fragment: Fragment, sent: Tensor) -> Tensor:
+        """What the clusters make of what the workers send, (R, N, j) in and (R, j) out."""
+        clusters = fragment.clusters
         with self._timer.phase("compress"):
-            if len(self.clusters) == 1:
-                return self.clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(self.models.shape)
-            return torch.stack([cluster.step(own) for cluster, own in zip(self.clusters, sent, strict=True)])
+            if len(clusters) == 1:
+                return clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(fragment.models.shape)
+            return torch.stack([cluster.step(own) for cluster, own in zip(clusters, sent, strict=True)])
 
-    def _report(self, losses: Tensor) -> None:
+    def _report(self, fragment: Fragment, losses: Tensor) -> None:
         if self.algorithm.listens:
-            own = [losses.mean()] if len(self.clusters) == 1 else losses
-            for cluster, loss in zip(self.clusters, own, strict=True):
+            own = [losses.mean()] if len(fragment.clusters) == 1 else losses
+            for cluster, loss in zip(fragment.clusters, own, strict=True):
                 cluster.report(loss=float(loss))
 
     def _count(self, losses: Tensor) -> None:
@@ -206,3 +262,13 @@ class Trainer:
         self._losses = losses.where(~self._is_diverged, kept)
         self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
         self._num_summed += 1
+
+
+def _parts_of(layout: Layout, num_fragments: int) -> list[list[Layer]]:
+    """The layers of each fragment."""
+    layers = layout.layers
+    if num_fragments > len(layers):
+        raise ArgumentError(
+            f"fragments must be at most the number of parameters, {len(layers)}, got {num_fragments}"
+        )
+    return [[layers[i] for i in part] for part in cut_evenly([x.numel for x in layers], num_fragments)]

@@ -23,7 +23,7 @@ from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSu
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver, layout
-from regtopk.distributed.buckets import Buckets
+from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.rank import Rank
@@ -176,17 +176,20 @@ def update_points(bench: Bench, outer: str) -> Iterator[Point]:
         net = _chain(_MATRIX, numel // _MATRIX**2).to(bench.device)
         inner = torch.optim.SGD(net.parameters())
         model = LocalModel(net, inner, None if outer == "none" else make_outer, "mean")
-        model.begin(rank.collectives, Buckets(model.parameters, frozenset(), Dense(), rank).all)
+        buckets = Buckets(model.parameters, frozenset(), Dense(), rank).all
+        model.begin(rank.collectives, buckets)
         aggregate = torch.zeros(numel, device=bench.device)
 
-        def make_round(model: LocalModel = model, aggregate: Tensor = aggregate) -> None:
-            model.take_update()
+        def make_round(
+            model: LocalModel = model, buckets: list[Bucket] = buckets, aggregate: Tensor = aggregate
+        ) -> None:
+            model.take_update(buckets)
             if model.outer is None:
                 layout.subtract_(list(model.start.values()), aggregate)
             else:
                 layout.write_(list(model.update.values()), aggregate)
-                model.outer.step()
-            model.go_on(rank)
+                model.apply_outer(list(model.start))
+            model.write_back()
 
         yield Work(f"updates {outer}", numel_units(numel)), bench.typical(make_round)
 

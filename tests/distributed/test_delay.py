@@ -1,0 +1,252 @@
+"""Rounds that are under way while training goes on, and parts of the model that take turns."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.rounds import Rounds, cut_evenly
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import closing, flat_parameters, loss_of, make_net, same
+
+TOPK = regtopk.TopK(density=0.1)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, regtopk.UpdateExchange]:
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
+    return net, optimizer, regtopk.UpdateExchange(net, optimizer, TOPK, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num", "parts"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([10, 1, 1], 2, [1, 2]),
+        ([1, 1, 10], 3, [1, 1, 1]),
+        ([1, 100, 1, 1], 2, [2, 2]),
+        ([5], 1, [1]),
+        ([3, 3, 3, 3, 3], 3, [2, 2, 1]),
+    ],
+)
+def test_parts_are_about_even(sizes: list[int], num: int, parts: list[int]) -> None:
+    found = cut_evenly(sizes, num)
+    assert [len(part) for part in found] == parts
+    assert [i for part in found for i in part] == list(range(len(sizes)))
+
+
+def test_fragments_take_turns_and_none_is_left_out() -> None:
+    for every in range(1, 7):
+        for fragments in range(1, every + 1):
+            for delay in range(every):
+                rounds = Rounds("updates", every=every, delay=delay, fragments=fragments)
+                sent = [[s for s in range(1, 25) if rounds.sends_at(p, s)] for p in range(fragments)]
+                got = [[s for s in range(1, 25) if rounds.receives_at(p, s)] for p in range(fragments)]
+                assert len({s for steps in sent for s in steps}) == sum(map(len, sent))  # one at a time
+                for mine, theirs in zip(sent, got, strict=True):
+                    assert all(b - a == every for a, b in pairwise(mine)) and mine[0] <= every
+                    assert theirs == [s + delay for s in mine if s + delay < 25]
+
+
+def test_nothing_is_learned_twice_or_lost(two_ranks: Ranks) -> None:
+    two_ranks.run(follow_every_step)
+
+
+class Slope(nn.Module):
+    """Its gradients do not depend on its parameters: what a step changes is known beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in (40, 7, 23))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return (torch.cat(list(self.parts)) * slope).sum()
+
+
+def follow_every_step() -> None:
+    """first - theta_start + the weighted residuals = the weighted sum of all local steps."""
+    cases: list[dict[str, Any]] = [
+        {"every": 4, "delay": 3},
+        {"every": 4, "delay": 2, "fragments": 3},
+        {"every": 3},
+    ]
+    for options in cases:
+        net = Slope()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        weight = (0.25, 0.75)[dist.get_rank()]
+        learned = torch.zeros(70, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        exchange = regtopk.UpdateExchange(net, optimizer, TOPK, weight=weight, **options)
+        with closing(exchange):
+            for _ in range(14):
+                slope = torch.randn(70, generator=generator)
+                learned += weight * slope.double()
+                optimizer.zero_grad()
+                net(slope).backward()
+                optimizer.step()
+            exchange.finish()
+            (state,) = exchange.state_dict()["workers"].values()
+        assert not state["updates"][0]["parameters"] and not state["updates"][0]["sent"]
+        residual = torch.cat([entry["residual"] for entry in state["entries"].values()]).double() * weight
+        assert residual.norm() > 0
+        for mine in (learned, residual):
+            dist.all_reduce(mine)
+        arrived = 1 - torch.cat([p.detach() for p in net.parts]).double()
+        assert torch.allclose(arrived + residual, learned, rtol=0, atol=2e-5)
+
+
+def test_ranks_agree_while_they_differ(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(look_at_both_models)
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine["agreed"], theirs["agreed"])
+        assert torch.equal(mine["finished"], theirs["finished"])
+        assert not torch.equal(mine["own"], theirs["own"]) and torch.equal(mine["own"], mine["after"])
+
+
+def look_at_both_models() -> list[dict[str, Tensor]]:
+    found = []
+    for options in ({"every": 4, "delay": 3}, {"every": 4, "delay": 1, "fragments": 4, "mix": 0.5}):
+        net, optimizer, exchange = made(**options)
+        with closing(exchange):
+            train(net, optimizer, range(9))
+            models = {"own": flat_parameters(net)}
+            with exchange.agreed():
+                models["agreed"] = flat_parameters(net)
+            models["after"] = flat_parameters(net)
+            exchange.finish()
+            found.append({**models, "finished": flat_parameters(net)})
+    return found
+
+
+def test_resumed_with_a_round_under_way(two_ranks: Ranks) -> None:
+    two_ranks.run(resume_at_every_step)
+
+
+def resume_at_every_step() -> None:
+    for options in (
+        {"every": 4, "delay": 3},
+        {"every": 4, "delay": 2, "fragments": 2},
+        {"every": 2, "fragments": 2},
+    ):
+        net, optimizer, exchange = made(**options)
+        saved = []
+        with closing(exchange):
+            for step in range(8):
+                train(net, optimizer, range(step, step + 1))
+                saved.append(exchange.state_dict())
+            train(net, optimizer, range(8, 12))
+            end = flat_parameters(net), exchange.state_dict()
+        for step in (3, 4, 5, 6, 7):
+            net, optimizer, exchange = made(**options)
+            with closing(exchange):
+                exchange.load_state_dict(saved[step])
+                train(net, optimizer, range(step + 1, 12))
+                found = flat_parameters(net), exchange.state_dict()
+            for state in (end[1], found[1]):
+                for worker in state["workers"].values():
+                    worker["total"] = {}  # times differ
+            assert same(found, end)
+
+
+def test_other_ranks_go_on_after_finish(two_ranks: Ranks, four_ranks: Ranks) -> None:
+    inside, finished = two_ranks.run(save_gathered)[0]
+    refused, first, num_steps = four_ranks.run(load_both, inside, finished)[0]
+    assert (
+        refused.startswith("the saved state must be from a round's end, or after finish()") and num_steps == 6
+    )
+    assert torch.equal(first, torch.cat([t.flatten() for t in finished["updates"]["start"].values()]))
+
+
+def save_gathered() -> tuple[Any, Any]:
+    net, optimizer, exchange = made(every=4, delay=3)
+    with closing(exchange):
+        train(net, optimizer, range(6))
+        inside = exchange.gather_state_dict()
+        exchange.finish()
+        return inside, exchange.gather_state_dict()
+
+
+def load_both(inside: Any, finished: Any) -> tuple[str, Tensor, int]:
+    net, optimizer, exchange = made(every=4, delay=3)
+    with closing(exchange):
+        with pytest.raises(StateError) as refused:
+            exchange.load_state_dict(inside)
+        exchange.load_state_dict(finished)
+        first = flat_parameters(net)
+        train(net, optimizer, range(6, 10))
+        return str(refused.value), first, exchange.num_steps - 4
+
+
+def test_a_nan_takes_all_parts_back(two_ranks: Ranks) -> None:
+    two_ranks.run(spoil_a_round)
+
+
+def spoil_a_round() -> None:
+    for options in ({"every": 4, "delay": 2}, {"every": 4, "delay": 3, "fragments": 3}):
+        net, optimizer, exchange = made(**options)
+        with closing(exchange):
+            train(net, optimizer, range(5))
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    next(net.parameters()).fill_(math.nan)
+            train(net, optimizer, range(5, 17))
+            assert exchange.total.num_skipped >= 1
+            exchange.finish()
+            assert bool(torch.isfinite(flat_parameters(net)).all())
+            everyone = [torch.empty_like(flat_parameters(net)) for _ in range(2)]
+            dist.all_gather(everyone, flat_parameters(net))
+            assert torch.equal(*everyone)
+
+
+def test_a_failure_under_way_is_raised_by_the_next_steps(new_ranks: Ranks) -> None:
+    said = new_ranks.run(fail_under_way)
+    assert said == ["all_gather failed: a rank has stopped"] * len(said)
+
+
+def fail_under_way() -> str:
+    net, optimizer, exchange = made(every=4, delay=3)
+    train(net, optimizer, range(7))
+    exchange._land()
+    exchange._steps.rank.collectives.all_gather = _fail  # type: ignore[assignment]
+    with pytest.raises(ClusterError) as raised:
+        train(net, optimizer, range(7, 12))
+    with pytest.raises(ClusterError):
+        exchange.state_dict()
+    return str(raised.value)
+
+
+def _fail(*_: Any) -> Tensor:
+    raise ClusterError("all_gather failed: a rank has stopped")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 2, "delay": 2}, "delay must be an integer from 0 to 1 with every = 2, got 2"),
+        ({"every": 2, "delay": -1}, "delay must be an integer from 0 to 1 with every = 2, got -1"),
+        ({"every": 2, "delay": 0.5}, "delay must be an integer from 0 to 1 with every = 2, got 0.5"),
+        ({"every": 2, "fragments": 3}, "fragments must be an integer from 1 to 2 with every = 2, got 3"),
+        ({"every": 9, "fragments": 9}, "fragments must be at most the number of parameters, "),
+        ({"mix": 1.5}, "mix must be in [0, 1], got 1.5"),
+        ({"mix": math.nan}, "mix must be in [0, 1], got nan"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError) as raised:
+        regtopk.UpdateExchange(net, optimizer, TOPK, **options)
+    assert message in str(raised.value)
