@@ -16,7 +16,7 @@ from tests.distributed.training import closing, ddp, loss_of
 
 SOURCE = str(Path(regtopk.__file__).parent)
 HERE = "distributed/"
-STARTS: dict[Scope, str] = {"model": "ddp", "bucket": "bucket_queue"}
+STARTS: dict[Scope, str] = {"model": "ddp", "bucket": "background bucket_queue"}
 
 
 @pytest.mark.parametrize("scope", STARTS)
