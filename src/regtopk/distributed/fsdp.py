@@ -20,6 +20,7 @@ from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters, is_fsdp2
 from regtopk.distributed.sharded import Shards, check_placements, group_of, local
+from regtopk.distributed.sharded_checkpoint import Piece, Sharding
 from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
 
@@ -62,7 +63,7 @@ class ShardedHookState(ExchangeBase):
         shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
-        super().__init__(steps)
+        super().__init__(steps, _sharding_of(model, units))
         for unit in units:
             steps.buckets.covering((unit.name,))  # each is a bucket of its own
         if self.num_workers == 1:
@@ -185,6 +186,19 @@ def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
                 f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
                 f"{p.placements[0]}"  # type: ignore[attr-defined]
             )
+
+
+def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
+    """Where the parameters are in the units' vectors."""
+    wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in wholes.items()}
+    pieces = []
+    for unit in units:
+        start = 0
+        for p in unit.trainable:
+            pieces.append(Piece(unit.name, names[id(p)], start))
+            start += _padded_numel(p)
+    return Sharding(wholes, pieces)
 
 
 def _padded_numel(p: Any) -> int:

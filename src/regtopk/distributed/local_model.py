@@ -19,6 +19,7 @@ from regtopk.distributed.optimizers import (
     describe_inner,
     describe_outer,
     make_outer,
+    names_by_index,
     restart_spoiled,
 )
 from regtopk.distributed.parameters import (
@@ -31,6 +32,7 @@ from regtopk.distributed.parameters import (
 )
 from regtopk.distributed.rank import Rank
 from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local
+from regtopk.distributed.sharded_checkpoint import Piece, Sharding
 from regtopk.errors import ClusterError
 
 
@@ -100,6 +102,16 @@ class LocalModel:
             "buffers of the model": self.buffers.describe(),
             "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self._frozen.items()],
         }
+
+    def sharding(self) -> Sharding:
+        """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
+        wholes, starts = self.parameters.whole, self.start
+        return Sharding(
+            dict(wholes),
+            [Piece(name, name, 0) for name in wholes],
+            inner=names_by_index(self.optimizer, wholes),
+            outer=() if self.outer is None else names_by_index(self.outer, starts),
+        )
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
         """Start from rank 0's model, and make room for the update: the buckets' vectors in a row."""

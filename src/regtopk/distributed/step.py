@@ -88,6 +88,7 @@ class Steps:
         options.check_algorithm(algorithm)
         self._kind = kind
         self._shards = shards
+        self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
         self.parameters = parameters
         self.device = parameters.device
         self.algorithm = algorithm
@@ -333,7 +334,7 @@ class Steps:
         with self.lock:
             self.check_usable()
             saved = checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
-            return saved if self._shards is None else {**saved, "shard": self._shards.place}
+            return saved if self.shard is None else {**saved, "shard": self.shard}
 
     def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
         """What a saved state holds; nothing changes yet.
@@ -348,9 +349,8 @@ class Steps:
             return checkpoint.loaded(self.buckets, saved, keeps_buckets=self.scope == "bucket")
 
     def _without_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
-        expected = None if self._shards is None else self._shards.place
-        if saved.get("shard") != expected:
-            raise StateError(f"shard of the saved state must be {expected}, got {saved.get('shard')}")
+        if saved.get("shard") != self.shard:
+            raise StateError(f"shard of the saved state must be {self.shard}, got {saved.get('shard')}")
         return {key: part for key, part in saved.items() if key != "shard"}
 
     def go_on_from(self, progress: checkpoint.Progress) -> None:

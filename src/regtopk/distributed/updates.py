@@ -131,7 +131,8 @@ class UpdateExchange(ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         settings = tuple({"every": every, **model.describe()}.items())
         kind = Kind("regtopk.UpdateExchange", _WARNING, settings, num_dense=every)
-        super().__init__(Steps(model.parameters, algorithm, collectives, options, kind, model.shards))
+        steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
+        super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         self.every = every
         self._model = model
