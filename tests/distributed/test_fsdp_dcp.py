@@ -31,11 +31,12 @@ class Job:
 
     def __init__(self, kind: str, shape: Shape, algorithm: Any = REGTOPK) -> None:
         replicate, shard = grid(*shape)["replicate"], grid(*shape)["shard"]
-        self.model, self.exchange = sharded(shard), None
+        self.model = sharded(shard)
         self.optimizer: torch.optim.Optimizer
+        self.exchange: Any
         if kind == "attach":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-            self.exchange: Any = regtopk.attach(self.model, algorithm, replicate_group=replicate)
+            self.exchange = regtopk.attach(self.model, algorithm, replicate_group=replicate)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
             options: dict[str, Any] = {"every": 2, "outer": nesterov, "process_group": replicate}
@@ -138,7 +139,9 @@ def test_the_sum_of_the_residuals_is_kept_on_every_mesh(
         results = ranks.run(go_on, tmp_path, kind, shape, number)
         loaded, saved = ([each[i] for each in results] for i in (0, 1))
         if before is not None:
-            torch.testing.assert_close(sum_of([each[0] for each in loaded], shape), before[0], rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                sum_of([each[0] for each in loaded], shape), before[0], rtol=1e-6, atol=0
+            )
             assert all(same(each[1], before[1]) for each in loaded)
         before = sum_of([each[0] for each in saved], shape), saved[0][1]
         assert before[0].abs().sum() > 0
@@ -259,7 +262,9 @@ def plain_model() -> list[tuple[str, str]]:
 def test_a_state_that_cannot_be_cut_anew(four_ranks: Ranks, tmp_path: Path) -> None:
     for kind, message in four_ranks.run(load_factored, tmp_path):
         assert kind == StateError.__name__
-        assert message.startswith("row_var of parameter 'first.weight' must have the parameter's shape, or be")
+        assert message.startswith(
+            "row_var of parameter 'first.weight' must have the parameter's shape, or be"
+        )
 
 
 def load_factored(folder: Path) -> tuple[str, str]:

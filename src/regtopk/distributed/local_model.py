@@ -31,7 +31,7 @@ from regtopk.distributed.parameters import (
     uncompiled,
 )
 from regtopk.distributed.rank import Rank
-from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local
+from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local, refuse_hooks
 from regtopk.distributed.sharded_checkpoint import Piece, Sharding
 from regtopk.errors import ClusterError
 
@@ -187,6 +187,7 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
             raise ClusterError(
                 f"parameters must be a plain model or one of fully_shard (FSDP2), got {type(part).__name__}"
             )
+    refuse_hooks(inner)
     return inner
 
 

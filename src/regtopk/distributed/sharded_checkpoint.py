@@ -150,8 +150,8 @@ def _rests(load: Load, parts: dict[str, int]) -> dict[str, dict[str, Any]]:
 def _check_number(saved: object, slot: _Slot) -> None:
     if isinstance(saved, Tensor) and saved.numel() > 1:
         raise StateError(
-            f"{slot.key} of parameter {slot.parameter!r} must have the parameter's shape, or be one number, to "
-            f"be loaded on another number of shards, got shape {tuple(saved.shape)}"
+            f"{slot.key} of parameter {slot.parameter!r} must have the parameter's shape, or be one number, "
+            f"to be loaded on another number of shards, got shape {tuple(saved.shape)}"
         )
 
 
@@ -180,7 +180,9 @@ def _by_parameter(worker: dict[str, Any], sharding: Sharding) -> None:
     vectors = worker["entries"]
     fields_of = {name: list(fields) for name, fields in vectors.items()}
     entries: dict[str, Any] = {name: {} for name in sharding.wholes}
-    padding = {name: {f: tensor.flatten().clone() for f, tensor in of.items()} for name, of in vectors.items()}
+    padding = {
+        name: {f: tensor.flatten().clone() for f, tensor in of.items()} for name, of in vectors.items()
+    }
     for piece in sharding.pieces:
         part = local(sharding.wholes[piece.parameter])
         for field in fields_of.get(piece.vector, []):
