@@ -3,15 +3,15 @@
 Four processes of this machine, joined by gloo, are 2 replicas of 2 shards. They train the GPT of `regtopk
 compare gpt` (6 layers of width 256, 4.8 million parameters) on torch's sources with AdamW: by torch's HSDP
 on a mesh of two dimensions, which averages gradients in bfloat16, and by `regtopk.UpdateExchange` over the
-replicate axis. Both reduce over the shard axis in bfloat16, see the same windows in the same order, and search
-the same learning rates on seed 0, which is not counted, in shorter runs. The losses are of other seeds, on the
-same test windows. --out is written after every seed: a long run may be stopped.
+replicate axis. Both reduce over the shard axis in bfloat16, see the same windows in the same order, and
+search the same learning rates on seed 0, which is not counted, in shorter runs. The losses are of other
+seeds, on the same test windows. --out is written after every seed: a long run may be stopped.
 
 Bytes are those that cross the replicate axis, all four ranks added up, by our own counts: of HSDP 2(N-1)/N
 vectors of a rank's padded part in bfloat16 a step, as a ring all-reduce sends them; of UpdateExchange what
 `exchange.total.sent_bytes` counts. Interface counters could not tell the two axes apart on one machine.
 
-    python benchmarks/fsdp_gpt.py [--json] [--out FILE] [--seeds S] [--lr L ...] [--steps T] [--search-steps T]
+    python benchmarks/fsdp_gpt.py [--json] [--out FILE] [--seeds S] [--threads N] [--batch B] [--window W]
 """
 
 import argparse
@@ -119,7 +119,7 @@ def test_loss(model: nn.Module, text: Tensor, options: argparse.Namespace) -> fl
 
 
 def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     world = REPLICAS * SHARDS
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     text = load_text(None, sources=torch_sources, window=CONTEXT + 1)
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[0.001, 0.002, 0.004, 0.008])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--search-steps", type=int, default=80, help="of a run that tries a learning rate")
+    parser.add_argument("--threads", type=int, default=1, help="of each of the four processes")
     parser.add_argument("--batch", type=int, default=4, help="windows of a rank and step")
     parser.add_argument("--window", type=int, default=32, help="characters that a window predicts")
     parser.add_argument("--tested", type=int, default=2048, help="windows of the test part")

@@ -29,18 +29,20 @@ def nesterov(parameters: Any) -> torch.optim.Optimizer:
 class Job:
     """A sharded net that trains by either kind of exchange."""
 
-    def __init__(self, kind: str, shape: Shape, algorithm: Any = REGTOPK) -> None:
+    def __init__(self, kind: str, shape: Shape, algorithm: Any = REGTOPK, is_narrow: bool = False) -> None:
         replicate, shard = grid(*shape)["replicate"], grid(*shape)["shard"]
         self.model = sharded(shard)
         self.optimizer: torch.optim.Optimizer
         self.exchange: Any
+        narrow: dict[str, Any] = {"residual_dtype": "bfloat16"} if is_narrow else {}
         if kind == "attach":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-            self.exchange = regtopk.attach(self.model, algorithm, replicate_group=replicate)
+            self.exchange = regtopk.attach(self.model, algorithm, replicate_group=replicate, **narrow)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
             options: dict[str, Any] = {"every": 2, "outer": nesterov, "process_group": replicate}
-            self.exchange = regtopk.UpdateExchange(self.model, self.optimizer, algorithm, **options)
+            narrow |= {"anchors": "cpu"} if is_narrow else {}
+            self.exchange = regtopk.UpdateExchange(self.model, self.optimizer, algorithm, **options, **narrow)
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -68,25 +70,35 @@ class Job:
 # The same mesh.
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize(("kind", "num_before"), [("attach", 3), ("updates", 3), ("updates", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_before", "shape", "is_narrow"),
+    [
+        ("attach", 3, (2, 2), False),
+        ("attach", 3, (1, 4), True),
+        ("updates", 3, (2, 2), True),
+        ("updates", 4, (1, 4), False),
+    ],
+)
 def test_the_same_mesh_goes_on_bit_for_bit(
-    four_ranks: Ranks, tmp_path: Path, kind: str, num_before: int, shape: Shape
+    four_ranks: Ranks, tmp_path: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
 ) -> None:
-    for straight, resumed in four_ranks.run(train_resumed, tmp_path, kind, num_before, shape):
+    for straight, resumed in four_ranks.run(train_resumed, tmp_path, kind, num_before, shape, is_narrow):
         assert torch.equal(straight, resumed)
 
 
-def train_resumed(folder: Path, kind: str, num_before: int, shape: Shape) -> tuple[Tensor, Tensor]:
-    jobs = Job(kind, shape), Job(kind, shape)
+def train_resumed(
+    folder: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
+) -> tuple[Tensor, Tensor]:
+    """Parameters of a straight and a resumed run; a narrow one has residuals in bfloat16."""
+    jobs = [Job(kind, shape, is_narrow=is_narrow) for _ in range(2)]
     jobs[0].train(range(num_before))
     jobs[0].save(folder)
     jobs[1].train(range(20, 22))  # elsewhere
     jobs[1].load(folder)
     for job in jobs:
         job.train(range(num_before, 7))
-    states = [algorithm_state(job.exchange) for job in jobs]
-    assert same(*states) and jobs[1].exchange.total.sent_bytes == jobs[0].exchange.total.sent_bytes
+    assert same(*(algorithm_state(job.exchange) for job in jobs))
+    assert jobs[1].exchange.total.sent_bytes == jobs[0].exchange.total.sent_bytes
     return whole_parameters(jobs[0].model), whole_parameters(jobs[1].model)
 
 

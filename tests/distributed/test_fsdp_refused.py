@@ -144,9 +144,9 @@ CASES: dict[str, tuple[Act, str, str]] = {
     "parameters in the CPU's memory": (
         lambda: attach(sharded(grid(2, 2)["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "ClusterError",
-        "offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy, whose gradients are not where its "
-        "parameters are: exchange updates instead, by regtopk.UpdateExchange over a group with gloo for the "
-        "CPU",
+        "offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy, whose gradients are not where "
+        "its parameters are: exchange updates instead, by regtopk.UpdateExchange over a group with gloo for "
+        "the CPU",
     ),
     "scope": (
         lambda: attach(scope="model"),
@@ -169,6 +169,12 @@ CASES: dict[str, tuple[Act, str, str]] = {
         lambda: attach(algorithm=by_replica(TOPK, regtopk.Dense())),
         "ClusterError",
         "all ranks must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1",
+    ),
+    "algorithms of parts differ": (
+        lambda: attach(algorithm=by_part(TOPK, regtopk.Dense())),
+        "ClusterError",
+        "all ranks that share a model must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1 "
+        "of the shard group of replica 1",
     ),
     "parts of a replica differ": (
         lambda: attach(dense_steps=by_part(0, 2)),

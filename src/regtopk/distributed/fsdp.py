@@ -164,8 +164,8 @@ def _units_of(model: nn.Module) -> list[Unit]:
         if type(unit.group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ClusterError(
                 f"offload_policy of FSDP unit {unit.name!r} must not be CPUOffloadPolicy, whose gradients "
-                "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over a "
-                "group with gloo for the CPU"
+                "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over "
+                "a group with gloo for the CPU"
             )
     return units
 

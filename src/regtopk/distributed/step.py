@@ -16,6 +16,7 @@ from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, WithDensity, converse
 from regtopk.core.codes import check_index_code
+from regtopk.core.precision import exchange
 from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
@@ -116,7 +117,7 @@ class Steps:
         )
         self.num_steps = 0
         self.is_finite = True  # whether no rank had a NaN or inf in this step
-        self.buckets = Buckets(parameters, skipped, algorithm, self.rank)
+        self.buckets = Buckets(parameters, skipped, algorithm, self.rank, options.residual_dtype)
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
@@ -127,7 +128,7 @@ class Steps:
 
     def _settings(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
-        same = ("scope", "index_code", "collective", "deterministic", "dense_steps")
+        same = ("scope", "index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
         return {
             **{name: getattr(self._options, name) for name in same},
             "skip": sorted(skipped),
@@ -292,7 +293,7 @@ class Steps:
         kept = _copy_of_per_worker(state) if self.rank.is_idle else {}
         self.rank.spare, self.rank.total = bucket.spare, None
         with self.rank.timer.phase("select_s"):
-            total = converse(algorithm.exchange(flat, state, worker), partial(answer, self.rank))
+            total = converse(exchange(algorithm, flat, state, worker), partial(answer, self.rank))
         for name, tensor in kept.items():
             setattr(state, name, tensor)
         support = None if self.rank.total is None else self.rank.total.support_of(total)
