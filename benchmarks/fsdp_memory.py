@@ -1,10 +1,10 @@
 """How many bytes per parameter does an exchange of a sharded model take, and what does each of its parts?
 
-Two processes are two replicas of a chain of linear layers, each an FSDP unit, on a mesh of one shard: a rank's
-part is the whole of it, so bytes per parameter are bytes per parameter of a part on any mesh. "kept" is what
-an exchange holds between steps: its tensors, each memory counted once. "peak" is what a step takes at most
-beside that, against the same step without an exchange: on CUDA as the allocator counts it, on a CPU as the
-kernel counts resident pages. So it holds vectors, messages and the sums of what was received.
+Two processes are two replicas of a chain of linear layers, each an FSDP unit, on a mesh of one shard: a
+rank's part is the whole of it, so the bytes per parameter are those of a part on any mesh. "kept" is what an
+exchange holds between steps: its tensors, each memory counted once. "peak" is how much more a step takes at
+most, beside what is kept, than the same step without an exchange: on CUDA as the allocator counts it, on a
+CPU as the kernel counts resident pages. It holds messages, and what is made for a step.
 
     python benchmarks/fsdp_memory.py [--json] [--out FILE] [--width W] [--depth D] [--device cpu]
 """
@@ -13,6 +13,7 @@ import argparse
 import gc
 import os
 import platform
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ import regtopk
 
 REPLICAS = 2
 TOPK = regtopk.TopK(density=0.01, value_code="4bit")
-PARTS = {  # what holds each kind of memory
-    "copy of it, to take a step back": ("state_before",),
+ON_CPU = "theta_start on the CPU"
+PARTS = {  # the names of what holds each kind of memory
+    "the state before, to take a step back": ("state_before",),
     "residual": ("residual",),
-    "theta_start, on the CPU": ("_kept",),
     "theta_start": ("_flat",),
+    ON_CPU: ("_kept",),
     "update": ("update", "_updates", "flat"),
     "last sum, written over": ("spare", "total"),
 }
@@ -99,7 +101,9 @@ def kept_bytes(exchange: Any, model: nn.Module) -> dict[str, int]:
     own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}  # type: ignore[attr-defined]
     kept = dict.fromkeys([*PARTS, "other"], 0)
     found = tensors_of(exchange, (), set())
-    for path, tensor in sorted(found, key=lambda pair: "_kept" not in pair[0]):  # _flat may be the same memory
+    for path, tensor in sorted(
+        found, key=lambda pair: "_kept" not in pair[0]
+    ):  # _flat may be the same memory
         memory = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storage = memory.untyped_storage()
         if storage.data_ptr() in own or storage.nbytes() == 0:
@@ -127,13 +131,14 @@ def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: to
         exchange = regtopk.UpdateExchange(model, optimizer, TOPK, process_group=mesh["replicate"], **given)
     meter = Meter(device)
     x = torch.randn(1, options.width, device=device)
-    before = peak = 0
-    for _ in range(4):  # the last one counts: memory is used again from the second on
+    peaks = []
+    for _ in range(7):
         before = meter.set_back()
         optimizer.zero_grad(set_to_none=False)
         model(x).square().sum().backward()
         optimizer.step()
-        peak = meter.peak() - before
+        peaks.append(meter.peak() - before)
+    peak = statistics.median(peaks[2:])  # from the third on memory is used again
     numel = sum(p.numel() for p in model.parameters())
     kept = {} if exchange is None else kept_bytes(exchange, model)
     return {
@@ -168,12 +173,11 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    parts = [part for part in (*PARTS, "other")]
-    print("| bytes per parameter of a part | " + " | ".join(parts) + " | kept, in all | peak beside it |")
-    print("|---|" + "---:|" * (len(parts) + 2))
+    print("| bytes per parameter | " + " | ".join(PARTS) + " | kept on the device | peak beside it |")
+    print("|---|" + "---:|" * (len(PARTS) + 2))
     for row in report["bytes_per_parameter"][1:]:
-        cells = [row["kept"][part] for part in parts]
-        numbers = [f"{each:.2f}" for each in (*cells, sum(cells), row["peak"])]
+        kept = sum(row["kept"].values()) - row["kept"][ON_CPU]
+        numbers = [f"{each:.2f}" for each in (*(row["kept"][part] for part in PARTS), kept, row["peak"])]
         print(f"| {row['variant']} | " + " | ".join(numbers) + " |")
 
 
@@ -183,6 +187,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is set free goes back to the kernel at once
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         mp.start_processes(rank_main, (options, store), nprocs=REPLICAS)  # type: ignore[no-untyped-call, attr-defined]
