@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 4 examples/train_fsdp.py --dense                # torch's own HSDP, to compare
 
 Between the replicas, over the slow links, few entries of AdamW's updates travel, or of the gradients.
-With --resume it goes on from its last checkpoint, also on other numbers of ranks and shards. Without --data it
-reads Python's library.
+With --resume it goes on from its last checkpoint, also on other numbers of ranks and shards. Without --data
+it reads the library of Python.
 """
 
 import argparse
