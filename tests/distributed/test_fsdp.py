@@ -1,15 +1,12 @@
 """Models of fully_shard, replicated over a slow axis: gradients are exchanged between equal parts."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -27,7 +24,7 @@ from tests.distributed.sharding import (
     whole_gradients,
     whole_parameters,
 )
-from tests.distributed.training import Net, algorithm_state, batch, listening, loss_of, make_net, same
+from tests.distributed.training import Net, batch, listening, loss_of, make_net, same
 
 NUM_STEPS = 5
 LR = 0.5
@@ -290,30 +287,6 @@ def train_resumed() -> tuple[Tensor, Tensor, list[str]]:
     resumed.load_state_dict(saved)
     assert resumed.num_steps == 3
     return straight, train(again, range(3, 6)), refusals
-
-
-def test_distributed_checkpoint_keeps_every_part_under_a_key_of_its_own(
-    four_ranks: Ranks, tmp_path: Path
-) -> None:
-    results = four_ranks.run(save_and_load_with_dcp, tmp_path)
-    for saved, loaded in results:
-        assert same(saved, loaded)
-    entries = [saved["workers"][str(rank // 2)]["entries"] for rank, (saved, _) in enumerate(results)]
-    assert not any(same(mine, theirs) for i, mine in enumerate(entries) for theirs in entries[:i])
-
-
-def save_and_load_with_dcp(folder: Path) -> tuple[Any, Any]:
-    mesh = grid(2, 2)
-    key = f"exchange of part {mesh['shard'].get_local_rank()}"
-    states = []
-    for act in (save, load):
-        model = sharded(mesh["shard"])
-        exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
-        if act is save:
-            train(model, range(3))
-        act({key: exchange}, checkpoint_id=folder)
-        states.append(algorithm_state(exchange))
-    return states[0], states[1]
 
 
 def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:

@@ -16,10 +16,10 @@ from regtopk.distributed import update_checkpoint
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
 from regtopk.distributed.layout import subtract_
-from regtopk.distributed.local_model import LocalModel
+from regtopk.distributed.local_model import Anchors, LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.optimizers import Outer
-from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
+from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters
 from regtopk.distributed.record import summarise
 from regtopk.distributed.sharded import Shards, group_of
@@ -81,6 +81,10 @@ class UpdateExchange(ExchangeBase):
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every round's numbers.
         collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
         handshake_timeout_s: how long to wait for every rank to make this call.
+        residual_dtype: how residuals are kept between steps: "float32", or in half the memory "bfloat16",
+            rounded at random.
+        anchors: where theta_start is between rounds: on the parameters' "device", or in the "cpu"'s memory,
+            pinned. A round then copies it there and back.
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
@@ -107,6 +111,8 @@ class UpdateExchange(ExchangeBase):
         writer: Writer | None = None,
         collective: Collective = "auto",
         handshake_timeout_s: float = 60.0,
+        residual_dtype: ResidualDtype = "float32",
+        anchors: Anchors = "device",
     ) -> None:
         check_integer("every", every, at_least=1)
         check_integer("dense_steps", dense_steps, at_least=0)
@@ -119,8 +125,9 @@ class UpdateExchange(ExchangeBase):
             deterministic=deterministic,
             writer=writer,
             handshake_timeout_s=handshake_timeout_s,
+            residual_dtype=residual_dtype,
         )
-        model = LocalModel(parameters, optimizer, outer, buffers)
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors)
         if model.is_sharded:
             process_group = group_of("process_group", process_group)
             model.shards = Shards(model.parameters.whole, process_group)
@@ -131,12 +138,13 @@ class UpdateExchange(ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         settings = tuple({"every": every, **model.describe()}.items())
         kind = Kind("regtopk.UpdateExchange", _WARNING, settings, num_dense=every)
-        super().__init__(Steps(model.parameters, algorithm, collectives, options, kind, model.shards))
+        steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
+        super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         self.every = every
         self._model = model
         self._num_steps = 0
-        with torch.no_grad():
+        with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
@@ -216,7 +224,8 @@ class UpdateExchange(ExchangeBase):
             return
         self._steps.check_usable()
         if (self._num_steps + 1) % self.every == 0:
-            self._make_round()
+            with self._model.at_hand():
+                self._make_round()
         self._num_steps += 1
 
     def _make_round(self) -> None:
