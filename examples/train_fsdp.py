@@ -5,7 +5,8 @@
     torchrun --nproc_per_node 4 examples/train_fsdp.py --dense                # torch's own HSDP, to compare
 
 Between the replicas, over the slow links, few entries of AdamW's updates travel, or of the gradients.
-With --resume it goes on from its checkpoints, one file a rank. Without --data it reads Python's library.
+With --resume it goes on from its last checkpoint, also on other numbers of ranks and shards. Without --data
+it reads the library of Python.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -114,10 +116,11 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         exchange = updates = regtopk.UpdateExchange(
             model, optimizer, topk, every=arguments.every, process_group=mesh["replicate"]
         )
-    first, path = 0, arguments.checkpoint / f"rank{dist.get_rank()}.pt"
+    first = 0
     if arguments.resume and updates is not None:
-        updates.load_state_dict(torch.load(path, weights_only=True))  # the model and the optimizer too
-        first = updates.num_steps
+        whole = arguments.checkpoint.glob("*/.metadata")  # what is written last
+        first = max(int(path.parent.name) for path in whole)
+        updates.load_sharded(arguments.checkpoint / str(first))  # the model and the optimizer too
 
     for step in range(first, arguments.steps):
         optimizer.zero_grad()
@@ -127,9 +130,8 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         optimizer.step()
         if (step + 1) % 100 == 0 or step + 1 == arguments.steps:
             if updates is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(updates.state_dict(), path.with_suffix(".tmp"))
-                os.replace(path.with_suffix(".tmp"), path)  # whole, or the one before
+                state = {"exchange": updates.sharded_state_dict()}
+                dcp.save(state, checkpoint_id=arguments.checkpoint / str(step + 1))
             with torch.no_grad():  # on every rank: the model is in parts
                 loss = loss_of(model, unknown, 64, 0, device)
             if dist.get_rank() == 0:

@@ -3,6 +3,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,14 @@ QUICK = "--set", "num_iterations=5"
 def invoke(*words: str | Path) -> tuple[int, str, str]:
     answer = CliRunner().invoke(app, [str(word) for word in words])
     return answer.exit_code, answer.stdout, answer.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """A folder with a run of figure 1, to be copied; its exit code and what it said."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    code, _, err = invoke("reproduce", "fig1", "--seeds", "3", "--out", folder, *QUICK)
+    return folder, code, err
 
 
 def test_version() -> None:
@@ -109,8 +118,8 @@ def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 2 and "num_iterations must be 5 as in the run that out/scaling-2 holds, got 100" in err
 
 
-def test_a_run_is_not_replaced_unasked(tmp_path: Path) -> None:
-    assert invoke("reproduce", "fig1", "--out", tmp_path / "run", *QUICK)[0] == 0
+def test_a_run_is_not_replaced_unasked(finished: tuple[Path, int, str], tmp_path: Path) -> None:
+    shutil.copytree(finished[0], tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "run")
     advice = "holds config.json: choose another --out, go on with --resume, or replace it with --force\n"
@@ -120,8 +129,8 @@ def test_a_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() != before
 
 
-def test_seeds_of_an_experiment_without_chance(tmp_path: Path) -> None:
-    code, _, err = invoke("reproduce", "fig1", "--seeds", "3", "--out", tmp_path / "run", *QUICK)
+def test_seeds_of_an_experiment_without_chance(finished: tuple[Path, int, str]) -> None:
+    _, code, err = finished
     assert code == 0
     assert err == "regtopk: fig1 draws nothing at random, --seeds changes nothing\n"
 
@@ -186,8 +195,8 @@ def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert code == 2 and "output folder must be writable" in err and err.count("\n") == 1
 
 
-def test_report_draws_again(tmp_path: Path) -> None:
-    invoke("reproduce", "fig1", "--out", tmp_path, *QUICK)
+def test_report_draws_again(finished: tuple[Path, int, str], tmp_path: Path) -> None:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "index.html").unlink()
     code, out, _ = invoke("report", tmp_path)
     assert (code, out) == (0, f"{tmp_path / 'index.html'}\n")
@@ -199,7 +208,9 @@ def test_report_of_nothing(tmp_path: Path) -> None:
     assert code == 2 and err.startswith("regtopk: folder must hold a finished run") and err.count("\n") == 1
 
 
-def test_demo_runs_again_but_spares_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs_again_but_spares_other_runs(
+    finished: tuple[Path, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "regtopk.cli.DEMO_PARTS", {"fig1": ["num_iterations=5"], "scaling": ["num_iterations=5"]}
     )
@@ -209,7 +220,7 @@ def test_demo_runs_again_but_spares_other_runs(tmp_path: Path, monkeypatch: pyte
     assert printed.count("fig1") == printed.count("scaling") == 1 and printed.count("final risk") == 2
     assert "<svg" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
     assert set(json.loads((tmp_path / "demo" / "summary.json").read_text())) == {"fig1", "scaling"}
-    assert invoke("reproduce", "fig1", "--out", tmp_path / "mine" / "fig1", *QUICK)[0] == 0
+    shutil.copytree(finished[0], tmp_path / "mine" / "fig1")
     code, _, err = invoke("demo", "--out", tmp_path / "mine")
     assert code == 2 and "--force" in err
 

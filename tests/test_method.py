@@ -19,6 +19,12 @@ def test_words_become_fields() -> None:
     assert method.is_same(Method.parse("topk:density=0.5:lr=0.1:value_code=4bit:index_code=raw32"))
 
 
+def test_how_residuals_are_kept_is_no_option_of_an_algorithm() -> None:
+    method = Method.parse("topk:residual_dtype=bfloat16:density=0.5")
+    assert method.residual_dtype == "bfloat16" and method.options == {"density": 0.5}
+    assert not method.is_same(Method.parse("topk:density=0.5"))
+
+
 def test_a_score_has_its_own_options() -> None:
     method = Method.parse("consensus:score=regtopk:mu=1.5:value_code=4bit")
     assert method.options == {"score": "regtopk", "mu": 1.5, "value_code": "4bit"}
@@ -81,6 +87,7 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
         ("topk:lr=fast", "lr must be a number, got 'topk:lr=fast'"),
         ("topk:lr=0", "lr must be positive and finite, got 0"),
         ("topk:index_code=zip", "index_code must be"),
+        ("topk:residual_dtype=int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
         (
             "consensus:impute=0.3:seed=1",
             "impute is an option of topk, regtopk, .*, not of consensus: its workers all send the same "

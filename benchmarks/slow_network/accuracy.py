@@ -1,4 +1,4 @@
-"""How long does training take to an accuracy with each method? One rank's side; run by torchrun.
+"""How long does training take to an accuracy with each method? One rank's side; run by `launch`.
 
 A CNN on Fashion-MNIST with plain SGD, whose learning rate falls linearly to zero, alike for all. The clock
 runs while steps are taken and stands still during evaluations, which the ranks share. What a first step

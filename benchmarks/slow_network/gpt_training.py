@@ -1,4 +1,4 @@
-"""How long does a GPT take to a test loss with each method? One rank's side; run by torchrun.
+"""How long does a GPT take to a test loss with each method? One rank's side; run by `launch`.
 
 AdamW with a learning rate that rises, then falls linearly to zero, alike for all. The clock runs while steps
 are taken and stands still during evaluations, which the ranks share. What a first step compiles is compiled

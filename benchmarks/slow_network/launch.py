@@ -1,4 +1,4 @@
-"""One torchrun a namespace: N nodes of one process each, as on N machines.
+"""One process a namespace, with the environment that torchrun makes for N nodes: as on N machines.
 
 Rank 0 prints one JSON record a line, which come back here. A record {"ask": bandwidth} asks for links of that
 bandwidth; the answer is a file, as all namespaces see the same file system.
@@ -27,7 +27,7 @@ def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Recor
     """Run a module on every rank, and yield what rank 0 records.
 
     Args:
-        module: run as torchrun's script; it reads `job_of_this_rank()`.
+        module: run on every rank; it is `joined()`.
         job: what JSON can hold.
         links: laid; shaped anew when the ranks ask for it.
 
@@ -58,20 +58,21 @@ def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Recor
 
 def _start(module: str, rank: int, folder: Path, links: Links) -> "subprocess.Popen[str]":
     namespaces = links.namespaces
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=0"]
-    nodes = [f"--nnodes={namespaces.num_workers}", f"--node-rank={rank}"]
-    master = [f"--master-addr={namespaces.address(0)}", f"--master-port={PORT}"]
+    place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(namespaces.num_workers)}
+    master = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": str(PORT)}
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
     surroundings = {
         **os.environ,
         **threads,
+        **place,
+        **master,
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "SLOW_NETWORK_FOLDER": str(folder),
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     with (folder / f"said-{rank}").open("w") as said:
         return subprocess.Popen(
-            ["ip", "netns", "exec", namespaces.workers[rank], *torchrun, *nodes, *master, "-m", module],
+            ["ip", "netns", "exec", namespaces.workers[rank], sys.executable, "-m", module],
             env=surroundings,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

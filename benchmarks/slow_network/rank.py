@@ -19,7 +19,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @contextmanager
 def joined() -> Iterator["Rank"]:
-    """This process as one rank, from the environment that torchrun made."""
+    """This process as one rank, from the environment that `launch` made."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     rank = Rank()

@@ -1,4 +1,4 @@
-"""How long does a step take with each method, on each link? One rank's side; run by torchrun.
+"""How long does a step take with each method, on each link? One rank's side; run by `launch`.
 
 One method after another, as in training, where a model has the caches to itself: its model is warmed up on
 the unshaped link, then the links change under it. A step is forward, backward with DDP, and SGD; its time is

@@ -1,4 +1,4 @@
-"""What do the links carry while all workers send at once? One rank's side; run by torchrun.
+"""What do the links carry while all workers send at once? One rank's side; run by `launch`.
 
 Every rank sends one plain TCP stream to the next, as in a ring, and counts what it receives from the last.
 """

@@ -1,4 +1,4 @@
-"""A method: an algorithm with its options, learning rate, index code and optimizer, and what is exchanged.
+"""A method: an algorithm with its options, learning rate, codes and optimizer, and what is exchanged.
 
 A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1",
 "adaptive:algorithm=consensus:seed=1" or "topk:exchange=updates:every=2". The words are read here and nowhere
@@ -14,6 +14,7 @@ from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, check_density
 from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_positive
+from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
 from regtopk.rounds import GRADIENTS, Rounds
 
@@ -38,6 +39,7 @@ class Method:
         lr: learning rate; None: that of the experiment.
         index_code: how indices travel; None: that of the experiment.
         optimizer: what follows the aggregate, or each worker's gradient; None: that of the experiment.
+        residual_dtype: how residuals are kept; None: in float32.
         rounds: what is exchanged, and how often. Beside ``exchange``, ``every`` belongs to it.
     """
 
@@ -47,6 +49,7 @@ class Method:
     lr: float | None = None
     index_code: str | None = None
     optimizer: str | None = None
+    residual_dtype: str | None = None
     rounds: Rounds = GRADIENTS
 
     @classmethod
@@ -59,7 +62,8 @@ class Method:
         lr: Any = options.pop("lr", None)
         index_code: Any = options.pop("index_code", None)
         optimizer: Any = options.pop("optimizer", None)
-        return cls(label, name, options, lr, index_code, optimizer, _rounds(name, options))
+        residual_dtype: Any = options.pop("residual_dtype", None)
+        return cls(label, name, options, lr, index_code, optimizer, residual_dtype, _rounds(name, options))
 
     @classmethod
     def parse(cls, label: str) -> "Method":
@@ -77,6 +81,8 @@ class Method:
             check_positive("lr", method.lr)
         if method.index_code is not None:
             check_index_code(method.index_code)
+        if method.residual_dtype is not None:
+            check_residual_dtype(method.residual_dtype)
         method.rounds.check(label)
         method._arguments()
         return method

@@ -187,9 +187,9 @@ def load_some(files: list[Path], algorithm: str, scope: Scope, weights: list[flo
         since = " since step 7, when the ranks changed" if is_resized else ""
         expected = f"{3 if is_resized else 10} steps on {len(weights)} workers{since}; this rank:"
         assert exchange.summary().splitlines()[0].endswith(expected)
-        before = exchange.summary()
+        before = exchange.summary().splitlines()[:6]  # which rank was slow is not saved
         exchange.load_state_dict(exchange.state_dict())  # on the same ranks it counts on
-        assert exchange.summary() == before
+        assert exchange.summary().splitlines()[:6] == before
         return state
 
 

@@ -115,9 +115,8 @@ def test_split_by_region_bit_for_bit(four_ranks: Ranks, algorithm: Any) -> None:
     compare(four_ranks, algorithm, collective="split", num_steps=10)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "weights"), [(2, "equal"), (4, "unequal"), (4, "one of zero")])
 def test_imputation(
     two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, weights: str, collective: str
 ) -> None:

@@ -1,20 +1,18 @@
 """Models of fully_shard, replicated over a slow axis: gradients are exchanged between equal parts."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
+from regtopk.experiments.threads import threads_for
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import (
@@ -26,7 +24,7 @@ from tests.distributed.sharding import (
     whole_gradients,
     whole_parameters,
 )
-from tests.distributed.training import Net, algorithm_state, batch, listening, loss_of, make_net, same
+from tests.distributed.training import Net, batch, listening, loss_of, make_net, same
 
 NUM_STEPS = 5
 LR = 0.5
@@ -119,18 +117,21 @@ ALGORITHMS: list[Algorithm[Any]] = [
 def test_it_equals_replicas_that_exchange_in_the_same_parts(
     four_ranks: Ranks, shape: tuple[int, int]
 ) -> None:
-    for results in four_ranks.run(train_attached_and_by_hand, shape):
-        for algorithm, (attached, by_hand) in zip(ALGORITHMS, results, strict=True):
-            assert torch.equal(attached, by_hand), algorithm
+    waiting = four_ranks.start(train_attached, shape)
+    with threads_for(1):  # as the ranks have
+        by_hand = [train_by_hand(algorithm, *shape) for algorithm in ALGORITHMS]
+    for results in four_ranks.wait_for(waiting):
+        for algorithm, attached, expected in zip(ALGORITHMS, results, by_hand, strict=True):
+            assert torch.equal(attached, expected), algorithm
 
 
-def train_attached_and_by_hand(shape: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+def train_attached(shape: tuple[int, int]) -> list[Tensor]:
     mesh = grid(*shape)
     results = []
     for algorithm in ALGORITHMS:
         model = sharded(mesh["shard"])
         regtopk.attach(model, algorithm, replicate_group=mesh["replicate"].get_group())
-        results.append((train(model), train_by_hand(algorithm, *shape)))
+        results.append(train(model))
     return results
 
 
@@ -286,30 +287,6 @@ def train_resumed() -> tuple[Tensor, Tensor, list[str]]:
     resumed.load_state_dict(saved)
     assert resumed.num_steps == 3
     return straight, train(again, range(3, 6)), refusals
-
-
-def test_distributed_checkpoint_keeps_every_part_under_a_key_of_its_own(
-    four_ranks: Ranks, tmp_path: Path
-) -> None:
-    results = four_ranks.run(save_and_load_with_dcp, tmp_path)
-    for saved, loaded in results:
-        assert same(saved, loaded)
-    entries = [saved["workers"][str(rank // 2)]["entries"] for rank, (saved, _) in enumerate(results)]
-    assert not any(same(mine, theirs) for i, mine in enumerate(entries) for theirs in entries[:i])
-
-
-def save_and_load_with_dcp(folder: Path) -> tuple[Any, Any]:
-    mesh = grid(2, 2)
-    key = f"exchange of part {mesh['shard'].get_local_rank()}"
-    states = []
-    for act in (save, load):
-        model = sharded(mesh["shard"])
-        exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
-        if act is save:
-            train(model, range(3))
-        act({key: exchange}, checkpoint_id=folder)
-        states.append(algorithm_state(exchange))
-    return states[0], states[1]
 
 
 def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:

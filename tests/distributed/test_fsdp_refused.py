@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import regtopk
 from tests.distributed.ranks import Ranks
@@ -140,6 +141,13 @@ CASES: dict[str, tuple[Act, str, str]] = {
         "param groups (from per-param mesh via shard_placement_fn). The hook would be ambiguous across "
         "groups with different meshes.",
     ),
+    "parameters in the CPU's memory": (
+        lambda: attach(sharded(grid(2, 2)["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))),
+        "ClusterError",
+        "offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy, whose gradients are not where "
+        "its parameters are: exchange updates instead, by regtopk.UpdateExchange over a group with gloo for "
+        "the CPU",
+    ),
     "scope": (
         lambda: attach(scope="model"),
         "ArgumentError",
@@ -161,6 +169,12 @@ CASES: dict[str, tuple[Act, str, str]] = {
         lambda: attach(algorithm=by_replica(TOPK, regtopk.Dense())),
         "ClusterError",
         "all ranks must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1",
+    ),
+    "algorithms of parts differ": (
+        lambda: attach(algorithm=by_part(TOPK, regtopk.Dense())),
+        "ClusterError",
+        "all ranks that share a model must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1 "
+        "of the shard group of replica 1",
     ),
     "parts of a replica differ": (
         lambda: attach(dense_steps=by_part(0, 2)),
@@ -237,6 +251,34 @@ def use_a_part() -> tuple[str, str]:
     model: Any = fully_shard(make_net(), mesh=grid(2, 2)["shard"])  # one unit
     attach(model)
     return refusal(lambda: loss_of(model, 0, with_extra=False).backward())
+
+
+def test_a_backward_inside_another_is_refused(four_ranks: Ranks) -> None:
+    message = (
+        "activation checkpoints around FSDP units must be made with use_reentrant=False, got one that runs a "
+        "backward of its own (use_reentrant=True)"
+    )
+    assert four_ranks.run(backward_inside_another) == [("ClusterError", message)] * 4
+
+
+class Reentrant(nn.Module):
+    """A layer under an activation checkpoint that runs a backward in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def backward_inside_another() -> tuple[str, str]:
+    mesh = grid(2, 2)["shard"]
+    net: Any = make_net()
+    net.middle = Reentrant(fully_shard(net.middle, mesh=mesh))
+    fully_shard(net, mesh=mesh)
+    attach(net)
+    return refusal(lambda: loss_of(net, 0).backward())
 
 
 def test_a_closed_exchange_refuses_the_next_backward(four_ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import regtopk
 from regtopk.simulate import Cluster
@@ -120,6 +121,21 @@ def cut(tensor: Tensor, shards: int) -> list[Tensor]:
     return list(tensor.split(-(-tensor.shape[0] // shards)))
 
 
+def test_parameters_in_the_cpus_memory(four_ranks: Ranks) -> None:
+    for usual, offloaded in four_ranks.run(train_offloaded):
+        assert torch.equal(usual, offloaded)
+
+
+def train_offloaded() -> tuple[Tensor, Tensor]:
+    policies: list[dict[str, Any]] = [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
+    models = [sharded(grid(2, 2)["shard"], **policy) for policy in policies]
+    for model in models:
+        _, optimizer = exchanging(model)
+        for number in range(NUM_STEPS):
+            step(model, optimizer, number)
+    return whole_parameters(models[0]), whole_parameters(models[1])
+
+
 # A NaN.
 
 
@@ -192,6 +208,13 @@ def plain(saved: dict[str, Any]) -> dict[str, Any]:
 
 # What is refused.
 
+
+def attached() -> Any:
+    model = sharded(grid(2, 2)["shard"])
+    regtopk.attach(model, TOPK, replicate_group=grid(2, 2)["replicate"])
+    return model
+
+
 EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "no group": (
@@ -205,6 +228,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "ClusterError",
         "mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: over a second one "
         f"torch averages densely by itself; call fully_shard(..., mesh=mesh['shard']) {EXAMPLE}",
+    ),
+    "a model with attach": (
+        {"model": attached},
+        "ClusterError",
+        "FSDP unit '<root>' must have no all-reduce hook, got one: UpdateExchange exchanges updates, so "
+        "gradients must stay in their replica; use it without regtopk.attach, on a model sharded anew",
     ),
     "parts of a replica differ": (
         {"every": lambda: 1 + dist.get_rank() % 2},

@@ -15,9 +15,14 @@ from regtopk.kernels.dispatch import kernel_named
 
 
 def make_interpreter_faster() -> None:
-    """Triton's interpreter searches its whole language for builtins at every call; here it does so once."""
-    interpreter = import_module("triton.runtime.interpreter")
-    is_builtin = import_module("triton.language").core.is_builtin
+    """Triton's interpreter does the same work at every call; here it does so once.
+
+    It searches its whole language for builtins, puts its own in their places though they are there already,
+    and makes its table of types.
+    """
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    language: Any = import_module("triton.language")
+    is_builtin, patch_lang = language.core.is_builtin, interpreter._patch_lang
 
     @cache
     def names_of_builtins(pkg: Any) -> list[str]:
@@ -29,7 +34,19 @@ def make_interpreter_faster() -> None:
             if is_builtin(member):  # not yet patched
                 interpreter._patch_attr(pkg, name, member, *arguments)
 
-    vars(interpreter)["_patch_builtin"] = patch_builtin
+    def patch_lang_once(program: Any) -> Any:
+        own = program.__globals__.get("tl", language.core)  # the second in Triton's own functions
+        return patch_lang(program) if is_builtin(own.load) else None  # when one program calls another
+
+    numpy_type, numpy_type_of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+
+    def numpy_type_once(of: Any) -> Any:
+        is_number = type(of.scalar) is language.dtype  # others cannot be hashed
+        return numpy_type_of_scalar(of.scalar) if is_number else numpy_type(of)
+
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_lang_once
+    interpreter._get_np_dtype = numpy_type_once
 
 
 if not torch.cuda.is_available():

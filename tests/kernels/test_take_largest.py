@@ -42,7 +42,7 @@ def test_ten_million_entries() -> None:
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-@pytest.mark.parametrize("density", [1e-3, 0.1, 0.5])
+@pytest.mark.parametrize("density", [1e-3, 0.5])  # from candidates, and from all entries
 def test_inputs_chosen_to_hurt(kernel: Kernel, numel: int, name: str, density: float) -> None:
     k = max(1, round(density * numel))
     torch.manual_seed(0)
@@ -60,10 +60,10 @@ def test_an_overflowing_sum_is_taken_first(kernel: Kernel, numel: int) -> None:
     assert indices.tolist() == [777] and values.tolist() == [float("inf")]
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0, 1.5, None])
 @pytest.mark.parametrize("k", [40, 100])
 def test_damped_entries_at_the_boundary(
-    kernel: Kernel, numel: int, words: list[Tensor], k: int, factor: float
+    kernel: Kernel, numel: int, words: list[Tensor], k: int, factor: float | None
 ) -> None:
     """Damping moves entries onto, over and below the k-th score, exactly."""
     torch.manual_seed(1)
@@ -71,11 +71,11 @@ def test_damped_entries_at_the_boundary(
     order = grad.abs().argsort(descending=True)
     for first in (0, k - 3):
         damped = order[first : first + 60].sort().values
-        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((60,), factor))
         exact = grad[order[k - 1]].abs() / grad[damped].abs()  # scores within an ulp of the k-th
-        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, exact)
+        damping = exact if factor is None else torch.full((60,), factor)
+        check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, damping)
     assert all(candidates_suffice(of_call, numel, k) == [k == 40] for of_call in words)
-    assert len(words) == (0 if kernel is cpu else 4)
+    assert len(words) == (0 if kernel is cpu else 2)
 
 
 @pytest.mark.parametrize(("num_damped", "factor"), [(20, 1.0), (20, 0.0), (1500, 0.0)])

@@ -187,6 +187,7 @@ def test_an_older_calibration_plans_no_updates_and_says_so() -> None:
         (["--every", "2"], "--every needs --exchange updates, got --every 2"),
         (["--exchange", "updates", "--every", "0"], "every must be an integer of at least 1, got 0"),
         (["--algorithms", "topk", "--all"], "give --algorithms or --all, got both"),
+        (["--algorithms", "topk:residual_dtype=bfloat16"], "a planned method has no residual_dtype"),
         (["--algorithms", "topk:k=3"], "a planned method has a density, not k, and the index code"),
         (["--algorithms", "topk:index_code=rice"], "got 'topk:index_code=rice'"),
         (["--algorithms", "global-topk"], "algorithms must be such as a cluster can run, got 'global-topk'"),

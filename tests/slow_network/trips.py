@@ -1,4 +1,4 @@
-"""How many trips over links with latency a collective of ours takes. One rank's side; run by torchrun."""
+"""How many trips over links with latency a collective of ours takes. One rank's side; run by `launch`."""
 
 import time
 from collections.abc import Callable

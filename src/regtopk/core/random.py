@@ -34,10 +34,15 @@ def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
         step: t.
         numel: how many numbers each worker draws.
     """
-    entry = torch.arange(numel, dtype=torch.int64, device=index.device)
-    word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + _signed(mix(seed, step)))
-    word = _splitmix(word.unsqueeze(-1) + entry * _signed(0x9E3779B97F4A7C15))
+    word = random_words(index, seed, step, range(numel))
     return ((word >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def random_words(index: Tensor, seed: int, step: int, entries: range) -> Tensor:
+    """Random 64-bit words, int64, one for each of some neighbouring entries: see `uniform`."""
+    entry = torch.arange(entries.start, entries.stop, dtype=torch.int64, device=index.device)
+    word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + _signed(mix(seed, step)))
+    return _splitmix(word.unsqueeze(-1) + entry * _signed(0x9E3779B97F4A7C15))
 
 
 def _splitmix(word: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.ddp import SparseHookState, attach_to_ddp
 from regtopk.distributed.fsdp import ShardedHookState
 from regtopk.distributed.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Collective, Options, Scope, Skip, Writer, names_typos
+from regtopk.distributed.options import Collective, Options, ResidualDtype, Scope, Skip, Writer, names_typos
 from regtopk.distributed.parameters import is_fsdp, is_fsdp2, uncompiled
 from regtopk.errors import ArgumentError
 
@@ -33,6 +33,7 @@ def attach(
     deterministic: bool = True,
     writer: Writer | None = None,
     handshake_timeout_s: float = 60.0,
+    residual_dtype: ResidualDtype = "float32",
 ) -> SparseHookState | ShardedHookState | OneProcess:
     """Make a DDP or fully_shard'ed model exchange its gradients with an algorithm. Call it on every rank.
 
@@ -77,6 +78,8 @@ def attach(
         deterministic: sum uncoded dense vectors in rank order too, not in the order of the backend.
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
         handshake_timeout_s: how long to wait for every rank to make this call.
+        residual_dtype: how residuals are kept between steps: "float32", or in half the memory "bfloat16",
+            rounded at random.
 
     Returns:
         The exchange: `summary()`, `total` and `last_step`; `state_dict()`, `gather_state_dict()` and
@@ -103,6 +106,7 @@ def attach(
         deterministic=deterministic,
         writer=writer,
         handshake_timeout_s=handshake_timeout_s,
+        residual_dtype=residual_dtype,
     )
     if isinstance(inner, nn.Module) and is_sharded:
         return ShardedHookState(inner, algorithm, replicate_group, options)

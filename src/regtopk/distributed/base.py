@@ -1,16 +1,20 @@
 """What users call on every kind of exchange, whoever makes its steps."""
 
 import logging
+from os import PathLike
 from typing import Any
 
 import torch
 
 from regtopk.core.options import check_positive
 from regtopk.core.worker import Report
+from regtopk.distributed import sharded_checkpoint
 from regtopk.distributed.checkpoint import merge_state_dicts
 from regtopk.distributed.handshake import roll_call
 from regtopk.distributed.record import StepRecord, summarise
+from regtopk.distributed.sharded_checkpoint import Sharding
 from regtopk.distributed.step import Steps
+from regtopk.errors import ClusterError, StateError
 
 _log = logging.getLogger("regtopk")
 
@@ -18,8 +22,9 @@ _log = logging.getLogger("regtopk")
 class ExchangeBase:
     """Counts, text and checkpoints of the steps of one exchange."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, sharding: Sharding | None = None) -> None:
         self._steps = steps
+        self._sharding = sharding
         self._collectives = steps.rank.collectives  # for what users call; a queue's steps get their own
 
     def _warn_of_one_rank(self, vectors: str = "gradients") -> None:
@@ -99,6 +104,53 @@ class ExchangeBase:
         conserved, and what only made sense for a single rank starts anew.
         """
         self._steps.go_on_from(self._steps.loaded(state_dict))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Of a sharded model: this rank's part of the state, for torch.distributed.checkpoint.
+
+        >>> dcp.save({"exchange": exchange.sharded_state_dict()}, checkpoint_id=path)    # on every rank
+
+        Residuals are DTensors, cut as their parameters are, under keys that name the replica.
+        """
+        return sharded_checkpoint.take_apart(self.state_dict(), self._known_sharding())
+
+    def load_sharded(
+        self, checkpoint_id: str | PathLike[str], *, key: str = "exchange", storage_reader: Any = None
+    ) -> None:
+        """Go on from what `sharded_state_dict` gave and torch.distributed.checkpoint saved. On every rank.
+
+        On the same mesh training continues bit for bit. On another number of replicas, or with other weights,
+        sum_n w_n e_n is conserved as by `load_state_dict`; this takes room on the CPU for the parts of all
+        saved replicas. On another number of shards everything that has an entry for each of a parameter's is
+        cut anew, and what belonged to a part as a whole (the last selection, counts) starts anew.
+
+        Args:
+            checkpoint_id: the folder that was saved to.
+            key: what the state was saved under.
+            storage_reader: as dcp.load takes it, for checkpoints that are in no folder.
+
+        Raises:
+            StateError: there is no such state, or it does not fit; nothing was changed.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        sharding, steps = self._known_sharding(), self._steps
+        assert steps.shard is not None
+
+        def fill(tree: dict[str, Any]) -> None:
+            load({key: tree}, checkpoint_id=checkpoint_id, storage_reader=storage_reader)
+
+        try:
+            saved = sharded_checkpoint.put_together(fill, sharding, steps.buckets, steps.shard)
+        except CheckpointException as error:
+            raise StateError(f"{checkpoint_id} must hold a sharded exchange {key!r}: {error}") from error
+        self.load_state_dict(saved)
+
+    def _known_sharding(self) -> Sharding:
+        if self._sharding is None:
+            raise ClusterError("the model must be sharded by fully_shard: of this one save state_dict()")
+        return self._sharding
 
     def close(self) -> None:
         """End the exchange: no step and no checkpoint follows. Call it on every rank."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.state import State
+from regtopk.core.precision import initial_state
+from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.layout import flat_dtype, layout_of
 from regtopk.distributed.parameters import Parameters
@@ -112,6 +113,7 @@ class Buckets:
         skipped: the names of those that go dense.
         algorithm: what is run on the others.
         rank: this rank.
+        residual_dtype: how residuals are kept between steps.
         parts: the names of parameters that are exchanged together; all of them if None.
     """
 
@@ -121,8 +123,10 @@ class Buckets:
         skipped: frozenset[str],
         algorithm: Algorithm[Any],
         rank: Rank,
+        residual_dtype: str = "float32",
         parts: Sequence[Names] | None = None,
     ) -> None:
+        self._residual_dtype = residual_dtype
         self.parameters = parameters
         self.skipped = skipped
         self.algorithm = algorithm
@@ -152,8 +156,11 @@ class Buckets:
             idle=rank.idle,
             index_code=rank.index_code,
         )
-        algorithm = Dense() if names[0] in self.skipped else self.algorithm
-        return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
+        if names[0] in self.skipped:
+            algorithm: Algorithm[Any] = Dense()
+            return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
+        state = initial_state(self.algorithm, worker, self._residual_dtype)
+        return Bucket(names, worker.layout, self.algorithm, worker, state)
 
     def covering(self, names: Names) -> list[Bucket]:
         """The buckets of parameters that arrived together; a bucket that holds others too is cut anew."""
@@ -173,5 +180,6 @@ class Buckets:
     def residual_norm(self) -> float:
         """The Euclidean norm of all that this rank has not sent yet."""
         states = [bucket.settled_state.state_dict() for bucket in self.all]
-        norms = [torch.linalg.vector_norm(state["residual"]) for state in states if "residual" in state]
+        residuals = [state["residual"] for state in states if "residual" in state]
+        norms = [torch.linalg.vector_norm(e, dtype=accumulation_dtype(e.dtype)) for e in residuals]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

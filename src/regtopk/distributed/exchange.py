@@ -9,7 +9,7 @@ from torch import nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
+from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters, Parameters
 from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
@@ -53,6 +53,7 @@ class Exchange(ExchangeBase):
         deterministic: bool = True,
         writer: Writer | None = None,
         handshake_timeout_s: float = 60.0,
+        residual_dtype: ResidualDtype = "float32",
     ) -> None:
         options = Options(
             index_code=index_code,
@@ -64,6 +65,7 @@ class Exchange(ExchangeBase):
             deterministic=deterministic,
             writer=writer,
             handshake_timeout_s=handshake_timeout_s,
+            residual_dtype=residual_dtype,
         )
         collectives = Collectives(group_or_default(process_group))
         super().__init__(

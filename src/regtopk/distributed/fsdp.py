@@ -19,7 +19,8 @@ from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters, is_fsdp2
-from regtopk.distributed.sharded import Shards, check_placements, group_of, local
+from regtopk.distributed.sharded import Shards, check_placements, group_of, groups_of, local
+from regtopk.distributed.sharded_checkpoint import Piece, Sharding
 from regtopk.distributed.step import Kind, Steps
 from regtopk.errors import ClusterError
 
@@ -62,7 +63,7 @@ class ShardedHookState(ExchangeBase):
         shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
-        super().__init__(steps)
+        super().__init__(steps, _sharding_of(model, units))
         for unit in units:
             steps.buckets.covering((unit.name,))  # each is a bucket of its own
         if self.num_workers == 1:
@@ -116,6 +117,11 @@ class ShardedHookState(ExchangeBase):
     @torch.no_grad()
     def _end_step(self) -> None:
         steps = self._steps
+        if self._units[0].module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+            raise ClusterError(  # this was a backward inside FSDP's, which goes on
+                "activation checkpoints around FSDP units must be made with use_reentrant=False, got one "
+                "that runs a backward of its own (use_reentrant=True)"
+            )
         with steps.lock:
             steps.agree_with_shards()
             steps.end()
@@ -143,7 +149,7 @@ def _units_of(model: nn.Module) -> list[Unit]:
     names: dict[int, list[str]] = {}
     groups: dict[int, tuple[Any, Any]] = {}
     for name, module in modules.items():
-        for group in _groups_of(name or "<root>", module):
+        for group in groups_of(name or "<root>", module):
             names.setdefault(id(group), []).append(name or "<root>")
             groups[id(group)] = module, group
     units = [Unit(", ".join(names[key]), *groups[key]) for key in groups]
@@ -155,21 +161,13 @@ def _units_of(model: nn.Module) -> list[Unit]:
                 f"attach must be called once for a model: FSDP unit {unit.name!r} has an all-reduce hook "
                 "already"
             )
+        if type(unit.group.offload_policy).__name__ == "CPUOffloadPolicy":
+            raise ClusterError(
+                f"offload_policy of FSDP unit {unit.name!r} must not be CPUOffloadPolicy, whose gradients "
+                "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over "
+                "a group with gloo for the CPU"
+            )
     return units
-
-
-def _groups_of(name: str, module: Any) -> list[Any]:
-    """torch's groups of a unit's parameters: one, or none if other units hold them all."""
-    state = module._get_fsdp_state()
-    if not hasattr(state, "_fsdp_param_groups"):  # torch 2.11
-        return [state._fsdp_param_group] if state._fsdp_param_group else []
-    groups = list(state._fsdp_param_groups)
-    if len(groups) > 1:
-        try:
-            module.set_all_reduce_hook(None)
-        except ValueError as error:
-            raise ClusterError(f"FSDP unit {name!r} must have one parameter group: {error}") from error
-    return groups
 
 
 def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
@@ -185,6 +183,19 @@ def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
                 f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
                 f"{p.placements[0]}"  # type: ignore[attr-defined]
             )
+
+
+def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
+    """Where the parameters are in the units' vectors."""
+    wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in wholes.items()}
+    pieces = []
+    for unit in units:
+        start = 0
+        for p in unit.trainable:
+            pieces.append(Piece(unit.name, names[id(p)], start))
+            start += _padded_numel(p)
+    return Sharding(wholes, pieces)
 
 
 def _padded_numel(p: Any) -> int:

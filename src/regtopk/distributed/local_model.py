@@ -1,8 +1,9 @@
 """A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from regtopk import kernels
+from regtopk.core.options import check_choice
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.layout import flat_dtype
@@ -20,6 +22,7 @@ from regtopk.distributed.optimizers import (
     describe_inner,
     describe_outer,
     make_outer,
+    names_by_index,
     restart_spoiled,
 )
 from regtopk.distributed.parameters import (
@@ -30,8 +33,11 @@ from regtopk.distributed.parameters import (
     named_pairs,
     uncompiled,
 )
-from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local
+from regtopk.distributed.sharded import ShardedParameters, Shards, is_sharded, local, refuse_hooks
+from regtopk.distributed.sharded_checkpoint import Piece, Sharding
 from regtopk.errors import ClusterError
+
+Anchors = Literal["device", "cpu"]
 
 
 class _Update(NamedTuple):
@@ -64,11 +70,18 @@ class LocalModel:
         optimizer: what changes the parameters.
         outer: makes the optimizer that applies the aggregate to theta_start; None: it is subtracted.
         buffers: see `ModelBuffers`.
+        anchors: where theta_start is between rounds: "device", or "cpu".
     """
 
     def __init__(
-        self, source: nn.Module | NamedParameters, optimizer: Optimizer, outer: Outer | None, buffers: How
+        self,
+        source: nn.Module | NamedParameters,
+        optimizer: Optimizer,
+        outer: Outer | None,
+        buffers: How,
+        anchors: Anchors = "device",
     ) -> None:
+        check_choice("anchors", anchors, ("device", "cpu"))
         source = _plain(source)
         module = source if isinstance(source, nn.Module) else None
         self.is_sharded = _is_sharded(source)
@@ -82,6 +95,11 @@ class LocalModel:
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         parts = self._parts(self._flat, list(named))
         self.start = {name: nn.Parameter(part) for name, part in parts.items()}
+        self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there
+        if anchors == "cpu":
+            kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
+            self._kept = kept.copy_(self._flat)
+            self._put_start(self._kept)
         self._updates: dict[tuple[str, ...], _Update] = {}  # of the buckets, by what they hold
         self.update: dict[str, Tensor] = {}  # views of their vectors, by name
         self.outer = make_outer(outer, list(self.start.values()))
@@ -100,6 +118,16 @@ class LocalModel:
             "buffers of the model": self.buffers.describe(),
             "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self._frozen.items()],
         }
+
+    def sharding(self) -> Sharding:
+        """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
+        wholes, starts = self.parameters.whole, self.start
+        return Sharding(
+            dict(wholes),
+            [Piece(name, name, 0) for name in wholes],
+            inner=names_by_index(self.optimizer, wholes),
+            outer=() if self.outer is None else names_by_index(self.outer, starts),
+        )
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
         """Start from rank 0's model, and make room for the update: the buckets' vectors in a row."""
@@ -120,6 +148,24 @@ class LocalModel:
             for vector, bucket in zip(vectors, buckets, strict=True)
         }
 
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Have theta_start on the device meanwhile, if it is kept in the CPU's memory."""
+        if self._kept is None:
+            yield
+            return
+        self._put_start(self._kept.to(self.parameters.device, copy=True))
+        try:
+            yield
+        finally:
+            self._put_start(self._kept.copy_(self._flat))
+
+    def _put_start(self, flat: Tensor) -> None:
+        """Give theta_start other memory; its parameters, which the outer optimizer holds, stay the same."""
+        self._flat = flat
+        for name, part in self._parts(flat, list(self.start)).items():
+            self.start[name].data = part
+
     def take_update(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
 
@@ -130,7 +176,7 @@ class LocalModel:
         are_finite = [
             kernels.join_(vector, [named[name] for name in names], start) for vector, names, start in updates
         ]
-        is_spoiled = self.buffers.is_spoiled(self._flat.device)
+        is_spoiled = self.buffers.is_spoiled(self.parameters.device)
         return [update.vector for update in updates], torch.stack([*are_finite, ~is_spoiled]).all()
 
     def apply_outer(self, names: Sequence[str]) -> None:
@@ -201,6 +247,7 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
             raise ClusterError(
                 f"parameters must be a plain model or one of fully_shard (FSDP2), got {type(part).__name__}"
             )
+    refuse_hooks(inner)
     return inner
 
 

@@ -75,6 +75,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
+def names_by_index(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> tuple[str | None, ...]:
+    """The parameter of each index of an optimizer's state dict; None for one that is not exchanged."""
+    names = {id(p): name for name, p in parameters.items()}
+    return tuple(names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+
+
 def restart_spoiled(optimizer: Optimizer, shards: Collectives | None = None) -> None:
     """Let the state of a parameter start anew if it holds a NaN or inf, which would never leave it.
 

@@ -12,9 +12,11 @@ from torch import nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
+from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
+ResidualDtype = Literal["float32", "bfloat16"]
 Scope = Literal["model", "bucket"]
 Skip = Callable[[str, nn.Parameter], bool]
 P = ParamSpec("P")
@@ -42,6 +44,7 @@ class Options:
     deterministic: bool = True
     writer: Writer | None = None
     handshake_timeout_s: float = 60.0
+    residual_dtype: ResidualDtype = "float32"
 
     def __post_init__(self) -> None:
         """Check what can be checked without the other ranks."""
@@ -56,6 +59,7 @@ class Options:
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
             raise ArgumentError(f"writer must have a method add_scalar, got {self.writer!r}")
         check_positive("handshake_timeout_s", self.handshake_timeout_s)
+        check_residual_dtype(self.residual_dtype)
 
     def check_algorithm(self, algorithm: object) -> None:
         """Refuse what is no algorithm, such as its name, and a k that does not fit the scope."""

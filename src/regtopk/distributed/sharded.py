@@ -108,6 +108,32 @@ def group_of(option: str, given: object) -> dist.ProcessGroup:
     return group_or_default(given)
 
 
+def groups_of(name: str, module: Any) -> list[Any]:
+    """torch's groups of a unit's parameters: one, or none if other units hold them all."""
+    state = module._get_fsdp_state()
+    if not hasattr(state, "_fsdp_param_groups"):  # torch 2.11
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    groups = list(state._fsdp_param_groups)
+    if len(groups) > 1:
+        try:
+            module.set_all_reduce_hook(None)
+        except ValueError as error:
+            raise ClusterError(f"FSDP unit {name!r} must have one parameter group: {error}") from error
+    return groups
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse a model whose gradients are exchanged over the replicas in backward."""
+    for name, module in model.named_modules():
+        for group in groups_of(name or "<root>", module) if is_fsdp2(module) else []:
+            if group._all_reduce_hook is not None:
+                raise ClusterError(
+                    f"FSDP unit {name or '<root>'!r} must have no all-reduce hook, got one: UpdateExchange "
+                    "exchanges updates, so gradients must stay in their replica; use it without "
+                    "regtopk.attach, on a model sharded anew"
+                )
+
+
 def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
     """Refuse what is no DTensor of a shard axis."""
     for name, p in pairs:

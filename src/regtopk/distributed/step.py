@@ -16,6 +16,7 @@ from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, WithDensity, converse
 from regtopk.core.codes import check_index_code
+from regtopk.core.precision import exchange
 from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
@@ -91,6 +92,7 @@ class Steps:
         options.check_algorithm(algorithm)
         self._kind = kind
         self._shards = shards
+        self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
         self.parameters = parameters
         self.device = parameters.device
         self.algorithm = algorithm
@@ -118,7 +120,9 @@ class Steps:
         )
         self.num_steps = 0
         self.is_finite = True  # whether no rank had a NaN or inf in this step
-        self.buckets = Buckets(parameters, skipped, algorithm, self.rank, kind.parts or None)
+        self.buckets = Buckets(
+            parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
+        )
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
@@ -129,7 +133,7 @@ class Steps:
 
     def _settings(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
-        same = ("scope", "index_code", "collective", "deterministic", "dense_steps")
+        same = ("scope", "index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
         return {
             **{name: getattr(self._options, name) for name in same},
             "skip": sorted(skipped),
@@ -303,7 +307,7 @@ class Steps:
         kept = _copy_of_per_worker(state) if self.rank.is_idle else {}
         self.rank.spare, self.rank.total = bucket.spare, None
         with self.rank.timer.phase("select_s"):
-            total = converse(algorithm.exchange(flat, state, worker), partial(answer, self.rank))
+            total = converse(exchange(algorithm, flat, state, worker), partial(answer, self.rank))
         for name, tensor in kept.items():
             setattr(state, name, tensor)
         support = None if self.rank.total is None else self.rank.total.support_of(total)
@@ -345,7 +349,7 @@ class Steps:
         with self.lock:
             self.check_usable()
             saved = checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
-            return saved if self._shards is None else {**saved, "shard": self._shards.place}
+            return saved if self.shard is None else {**saved, "shard": self.shard}
 
     def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
         """What a saved state holds; nothing changes yet.
@@ -361,9 +365,8 @@ class Steps:
             return checkpoint.loaded(self.buckets, saved, keeps_buckets=keeps_buckets)
 
     def _without_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
-        expected = None if self._shards is None else self._shards.place
-        if saved.get("shard") != expected:
-            raise StateError(f"shard of the saved state must be {expected}, got {saved.get('shard')}")
+        if saved.get("shard") != self.shard:
+            raise StateError(f"shard of the saved state must be {self.shard}, got {saved.get('shard')}")
         return {key: part for key, part in saved.items() if key != "shard"}
 
     def go_on_from(self, progress: checkpoint.Progress) -> None:

@@ -21,10 +21,10 @@ from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.collectives import Collectives, end_group, group_or_default, new_group_like
 from regtopk.distributed.fragments import Flight, Fragment
 from regtopk.distributed.layout import subtract_
-from regtopk.distributed.local_model import LocalModel
+from regtopk.distributed.local_model import Anchors, LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.optimizers import Outer
-from regtopk.distributed.options import Collective, Options, Skip, Writer, names_typos
+from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters
 from regtopk.distributed.record import summarise
 from regtopk.distributed.sharded import Shards, group_of
@@ -100,6 +100,10 @@ class UpdateExchange(ExchangeBase):
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every round's numbers.
         collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
         handshake_timeout_s: how long to wait for every rank to make this call.
+        residual_dtype: how residuals are kept between steps: "float32", or in half the memory "bfloat16",
+            rounded at random.
+        anchors: where theta_start is between rounds: on the parameters' "device", or in the "cpu"'s memory,
+            pinned. A round then copies it there and back.
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
@@ -129,6 +133,8 @@ class UpdateExchange(ExchangeBase):
         writer: Writer | None = None,
         collective: Collective = "auto",
         handshake_timeout_s: float = 60.0,
+        residual_dtype: ResidualDtype = "float32",
+        anchors: Anchors = "device",
     ) -> None:
         rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
         rounds.check_times()
@@ -142,12 +148,14 @@ class UpdateExchange(ExchangeBase):
             deterministic=deterministic,
             writer=writer,
             handshake_timeout_s=handshake_timeout_s,
+            residual_dtype=residual_dtype,
         )
-        model = LocalModel(parameters, optimizer, outer, buffers)
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors)
         self._fragments = _fragments_of(model, fragments)
+        if delay and (model.is_sharded or anchors == "cpu"):
+            what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
+            raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
         if model.is_sharded:
-            if delay:
-                raise ArgumentError(f"delay must be 0 of a model that fully_shard has sharded, got {delay}")
             process_group = group_of("process_group", process_group)
             model.shards = Shards(model.parameters.whole, process_group)
         elif isinstance(process_group, DeviceMesh):
@@ -159,14 +167,15 @@ class UpdateExchange(ExchangeBase):
         settings = tuple({**times, **model.describe()}.items())
         parts = tuple(fragment.names for fragment in self._fragments) if fragments > 1 else ()
         kind = Kind("regtopk.UpdateExchange", _WARNING, settings, every, parts)
-        super().__init__(Steps(model.parameters, algorithm, collectives, options, kind, model.shards))
+        steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
+        super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         self.every, self.delay = every, delay
         self._rounds = rounds
         self._model = model
         self._num_steps = 0
         self._is_whole = True  # whether the model is theta_start, the same on all ranks
-        with torch.no_grad():
+        with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
         self._background: Background | None = None
         if delay:  # whose thread must not mix its collectives with the user's own
@@ -267,7 +276,8 @@ class UpdateExchange(ExchangeBase):
             if fragment.sent:
                 self._receive(fragment)
         for fragment in self._fragments if not self._is_whole else ():
-            self._make_round(fragment)
+            with self._model.at_hand():
+                self._make_round(fragment)
         self._is_whole = True
 
     @contextmanager
@@ -314,7 +324,8 @@ class UpdateExchange(ExchangeBase):
                 self._receive(fragment)
             if self._rounds.sends_at(number, step):
                 if self._background is None:
-                    self._make_round(fragment)
+                    with self._model.at_hand():
+                        self._make_round(fragment)
                 else:
                     self._send(fragment, self._background)
         self._num_steps = step

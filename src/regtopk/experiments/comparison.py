@@ -200,6 +200,7 @@ def _train(
         index_code=config.index_code_of(run.method),
         rounds=run.method.rounds,
         num_steps=config.plan.stops[-1],
+        residual_dtype=run.method.residual_dtype,
     )
     is_exact = config.device == "cpu" or config.deterministic
     kept = checkpoints if is_exact else None

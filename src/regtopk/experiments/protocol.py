@@ -160,7 +160,7 @@ class Protocol(ABC):
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.plan.densities) > 1)
         algorithm = method.build(density=self.plan.densities[0], value_code=self.value_code)
         lr = method.lr or (self.plan.lrs[0] if len(self.plan.lrs) == 1 else None)
-        how = self.index_code_of(method), self.optimizer_of(method), method.rounds
+        how = self.index_code_of(method), self.optimizer_of(method), method.residual_dtype, method.rounds
         return algorithm, lr, is_open, *how
 
 

@@ -70,6 +70,7 @@ class RankTraining:
         options: dict[str, Any] = {
             "index_code": config.simulated.index_code_of(method),
             "collective": config.collective,
+            "residual_dtype": method.residual_dtype or "float32",
         }
         self.model: nn.Module = self.network
         self.exchange: Any = None

@@ -57,6 +57,7 @@ class Trainer:
         index_code: how indices are counted.
         rounds: what is exchanged, and how often.
         num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
+        residual_dtype: how residuals are kept; None: in float32.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Trainer:
         index_code: str,
         rounds: Rounds = GRADIENTS,
         num_steps: int = 0,
+        residual_dtype: str | None = None,
     ) -> None:
         self.task = task
         self.algorithm = algorithm
@@ -90,6 +92,7 @@ class Trainer:
                     index_code=index_code,
                     link=LINK,
                     is_checked=False,  # what is not finite is looked for here
+                    residual_dtype=residual_dtype or "float32",
                 )
                 for weights in weights_of_clusters
             ]

@@ -110,6 +110,10 @@ def update_labels(labels: Sequence[str], every: int | None) -> list[str]:
 
 def _ways(words: Words, densities: Sequence[float]) -> list[Method]:
     """An algorithm at every density, with every code and by every collective that its words leave open."""
+    if words.residual_dtype is not None:
+        raise ArgumentError(
+            f"a planned method has no residual_dtype: it changes no byte, got {words.label!r}"
+        )
     if words.index_code is not None or "k" in words.options:
         raise ArgumentError(
             f"a planned method has a density, not k, and the index code elias-fano, got {words.label!r}"

@@ -11,6 +11,7 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.codes import check_index_code
 from regtopk.core.link import Link
+from regtopk.core.precision import check_residual_dtype, exchange, initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
 from regtopk.core.worker import Layout, Report, Worker, check_weights
@@ -41,6 +42,7 @@ class Cluster:
         link: a link model that `report` takes the time of a step from.
         is_checked: whether gradients that are not finite are refused. The check makes the host wait for a GPU
             in every step; without it the caller must keep such gradients away.
+        residual_dtype: how residuals are kept between steps: "float32" or "bfloat16", rounded at random.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Cluster:
         index_code: str = "elias-fano",
         link: Link | None = None,
         is_checked: bool = True,
+        residual_dtype: str = "float32",
     ) -> None:
         if type(num_workers) is not int or num_workers < 1:
             raise ArgumentError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
@@ -64,6 +67,7 @@ class Cluster:
         self.index_code = check_index_code(index_code)
         self.link = link
         self.is_checked = is_checked
+        self.residual_dtype = check_residual_dtype(residual_dtype)
         self.num_rounds = 0
         self._report: Report | None = None
         self.state: State | None = None
@@ -87,7 +91,7 @@ class Cluster:
         """
         self._check(grads)
         worker = self._worker_at_this_step(grads)
-        state = self.algorithm.init(worker) if self.state is None else self.state
+        state = self._initial_state(worker) if self.state is None else self.state
         driver = SimulatedDriver(worker)
         aggregate = self._converse(grads, state, worker, driver)
         self.last_step = driver.traffic
@@ -140,7 +144,7 @@ class Cluster:
         worker, state = None, None
         if state_dict["weight"] is not None:
             worker = self._make_worker(state_dict["weight"], state_dict["grads_shape"])
-            state = self.algorithm.init(worker)
+            state = self._initial_state(worker)
             state.load_state_dict(state_dict["state"])
         self._worker, self.state = worker, state
         self.num_steps, self.num_rounds = state_dict["num_steps"], state_dict["num_rounds"]
@@ -201,8 +205,12 @@ class Cluster:
             index_code=self.index_code,
         )
 
+    def _initial_state(self, worker: Worker) -> State:
+        state: State = initial_state(self.algorithm, worker, self.residual_dtype)
+        return state
+
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
-        conversation = self.algorithm.exchange(grads, state, worker)
+        conversation = exchange(self.algorithm, grads, state, worker)
         if min(self._weights) > 0:
             return converse(conversation, driver.answer)
         idle = (self.weights == 0).nonzero().flatten().to(grads.device)

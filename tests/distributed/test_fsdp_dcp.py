@@ -1,0 +1,289 @@
+"""Sharded models through torch.distributed.checkpoint: the same mesh, and other numbers of either axis."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import regtopk
+from regtopk.errors import StateError
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharding import grid, sharded, whole, whole_parameters
+from tests.distributed.training import algorithm_state, loss_of, make_net, refusal, same
+
+KINDS = ("attach", "updates")
+REGTOPK = regtopk.RegTopK(density=0.05, value_code="4bit")
+Shape = tuple[int, int]  # replicas, shards
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class Job:
+    """A sharded net that trains by either kind of exchange."""
+
+    def __init__(self, kind: str, shape: Shape, algorithm: Any = REGTOPK, is_narrow: bool = False) -> None:
+        replicate, shard = grid(*shape)["replicate"], grid(*shape)["shard"]
+        self.model = sharded(shard)
+        self.optimizer: torch.optim.Optimizer
+        self.exchange: Any
+        narrow: dict[str, Any] = {"residual_dtype": "bfloat16"} if is_narrow else {}
+        if kind == "attach":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            self.exchange = regtopk.attach(self.model, algorithm, replicate_group=replicate, **narrow)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+            options: dict[str, Any] = {"every": 2, "outer": nesterov, "process_group": replicate}
+            narrow |= {"anchors": "cpu"} if is_narrow else {}
+            self.exchange = regtopk.UpdateExchange(self.model, self.optimizer, algorithm, **options, **narrow)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.model, step).backward()
+            self.optimizer.step()
+
+    def save(self, folder: Path) -> None:
+        content = {"model": get_model_state_dict(self.model), "exchange": self.exchange.sharded_state_dict()}
+        save(content, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        if not isinstance(self.exchange, regtopk.UpdateExchange):  # whose state holds the model
+            content = {"model": get_model_state_dict(self.model)}
+            load(content, checkpoint_id=folder)
+            set_model_state_dict(self.model, content["model"])
+        self.exchange.load_sharded(folder)
+
+    def owed(self) -> dict[str, Tensor]:
+        """This rank's part of the residual, by parameter."""
+        entries = self.exchange.sharded_state_dict()["replicas"][str(self.exchange.rank)]["entries"]
+        return {name: fields["residual"].to_local() for name, fields in entries.items() if fields}
+
+
+# The same mesh.
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_before", "shape", "is_narrow"),
+    [
+        ("attach", 3, (2, 2), False),
+        ("attach", 3, (1, 4), True),
+        ("updates", 3, (2, 2), True),
+        ("updates", 4, (1, 4), False),
+    ],
+)
+def test_the_same_mesh_goes_on_bit_for_bit(
+    four_ranks: Ranks, tmp_path: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
+) -> None:
+    for straight, resumed in four_ranks.run(train_resumed, tmp_path, kind, num_before, shape, is_narrow):
+        assert torch.equal(straight, resumed)
+
+
+def train_resumed(
+    folder: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
+) -> tuple[Tensor, Tensor]:
+    """Parameters of a straight and a resumed run; a narrow one has residuals in bfloat16."""
+    jobs = [Job(kind, shape, is_narrow=is_narrow) for _ in range(2)]
+    jobs[0].train(range(num_before))
+    jobs[0].save(folder)
+    jobs[1].train(range(20, 22))  # elsewhere
+    jobs[1].load(folder)
+    for job in jobs:
+        job.train(range(num_before, 7))
+    assert same(*(algorithm_state(job.exchange) for job in jobs))
+    assert jobs[1].exchange.total.sent_bytes == jobs[0].exchange.total.sent_bytes
+    return whole_parameters(jobs[0].model), whole_parameters(jobs[1].model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    ranks = Ranks(4)
+    try:
+        straight = ranks.run(train_saving, tmp_path / "straight", kind, range(8))
+        ranks.start(train_saving, tmp_path / "killed", kind, range(100_000))
+        saved = tmp_path / "killed" / "4" / ".metadata"  # what DCP writes last
+        deadline = time.monotonic() + 100
+        while not saved.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks.stop()  # by SIGKILL, somewhere in a step
+        resumed = ranks.run(train_saving, tmp_path / "killed", kind, range(4, 8))
+    finally:
+        ranks.stop()
+    assert all(map(torch.equal, straight, resumed))
+
+
+def train_saving(folder: Path, kind: str, steps: range) -> Tensor:
+    """Train from the checkpoint of the first step, if it is not the very first, and save that of step 4."""
+    job = Job(kind, (2, 2))
+    if steps.start > 0:
+        job.load(folder / str(steps.start))
+    for step in steps:
+        job.train(range(step, step + 1))
+        if step == 3:
+            job.save(folder / "4")
+    return whole_parameters(job.model)
+
+
+# Other numbers.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sum_of_the_residuals_is_kept_on_every_mesh(
+    four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    chain: list[tuple[Ranks, Shape]] = [
+        (four_ranks, (2, 2)),
+        (four_ranks, (1, 4)),
+        (two_ranks, (2, 1)),
+        (four_ranks, (4, 1)),
+        (two_ranks, (1, 2)),
+    ]
+    before: tuple[Tensor, Any] | None = None
+    for number, (ranks, shape) in enumerate(chain):
+        results = ranks.run(go_on, tmp_path, kind, shape, number)
+        loaded, saved = ([each[i] for each in results] for i in (0, 1))
+        if before is not None:
+            torch.testing.assert_close(
+                sum_of([each[0] for each in loaded], shape), before[0], rtol=1e-6, atol=0
+            )
+            assert all(same(each[1], before[1]) for each in loaded)
+        before = sum_of([each[0] for each in saved], shape), saved[0][1]
+        assert before[0].abs().sum() > 0
+
+
+def go_on(folder: Path, kind: str, shape: Shape, number: int) -> list[tuple[dict[str, Tensor], Any]]:
+    """What a job has after loading what the last mesh saved, and after training on, when it saves."""
+    job = Job(kind, shape, regtopk.TopK(density=0.05))
+    if number > 0:
+        job.load(folder / str(number - 1))
+        assert job.exchange.num_steps == 4 * number
+    found = [(job.owed(), facts(job))]
+    job.train(range(4 * number, 4 * number + 4))
+    job.save(folder / str(number))
+    return [*found, (job.owed(), facts(job))]
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """What must be the same on every mesh: the model, and both optimizers of updates."""
+    found = {"model": whole_parameters(job.model), "num_steps": job.exchange.num_steps}
+    if job.exchange.num_steps and isinstance(job.exchange, regtopk.UpdateExchange):
+        outer: Any = job.exchange.outer
+        wholes = dict(job.model.named_parameters())
+        buffers = job.exchange.sharded_state_dict()["outer"]
+        assert outer.state and len(buffers) == len(wholes)
+        found["adam's steps"] = {int(state["step"]) for state in job.optimizer.state.values()}
+        found["adam's shapes"] = [state["exp_avg"].shape for state in job.optimizer.state.values()]
+    return found
+
+
+def sum_of(parts: list[dict[str, Tensor]], shape: Shape) -> Tensor:
+    """The weighted sum of all replicas' residuals, put together from every rank's part."""
+    replicas, shards = shape
+    sizes = {name: p.shape for name, p in make_net().named_parameters()}
+    total = []
+    for name, size in sizes.items():
+        rows = [
+            torch.cat([parts[r * shards + s][name] for s in range(shards) if name in parts[r * shards + s]])
+            for r in range(replicas)
+        ]
+        assert all(row.shape == size for row in rows)
+        total.append(torch.stack(rows).double().mean(0).flatten())
+    return torch.cat(total)
+
+
+def test_adams_state_is_the_mean_and_the_outer_state_is_kept(four_ranks: Ranks, tmp_path: Path) -> None:
+    saved = four_ranks.run(states_saved, tmp_path)
+    for mean, momentum in four_ranks.run(states_loaded, tmp_path):
+        both = torch.stack([saved[0][0], saved[2][0]]).double().mean(0).float()
+        assert torch.equal(mean, both) and not torch.equal(saved[0][0], saved[2][0])
+        assert torch.equal(momentum, saved[0][1])
+
+
+def states_saved(folder: Path) -> tuple[Tensor, Tensor]:
+    job = Job("updates", (2, 2))
+    job.train(range(4))
+    job.save(folder)
+    return states_of(job)
+
+
+def states_loaded(folder: Path) -> tuple[Tensor, Tensor]:
+    job = Job("updates", (1, 4))
+    job.load(folder)
+    return states_of(job)
+
+
+def states_of(job: Job) -> tuple[Tensor, Tensor]:
+    """All of Adam's mean of one parameter, and of its outer momentum."""
+    p = job.model.middle.weight
+    start = job.exchange._model.start["middle.weight"]
+    momentum = p.detach().clone()
+    momentum.to_local().copy_(job.exchange.outer.state[start]["momentum_buffer"])
+    return whole(job.optimizer.state[p]["exp_avg"]), whole(momentum)
+
+
+# What is refused.
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(four_ranks: Ranks, tmp_path: Path) -> None:
+    for found in four_ranks.run(refusals, tmp_path):
+        assert [kind for kind, _ in found] == ["StateError"] * 4
+        missing, other, inside, algorithm = (message for _, message in found)
+        assert missing.startswith(f"{tmp_path / 'no'} must hold a sharded exchange 'exchange': ")
+        assert other.startswith(f"{tmp_path} must hold a sharded exchange 'another': ")
+        assert inside.startswith("the saved state must be from a round's end to be loaded on other ranks")
+        assert algorithm == "algorithm of the saved state must be 'topk', got 'regtopk'"
+
+
+def refusals(folder: Path) -> list[tuple[str, str]]:
+    job = Job("updates", (2, 2))
+    job.train(range(3))
+    job.save(folder)
+    elsewhere, other = Job("updates", (1, 4)), Job("updates", (2, 2), regtopk.TopK(density=0.05))
+    before = algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)
+    found = [
+        refusal(lambda: job.load(folder / "no")),
+        refusal(lambda: job.exchange.load_sharded(folder, key="another")),
+        refusal(lambda: elsewhere.load(folder)),
+        refusal(lambda: other.load(folder)),
+    ]
+    assert same(before, (algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)))
+    return found
+
+
+def test_a_model_that_is_not_sharded_has_no_sharded_state(two_ranks: Ranks) -> None:
+    message = "the model must be sharded by fully_shard: of this one save state_dict()"
+    assert two_ranks.run(plain_model) == [[("ClusterError", message)] * 2] * 2
+
+
+def plain_model() -> list[tuple[str, str]]:
+    net = make_net()
+    exchange = regtopk.UpdateExchange(net, torch.optim.SGD(net.parameters(), lr=0.1), REGTOPK)
+    found = [refusal(exchange.sharded_state_dict), refusal(lambda: exchange.load_sharded("nowhere"))]
+    exchange.close()
+    return found
+
+
+def test_a_state_that_cannot_be_cut_anew(four_ranks: Ranks, tmp_path: Path) -> None:
+    for kind, message in four_ranks.run(load_factored, tmp_path):
+        assert kind == StateError.__name__
+        assert message.startswith(
+            "row_var of parameter 'first.weight' must have the parameter's shape, or be"
+        )
+
+
+def load_factored(folder: Path) -> tuple[str, str]:
+    """A state with a number for each row, as factored optimizers keep it."""
+    jobs = Job("updates", (2, 2)), Job("updates", (1, 4))
+    jobs[0].train(range(2))
+    state = jobs[0].optimizer.state[jobs[0].model.first.weight]
+    state["row_var"] = torch.ones(20, 1)
+    jobs[0].save(folder)
+    return refusal(lambda: jobs[1].load(folder))

@@ -1,0 +1,115 @@
+"""What takes less memory: residuals in bfloat16, and theta_start in the CPU's memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import regtopk
+from regtopk.core.worker import Layout
+from regtopk.simulate import Cluster
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    closing,
+    flat_gradients,
+    flat_parameters,
+    loss_of,
+    make_net,
+    refusal,
+    same,
+)
+
+TOPK = regtopk.TopK(density=0.1, value_code="4bit")
+NARROW: dict[str, Any] = {"residual_dtype": "bfloat16"}
+
+
+def test_residuals_in_bfloat16_are_those_of_the_simulator(two_ranks: Ranks) -> None:
+    grads, aggregates, residuals = (list(each) for each in zip(*two_ranks.run(exchange_narrow), strict=True))
+    shapes = [(name, tuple(p.shape), "other") for name, p in make_net().named_parameters()]
+    cluster = Cluster(TOPK, num_workers=2, layout=Layout.of_shapes(shapes), residual_dtype="bfloat16")
+    for step in range(4):
+        expected = cluster.step(torch.stack([mine[step] for mine in grads]))
+        assert all(torch.equal(mine[step], expected) for mine in aggregates)
+    state: Any = cluster.state
+    assert state.residual.dtype == torch.bfloat16 and torch.equal(state.residual, torch.stack(residuals))
+
+
+def exchange_narrow() -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Gradients, aggregates and the residual at last; half-way the exchange goes on in another."""
+    net = make_net()
+    exchange = regtopk.Exchange(net, TOPK, **NARROW)
+    grads, aggregates = [], []
+    for step in range(4):
+        net.zero_grad()
+        loss_of(net, step).backward()
+        grads.append(flat_gradients(net))
+        exchange.step()
+        aggregates.append(flat_gradients(net))
+        if step == 1:
+            saved = exchange.state_dict()
+            exchange = regtopk.Exchange(net, TOPK, **NARROW)
+            exchange.load_state_dict(saved)
+    entries = exchange.state_dict()["workers"][str(exchange.rank)]["entries"]
+    assert exchange.total.residual_norm > 0
+    return grads, aggregates, torch.cat([fields["residual"].flatten() for fields in entries.values()])
+
+
+def test_theta_start_in_the_cpus_memory_changes_no_bit(two_ranks: Ranks) -> None:
+    for on_device, on_cpu in two_ranks.run(train_both):
+        assert torch.equal(on_device, on_cpu)
+
+
+def train_both() -> tuple[Tensor, Tensor]:
+    found, states = [], []
+    for anchors in ("device", "cpu"):
+        net = make_net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        options: dict[str, Any] = {"every": 2, "outer": nesterov, "anchors": anchors, **NARROW}
+        with closing(regtopk.UpdateExchange(net, optimizer, TOPK, **options)) as exchange:
+            for step in range(7):  # the last one is inside a round
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                optimizer.step()
+                kept = exchange._model._kept
+                starts = list(exchange._model.start.values())
+                assert (kept is None) == (anchors == "device")
+                assert kept is None or starts[0].data_ptr() == kept.data_ptr()
+                if step == 4:
+                    exchange.load_state_dict(exchange.state_dict())
+            saved = exchange.state_dict()
+            for worker in saved["workers"].values():
+                del worker["total"]
+            states.append(saved)
+        found.append(flat_parameters(net))
+    assert same(*states)
+    return found[0], found[1]
+
+
+def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def test_bad_choices_are_refused(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(choose_badly):
+        assert found == [
+            (
+                "ArgumentError",
+                "residual_dtype must be one of float32, bfloat16, got 'float16' (did you mean 'bfloat16'?)",
+            ),
+            (
+                "ArgumentError",
+                "residual_dtype must be 'float32' for 'dense', which keeps no residual, got 'bfloat16'",
+            ),
+            ("ArgumentError", "anchors must be one of device, cpu, got 'disk'"),
+        ]
+
+
+def choose_badly() -> list[tuple[str, str]]:
+    net: Any = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    make: Any = regtopk.UpdateExchange
+    return [
+        refusal(lambda: regtopk.Exchange(net, TOPK, residual_dtype="float16")),  # type: ignore[arg-type]
+        refusal(lambda: regtopk.Exchange(net, regtopk.Dense(), residual_dtype="bfloat16")),
+        refusal(lambda: make(net, optimizer, TOPK, anchors="disk")),
+    ]
