@@ -137,6 +137,11 @@ class Steps:
             **dict(self._kind.settings),
         }
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank holds a part of the model."""
+        return self._shards is not None
+
     # A step.
 
     def run(self, grads: dict[str, Tensor]) -> None:
