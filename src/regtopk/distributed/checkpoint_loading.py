@@ -118,7 +118,7 @@ class Loading:
                 check_optimizer(name, thing, state[name])
         for name, thing in others.items():
             thing.load_state_dict(state[name])
-            if isinstance(thing, Optimizer):
+            if isinstance(thing, Optimizer) and name in self._parts[self._source]["meshes"]:
                 shard_state(thing)
         for name, exchange in self._exchanges.items():  # last: that of updates sets its model and optimizer
             exchange._go_on_from(loaded[name])
