@@ -40,16 +40,11 @@ import regtopk
 from regtopk.distributed.checkpoint_files import parts_in
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_elastic.py"
-STEPS, SAVE_EVERY = 120, 10
+STEPS, SAVE_EVERY = 40, 5
 TIMEOUT_S = 300.0  # a run that takes longer has not come back
 _forks = mp.get_context("forkserver")
-_PRELOADED = [
-    "torch",
-    "torch.distributed.elastic.agent.server.api",
-    "regtopk",
-    "sklearn.datasets",
-    "benchmarks.failures",
-]
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.elastic.agent.server.api", "numba", "regtopk"]
+_PRELOADED += ["sklearn.datasets"]
 Rank = Callable[..., None]
 
 
@@ -59,7 +54,7 @@ Rank = Callable[..., None]
 def example(folder: str, *words: str) -> None:
     """A rank of the example, which also writes down who it is, its steps, and where it goes on from."""
     rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    torch.set_num_threads(1)
+    _begin_rank()
     script = runpy.run_path(str(EXAMPLE))
     _watch(script["Batches"], Path(folder), rank, num_ranks)
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
@@ -67,6 +62,12 @@ def example(folder: str, *words: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         script["main"]()
     Path(folder, f"printed-{rank}").write_text(printed.getvalue())
+
+
+def _begin_rank() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its agent's handlers
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
 
 
 def _watch(batches: Any, folder: Path, rank: int, num_ranks: int) -> None:
@@ -93,8 +94,8 @@ def _watch(batches: Any, folder: Path, rank: int, num_ranks: int) -> None:
 def write_for_ever(folder: str) -> None:
     """A rank that saves until it is killed; every state it saves and loads must be of one moment."""
     rank = os.environ["RANK"]
+    _begin_rank()
     dist.init_process_group("gloo")
-    torch.set_num_threads(1)
     model = nn.Linear(300, 300)
     exchange = regtopk.Exchange(model, regtopk.TopK(k=3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
@@ -288,7 +289,7 @@ def writing(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
             wait_for("start", lambda number=number: num_starts() > number)
             at_start = newest()
             wait_for("save", lambda at_start=at_start: newest() != at_start)
-            time.sleep(chance.random() * 0.05)
+            time.sleep(chance.random() * 0.5)  # a save takes a part of this
             os.kill(number_in(folder / f"pid-{chance.randrange(2)}"), signal.SIGKILL)
         wait_for("last start", lambda: num_starts() > times)
         (folder / "stop").touch()
