@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,9 +287,8 @@ def writing(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
 
     with started(write_for_ever, str(folder), num_ranks=2) as process:
         for number in range(times):
-            wait_for("start", lambda number=number: num_starts() > number)
-            at_start = newest()
-            wait_for("save", lambda at_start=at_start: newest() != at_start)
+            wait_for("start", partial(lambda so_far: num_starts() > so_far, number))
+            wait_for("save", partial(lambda at_start: newest() != at_start, newest()))
             time.sleep(chance.random() * 0.5)  # a save takes a part of this
             os.kill(number_in(folder / f"pid-{chance.randrange(2)}"), signal.SIGKILL)
         wait_for("last start", lambda: num_starts() > times)
@@ -310,9 +310,9 @@ def resize(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
     for seed in range(times):
         here = folder / str(seed)
         words = ["--seed", str(seed), "--save-every", "20", "--steps"]
-        run_example(here / "undisturbed", 4, *words, "440")
-        changes = []
-        for num_ranks, steps in ((4, 100), (3, 240), (4, 440)):
+        run_example(here / "undisturbed", 4, *words, "220")
+        changes: list[dict[str, float]] = []
+        for num_ranks, steps in ((4, 60), (3, 140), (4, 220)):
             before = weighted_residual(last_state(here / "changed")[1]) if changes else None
             run_example(here / "changed", num_ranks, *words, str(steps))
             changes.append({"ranks": num_ranks, "until_step": steps})
@@ -333,7 +333,7 @@ def _error(before: Tensor, folder: Path, num_ranks: int) -> float:
 
 
 def machines(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
-    words = ["--steps", "1200", "--save-every", "20"]
+    words = ["--steps", "200", "--save-every", "10"]
     where: dict[str, Any] = {"num_ranks": 2, "nodes": (1, 2), "port": free_port()}
 
     def runs_on(num_ranks: int, start: int) -> bool:

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
 
 import regtopk
 
@@ -74,10 +74,8 @@ def soak(num_steps: int, save_every: int, folder: Path) -> dict[str, Any]:
             aggregates = after if step == 1 else aggregates + after
             optimizer.step()
             # a step rounds the accumulated vector, what is left of it, and the sum of what was sent
-            largest = max(
-                float(before.abs().max()) + _residual(exchange).abs().max(), float(after.abs().max())
-            )
-            bound += 3 * EPSILON * float(largest)
+            held = before.abs().max() + _residual(exchange).abs().max()
+            bound += 3 * EPSILON * float(torch.maximum(held, after.abs().max()))
             if step % max(num_steps // LOOKS, 1) == 0:
                 looks.append({"step": step, **resources()})
             if step % save_every == 0:
@@ -129,7 +127,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         args = (arguments.workers, store, arguments.steps, arguments.save_every, folder)
-        mp.spawn(_run, args, nprocs=arguments.workers)
+        start_processes(_run, args, nprocs=arguments.workers, start_method="spawn")
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(arguments.workers)]
     results = {
         "steps": arguments.steps,

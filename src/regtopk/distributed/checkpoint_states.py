@@ -52,8 +52,9 @@ def meshes_of(thing: Any, state: Any) -> list[Any]:
     if isinstance(thing, ExchangeBase):  # whose state holds this rank's parts as plain tensors
         return ["the replicas'"] if thing.is_sharded else []
     found: list[Any] = []
-    if isinstance(state, Tensor) and is_dtensor(state):
-        found = [[state.device_mesh.mesh.tolist(), str(state.placements)]]
+    if isinstance(state, Tensor):
+        whole: Any = state
+        found = [[whole.device_mesh.mesh.tolist(), str(whole.placements)]] if is_dtensor(state) else []
     elif isinstance(state, (dict, list, tuple)):
         for value in state.values() if isinstance(state, dict) else state:
             found += [mesh for mesh in meshes_of(None, value) if mesh not in found]
