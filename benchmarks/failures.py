@@ -25,6 +25,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -133,6 +134,7 @@ def write_for_ever(folder: str) -> None:
 def machine(ranks: Rank, args: tuple[str, ...], num_ranks: int, nodes: tuple[int, int], port: int) -> None:
     """What torchrun does, in this process; its ranks are forked from it."""
     os.setsid()
+    threading.Thread(target=_end_with_the_caller, args=(os.getppid(),), daemon=True).start()
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     config = LaunchConfig(
         min_nodes=nodes[0],
@@ -147,6 +149,13 @@ def machine(ranks: Rank, args: tuple[str, ...], num_ranks: int, nodes: tuple[int
         start_method="fork",
     )
     elastic_launch(config, ranks)(*args)
+
+
+def _end_with_the_caller(parent: int) -> None:
+    """However the caller ends: ranks that write for ever must not outlive it."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 @contextmanager
@@ -337,11 +346,12 @@ def machines(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
     where: dict[str, Any] = {"num_ranks": 2, "nodes": (1, 2), "port": free_port()}
 
     def runs_on(num_ranks: int, start: int) -> bool:
-        """Whether ranks have saved a checkpoint since a start."""
+        """Whether this many ranks have saved a whole checkpoint since a start."""
         starts = starts_of(folder, 0)[start:]
         if not starts or starts[-1][0] != num_ranks:
             return False
-        return max(parts_in(folder / "checkpoints"), default=(0, ""))[0] > starts[-1][1]
+        saves = parts_in(folder / "checkpoints").items()
+        return any(save.step > starts[-1][1] and len(parts) == num_ranks for save, parts in saves)
 
     with started(example, str(folder), *words, **where) as first:
         with started(example, str(folder), *words, **where):
