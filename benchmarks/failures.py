@@ -15,6 +15,7 @@ that has imported torch, so that a restart takes a second.
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import multiprocessing as mp
@@ -45,8 +46,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_elastic.py"
 STEPS, SAVE_EVERY = 40, 5
 TIMEOUT_S = 300.0  # a run that takes longer has not come back
 _forks = mp.get_context("forkserver")
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.elastic.agent.server.api", "numba", "regtopk"]
-_PRELOADED += ["sklearn.datasets"]
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.elastic.agent.server.api", "regtopk"]
+_PRELOADED += ["regtopk.kernels.cpu_compiled", "sklearn.datasets"]
 Rank = Callable[..., None]
 
 
@@ -113,7 +114,7 @@ def write_for_ever(folder: str) -> None:
     with Path(folder, f"starts-{rank}").open("a") as starts:
         starts.write(f"{dist.get_world_size()} {step}\n")
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
-    while not Path(folder, "stop").exists():
+    while not _is_any(Path(folder, "stop").exists()):
         step += 1
         for p in model.parameters():
             p.grad = torch.randn_like(p)
@@ -128,12 +129,21 @@ def write_for_ever(folder: str) -> None:
     dist.destroy_process_group()
 
 
+def _is_any(here: bool) -> bool:
+    """Whether it is so on any rank: they end together."""
+    number = torch.tensor(int(here))
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return bool(number)
+
+
 # Machines: an agent and its ranks.
 
 
 def machine(ranks: Rank, args: tuple[str, ...], num_ranks: int, nodes: tuple[int, int], port: int) -> None:
     """What torchrun does, in this process; its ranks are forked from it."""
     os.setsid()
+    for name in _PRELOADED:  # before ranks are forked: each would import it by itself
+        importlib.import_module(name)
     threading.Thread(target=_end_with_the_caller, args=(os.getppid(),), daemon=True).start()
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     config = LaunchConfig(
