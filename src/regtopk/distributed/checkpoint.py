@@ -198,11 +198,8 @@ def _resized(
         {field: tensor for field, tensor in others.items() if rules[field] == "shared"}
         for others in first_worker["groups"]
     )
-    return {
-        "entries": entries,
-        "groups": shared,
-        "report": first_worker["report"],
-    }  # rank 0's report is shared
+    report = first_worker["report"]  # which all ranks share
+    return {"entries": entries, "groups": shared, "report": report}
 
 
 def _same(left: Any, right: Any) -> bool:
