@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node 2 examples/train_ddp.py
 
-With --resume it goes on from its checkpoint, if there is one. Needs `pip install 'regtopk[experiments]'`.
+It goes on from its newest checkpoint, if there is one: delete the folder to start over. Needs
+`pip install 'regtopk[experiments]'`.
 """
 
 import argparse
@@ -26,8 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--density", type=float, default=0.01, help="share of the entries a worker sends")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/train_ddp"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--checkpoints", type=Path, default=Path("out/train_ddp"), help="folder of this run")
     arguments = parser.parse_args()
 
     is_cuda = torch.cuda.is_available()
@@ -55,9 +55,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     exchange = regtopk.attach(model, regtopk.RegTopK(density=arguments.density))  # on every rank
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
-    first_epoch = 0
-    if arguments.resume and (arguments.checkpoint / "checkpoint.pt").exists():
-        first_epoch = load(arguments.checkpoint, network, optimizer, exchange)
+    checkpoints = regtopk.Checkpoints(arguments.checkpoints)
+    state = {"model": model, "optimizer": optimizer, "exchange": exchange}
+    extra = checkpoints.load(**state)  # on as many ranks as before, or on others
+    first_epoch = 0 if extra is None else extra["step"]
 
     for epoch in range(first_epoch, arguments.epochs):
         sampler.set_epoch(epoch)
@@ -65,32 +66,14 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
             optimizer.step()
-        save(arguments.checkpoint, epoch + 1, network, optimizer, exchange)
+        checkpoints.save(epoch + 1, **state)
+    checkpoints.close()
 
     if dist.get_rank() == 0:
         with torch.no_grad():
             accuracy = (network(test[0]).argmax(-1) == test[1]).float().mean()
         print(f"{100 * float(accuracy):.1f} % of the test digits read right")
         print(exchange.summary())
-
-
-def save(folder: Path, epoch: int, network: nn.Module, optimizer, exchange: regtopk.SparseHookState) -> None:
-    """Model and optimizer once, and what was not sent yet from every rank."""
-    state = exchange.gather_state_dict()  # on rank 0, None elsewhere
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = {"epoch": epoch, "model": network.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**parts, "exchange": state}, folder / "checkpoint.tmp")
-        os.replace(folder / "checkpoint.tmp", folder / "checkpoint.pt")  # whole, or the one before
-
-
-def load(folder: Path, network: nn.Module, optimizer, exchange: regtopk.SparseHookState) -> int:
-    """Every rank reads the same file, on as many ranks as before or on others."""
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
-    network.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    exchange.load_state_dict(saved["exchange"])
-    return saved["epoch"]
 
 
 if __name__ == "__main__":

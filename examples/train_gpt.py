@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 2 examples/train_gpt.py                     # 4-bit Top-k of the updates
     torchrun --nproc_per_node 2 examples/train_gpt.py --dense --lr 0.004  # DDP, for comparison
 
-Without --data it reads the sources of Python's library. With --resume it goes on from its checkpoint.
+Without --data it reads the sources of Python's library. It goes on from its newest checkpoint, if there
+is one: delete the folder to start over.
 """
 
 import argparse
@@ -82,8 +83,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="windows a step and rank")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/train_gpt.pt"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--checkpoints", type=Path, default=Path("out/train_gpt"), help="folder of this run")
     arguments = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -112,11 +112,11 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     else:  # the model stays as it is: the exchange is in optimizer.step()
         topk = regtopk.TopK(density=arguments.density, value_code="4bit")
         exchange = regtopk.UpdateExchange(network, optimizer, topk, every=arguments.every)
-    if arguments.resume and exchange is not None and arguments.checkpoint.exists():
-        saved = torch.load(arguments.checkpoint, weights_only=True, map_location="cpu")
-        exchange.load_state_dict(saved["exchange"])  # the model and the optimizer too
-        scheduler.load_state_dict(saved["scheduler"])
-        first = exchange.num_steps
+        checkpoints = regtopk.Checkpoints(arguments.checkpoints, asynchronous=True)
+        # the exchange's state holds the model and the optimizer
+        state = {"exchange": exchange, "scheduler": scheduler}
+        extra = checkpoints.load(**state)
+        first = 0 if extra is None else extra["step"]
 
     for step in range(first, last):
         optimizer.zero_grad()
@@ -127,22 +127,15 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         scheduler.step()
         if (step + 1) % (100 * arguments.every) == 0 or step + 1 == last:  # at a round's end
             if exchange is not None:
-                save(arguments.checkpoint, exchange, scheduler)
+                checkpoints.save(step + 1, **state)
             if dist.get_rank() == 0:
                 with torch.no_grad():
                     loss = loss_of(network, unknown, 64, 0, device)
                 print(f"{step + 1} steps: test loss {loss.item():.3f} nats a character", flush=True)
-    if exchange is not None and dist.get_rank() == 0:
-        print(exchange.summary())
-
-
-def save(path: Path, exchange: regtopk.UpdateExchange, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
-    """All that differs by rank, and the parameters, are in the exchange's state."""
-    state = exchange.gather_state_dict()  # on rank 0, None elsewhere
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"exchange": state, "scheduler": scheduler.state_dict()}, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)  # whole, or the one before
+    if exchange is not None:
+        checkpoints.close()
+        if dist.get_rank() == 0:
+            print(exchange.summary())
 
 
 if __name__ == "__main__":

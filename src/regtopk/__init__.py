@@ -9,6 +9,7 @@ from regtopk._version import __version__
 from regtopk.algorithms import *  # noqa: F403
 from regtopk.core import WarmUp
 from regtopk.distributed import (
+    Checkpoints,
     Exchange,
     SparseHookState,
     UpdateExchange,
@@ -19,6 +20,7 @@ from regtopk.distributed import (
 from regtopk.errors import RegtopkError
 
 __all__ = [
+    "Checkpoints",
     "Exchange",
     "RegtopkError",
     "SparseHookState",

@@ -29,13 +29,13 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
     scripts = [str(EXAMPLE)]
     if sys.platform == "linux":
         scripts.insert(0, str(threads))  # it looks into /proc
-    folder = ["--checkpoint", str(tmp_path)]
+    folder = ["--checkpoints", str(tmp_path / "run")]
     meet = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()}"
     printed = run_all([[*TORCHRUN, *meet.split(), *scripts, *folder, "--epochs", "1"]] * 2, tmp_path)
     assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
     assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
-    assert (tmp_path / "checkpoint.pt").exists()
-    resumed, _ = new_ranks.run_script(EXAMPLE, *folder, "--resume")
+    assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
+    resumed, _ = new_ranks.run_script(EXAMPLE, *folder)
     for page in ("README.md", "docs/training.md"):
         shown = (ROOT / page).read_text(encoding="utf-8")
         for line in resumed.splitlines():

@@ -73,7 +73,7 @@ def test_guide_runs_and_ranks_stay_equal(two_ranks: Ranks, tmp_path: Path) -> No
     assert re.search(r"regtopk: 8 steps on 2 workers; this rank:\n.*\n  dense .* times as much\n", printed)
     assert printed_elsewhere == ""
     assert torch.equal(parameters, parameters_elsewhere)
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert {path.name.split("-")[1] for path in tmp_path.glob("out/*/step-*")} == {"0000000008"}
 
 
 def follow_sharded(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]:

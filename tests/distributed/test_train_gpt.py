@@ -29,8 +29,8 @@ def run_script(*words: str) -> str:
 
 
 def run_three_times(folder: Path) -> list[str]:
-    file = ["--data", str(folder / "text.txt"), "--checkpoint", str(folder / "checkpoint.pt")]
-    return [run_script("5", *file), run_script("60", *file, "--resume"), run_script("60", *file, "--dense")]
+    file = ["--data", str(folder / "text.txt"), "--checkpoints", str(folder / "run")]
+    return [run_script("5", *file), run_script("60", *file), run_script("60", *file, "--dense")]
 
 
 def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -32,12 +32,25 @@ of exchange *has* a `Steps` and feeds it tensors by name.
 updates.py is such a kind. It feeds what an optimizer has changed since the round began: local_model.py keeps
 where that was, optimizers.py looks after the two optimizers, model_buffers.py after buffers, and
 update_checkpoint.py saves them.
+
+Checkpoints of a whole run are checkpoints.py's: checkpoint_files.py writes and reads, checkpoint_choice.py
+finds the newest complete one, checkpoint_loading.py gives it to ranks that may be others, and
+checkpoint_states.py copies and compares.
 """
 
 from regtopk.distributed.attach import attach
 from regtopk.distributed.checkpoint import merge_state_dicts
+from regtopk.distributed.checkpoints import Checkpoints
 from regtopk.distributed.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.exchange import Exchange
 from regtopk.distributed.updates import UpdateExchange
 
-__all__ = ["Exchange", "SparseHookState", "UpdateExchange", "attach", "merge_state_dicts", "sparse_hook"]
+__all__ = [
+    "Checkpoints",
+    "Exchange",
+    "SparseHookState",
+    "UpdateExchange",
+    "attach",
+    "merge_state_dicts",
+    "sparse_hook",
+]

@@ -42,6 +42,17 @@ class ExchangeBase:
         return self._steps.rank.num_workers
 
     @property
+    def weights(self) -> list[float]:
+        """Every rank's w_n."""
+        weights: list[float] = self._steps.rank.weights.tolist()
+        return weights
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank holds a part of the model."""
+        return self._steps.is_sharded
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self._steps.device
@@ -101,9 +112,21 @@ class ExchangeBase:
 
         With the ranks and weights that were saved, training continues bit for bit. With others the dict must
         hold all ranks (`gather_state_dict`, or `merge_state_dicts` of the rank files). Then sum_n w_n e_n is
-        conserved, and what only made sense for a single rank starts anew.
+        conserved, and what only made sense for a single rank starts anew. Ranks that are named under "lost"
+        may be missing: what they had not sent is gone, and the sum is that of the others.
         """
-        self._steps.go_on_from(self._steps.loaded(state_dict))
+        self._go_on_from(self._loaded(state_dict))
+
+    def _loaded(self, state_dict: dict[str, Any]) -> Any:
+        """What a saved state holds, checked as a whole; nothing changes yet."""
+        return self._steps.loaded(state_dict)
+
+    def _go_on_from(self, loaded: Any) -> None:
+        self._steps.go_on_from(loaded)
+
+    def _lose(self, residual: float) -> None:
+        """Count what went with lost ranks."""
+        self._steps.ledger.lose(residual)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Of a sharded model: this rank's part of the state, for torch.distributed.checkpoint.

@@ -16,6 +16,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
         report      [loss, time_s], or [] if none is waiting for the next step
     updates      only of an `UpdateExchange`: see update_checkpoint.py
     shard        only of a sharded model: [which part of it, of how many]
+    lost         only where ranks' states are gone for good: [rank, ...]; see `_resized`
 
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
@@ -35,7 +36,7 @@ from regtopk.errors import StateError
 
 FORMAT = 1
 _KEYS = {"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"}
-_OPTIONAL = frozenset({"updates", "shard"})
+_OPTIONAL = frozenset({"updates", "shard", "lost"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
@@ -105,7 +106,7 @@ def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
     Raises:
         StateError: it does not fit, or is damaged.
     """
-    _check_keys(saved)
+    _check_keys(saved, may_hold=frozenset({"lost"}))
     try:
         return _loaded(buckets, saved, keeps_buckets)
     except StateError:
@@ -121,8 +122,8 @@ def _loaded(buckets: Buckets, saved: Any, keeps_buckets: bool) -> Progress:
     parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
     new = [buckets.make(part) for part in parts]
     is_same_cut = parts == saved_parts
-    is_same_cluster = saved["weights"] == weights
-    needed = [rank] if is_same_cluster else list(range(len(saved["weights"])))
+    is_same_cluster = saved["weights"] == weights and not saved.get("lost")
+    needed = [rank] if is_same_cluster else kept_ranks(saved)
     _check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
     if is_same_cluster:
         worker = saved["workers"][str(rank)]
@@ -133,6 +134,15 @@ def _loaded(buckets: Buckets, saved: Any, keeps_buckets: bool) -> Progress:
         bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
     report = Report(*map(float, worker["report"])) if worker["report"] else None
     return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
+
+
+def kept_ranks(saved: dict[str, Any]) -> list[int]:
+    """The ranks whose states are needed to go on with others: all but those that are lost."""
+    ranks, lost = range(len(saved["weights"])), saved.get("lost", [])
+    kept = [n for n in ranks if n not in lost]
+    if not kept or not set(lost) <= set(ranks):
+        raise StateError(f"lost of the saved state must be some of its {len(ranks)} ranks, got {lost}")
+    return kept
 
 
 def _ledger(rank: Rank, saved: dict[str, Any]) -> Ledger:
@@ -162,12 +172,14 @@ def _resized(
     shared         copied
     reset          left out, so it starts anew
 
-    Old ranks are given, in order and evenly, to the new ranks that have weight.
+    Old ranks are given, in order and evenly, to the new ranks that have weight. Of a lost rank nothing is
+    left, and the sum is that of the others.
     """
-    old_weights = saved["weights"]
-    old = [saved["workers"][str(n)] for n in range(len(old_weights))]
+    old_weights, kept = saved["weights"], kept_ranks(saved)
+    old = {n: saved["workers"][str(n)] for n in kept}
+    first_worker = old[kept[0]]
     active = [m for m, weight in enumerate(new_weights) if weight > 0]
-    given = [n for n in range(len(old)) if active[n * len(active) // len(old)] == rank]
+    given = [n for i, n in enumerate(kept) if active[i * len(active) // len(kept)] == rank]
 
     def weighted_sum(name: str, field: str, like: Tensor) -> Tensor:
         total = torch.zeros_like(like, dtype=torch.float64)
@@ -180,13 +192,14 @@ def _resized(
             field: first if rules[field] == "shared" else weighted_sum(name, field, first)
             for field, first in parts.items()
         }
-        for name, parts in old[0]["entries"].items()
+        for name, parts in first_worker["entries"].items()
     }
     shared = tuple(
         {field: tensor for field, tensor in others.items() if rules[field] == "shared"}
-        for others in old[0]["groups"]
+        for others in first_worker["groups"]
     )
-    return {"entries": entries, "groups": shared, "report": old[0]["report"]}  # rank 0's report is shared
+    report = first_worker["report"]  # which all ranks share
+    return {"entries": entries, "groups": shared, "report": report}
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -35,9 +35,13 @@ class Flight:
         if self._failure is not None:
             raise self._failure
 
+    def wait(self) -> None:
+        """Wait for the round's end, however it ends."""
+        self._has_landed.wait()
+
     def land(self) -> bool:
         """Wait for the round's end; whether all ranks' updates were finite."""
-        self._has_landed.wait()
+        self.wait()
         self.raise_failure()
         if self._received is not None:
             self._received.wait()

@@ -16,6 +16,7 @@ class StepRecord:
 
     Bytes as in `regtopk.core.traffic`; times in seconds, split into preparing the vector and the algorithm's
     own work (select_s), encoding, waiting in collectives, and decoding, summing and writing back.
+    lost_residual is the sum of w_n |e_n| over the ranks n that were lost with their residuals.
     """
 
     payload_bytes: int = 0
@@ -29,6 +30,7 @@ class StepRecord:
     decode_s: float = 0.0
     residual_norm: float = 0.0
     num_skipped: int = 0
+    lost_residual: float = 0.0
 
     def add(self, other: "StepRecord") -> None:
         """Add another record to this one; the residual's norm is the newer one's."""
@@ -69,6 +71,11 @@ class Ledger:
         self._unread.append((record, timer))
         if not timer.is_cuda or len(self._unread) > 100:
             self._read()
+
+    def lose(self, residual: float) -> None:
+        """Count what ranks had not sent that are lost."""
+        self._read()
+        self._total.lost_residual += residual
 
     @property
     def last_step(self) -> StepRecord:
@@ -135,6 +142,10 @@ def summarise(
     if slowest is not None and slowest[1] >= LEAST_SHARE_TOLD:
         percent = 100 * slowest[1]
         lines.append(f"  slowest   rank {slowest[0]} kept the others waiting for {percent:.0f} % of the time")
+    if total.lost_residual:
+        lines.append(
+            f"  lost      weighted residuals of norm {total.lost_residual:.4g}, with ranks that are gone"
+        )
     if total.num_skipped:
         vectors = "gradients" if every is None else "updates"
         lines.append(f"  skipped   {counted(total.num_skipped, noun)} whose {vectors} were not finite")

@@ -147,6 +147,11 @@ class Steps:
         """How many steps were made of every part of the model: the algorithm's own count."""
         return self.num_steps // max(1, len(self._kind.parts))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank holds a part of the model."""
+        return self._shards is not None
+
     # A step.
 
     def run(self, grads: dict[str, Tensor]) -> None:

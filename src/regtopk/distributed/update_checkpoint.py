@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from regtopk.distributed.checkpoint import kept_ranks
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.optimizers import average_optimizer_states, describe_outer, weighted_mean
 from regtopk.distributed.parameters import is_dtensor
@@ -110,10 +111,11 @@ def _loaded(
     _check_shapes(model, updates["start"], "start")
     old_weights = saved["weights"]
     workers = saved["workers"]
-    if old_weights == weights:
+    if old_weights == weights and not saved.get("lost"):
         mine = workers[str(rank)]["updates"][0]
     else:
-        mine = _for_other_ranks([workers[str(n)]["updates"][0] for n in range(len(old_weights))], old_weights)
+        kept = kept_ranks(saved)
+        mine = _for_other_ranks([workers[str(n)]["updates"][0] for n in kept], [old_weights[n] for n in kept])
     mine = {"sent": {}, **mine}  # versions before did not save it
     if mine["parameters"]:
         _check_shapes(model, mine["parameters"], "parameters")
@@ -148,12 +150,12 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
     model.buffers.load(new.buffers)
     model.optimizer.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
     if model.is_sharded:
-        _shard_state(model.optimizer)
+        shard_state(model.optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(deepcopy(new.outer_state))
 
 
-def _shard_state(optimizer: Optimizer) -> None:
+def shard_state(optimizer: Optimizer) -> None:
     """Make DTensors of what was saved of them: this rank's parts, which have a part's shape."""
     for p, state in optimizer.state.items():
         for key, saved in state.items():

@@ -224,7 +224,6 @@ class UpdateExchange(ExchangeBase):
             None if self._is_whole else sent,
         )
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, which also sets parameters, buffers and both optimizers.
 
@@ -236,14 +235,24 @@ class UpdateExchange(ExchangeBase):
         Raises:
             StateError: it does not fit; nothing was changed.
         """
+        super().load_state_dict(state_dict)
+
+    def _loaded(self, state_dict: dict[str, Any]) -> Any:
         if not isinstance(state_dict, dict) or "updates" not in state_dict:
             raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
         steps = self._steps
         progress = steps.loaded({key: part for key, part in state_dict.items() if key != "updates"})
-        weights = steps.rank.weights.tolist()
-        model = update_checkpoint.loaded(self._model, state_dict, self._rounds, self.rank, weights)
-        self._land()
-        steps.go_on_from(progress)
+        return progress, update_checkpoint.loaded(
+            self._model, state_dict, self._rounds, self.rank, self.weights
+        )
+
+    @torch.no_grad()
+    def _go_on_from(self, loaded: Any) -> None:
+        progress, model = loaded
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                fragment.flight.wait()
+        self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
         self._num_steps = model.num_steps
         self._is_whole = not model.parameters

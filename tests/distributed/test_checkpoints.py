@@ -1,0 +1,380 @@
+"""Checkpoints of a run in a folder: whole or skipped, on as many ranks or others, on machines' own disks."""
+
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import regtopk
+from regtopk.distributed.checkpoint_files import parts_in
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import (
+    closing,
+    ddp,
+    flat_parameters,
+    listening,
+    loss_of,
+    make_net,
+    refusal,
+    same,
+)
+
+SAVED_EVERY = 2
+
+
+class Run:
+    """A model in training, and all that belongs to it."""
+
+    def __init__(self, kind: str) -> None:
+        self.net: nn.Module = make_net() if kind == "updates" else ddp()
+        if kind == "updates":
+            self.optimizer: Any = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+            topk = regtopk.TopK(density=0.05, value_code="4bit")
+            self.exchange: Any = regtopk.UpdateExchange(self.net, self.optimizer, topk, every=2)
+        else:
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.5)
+            self.exchange = regtopk.attach(self.net, regtopk.RegTopK(density=0.05))
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5])
+        self.step = 0
+
+    def things(self) -> dict[str, Any]:
+        things = {"model": self.net, "optimizer": self.optimizer, "exchange": self.exchange}
+        return {**things, "scheduler": self.scheduler}
+
+    def train(self, until: int, checkpoints: regtopk.Checkpoints | None = None) -> "Run":
+        for step in range(self.step + 1, until + 1):
+            self.step = step
+            self.optimizer.zero_grad()
+            loss_of(self.net, self.step).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            if checkpoints is not None and self.step % SAVED_EVERY == 0:
+                checkpoints.save(self.step, **self.things(), seen=[self.step, dist.get_rank()])
+        return self
+
+    def load(self, checkpoints: regtopk.Checkpoints) -> dict[str, Any] | None:
+        extra = checkpoints.load(**self.things())
+        self.step = 0 if extra is None else extra["step"]
+        return extra
+
+    def state(self) -> dict[str, Any]:
+        """All of it, without times."""
+        exchange = self.exchange.state_dict()
+        for worker in exchange["workers"].values():
+            worker["total"] = {key: n for key, n in worker["total"].items() if not key.endswith("_s")}
+        state = {"exchange": exchange, "scheduler": self.scheduler.state_dict()}
+        return {**state, "model": flat_parameters(self.net), "optimizer": self.optimizer.state_dict()}
+
+    def weighted_residual(self) -> Tensor:
+        """This rank's w_n e_n."""
+        worker = self.exchange.state_dict()["workers"][str(self.exchange.rank)]
+        residual = torch.cat([parts["residual"].flatten() for parts in worker["entries"].values()])
+        weighted: Tensor = self.exchange.weights[self.exchange.rank] * residual.double()
+        return weighted
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that were saved, once all ranks are here: one of them removes old ones."""
+    dist.barrier()
+    return sorted(save.step for save in parts_in(folder))
+
+
+def go_on(kind: str, folder: Path, asynchronous: bool) -> None:
+    """Save on the way, and load into a new run: it must end as the first does."""
+    whole = Run(kind)
+    with regtopk.Checkpoints(folder, asynchronous=asynchronous) as checkpoints:
+        assert whole.load(checkpoints) is None
+        whole.train(6, checkpoints)
+    assert steps_in(folder) == [4, 6]
+    whole.train(9)
+    again = Run(kind)
+    with regtopk.Checkpoints(folder) as checkpoints:
+        assert again.load(checkpoints) == {"step": 6, "seen": [6, dist.get_rank()]}
+        again.train(8, checkpoints)
+    again.train(9)
+    assert same(again.state(), whole.state())
+    assert steps_in(folder) == [6, 8]
+    for run in (whole, again):
+        run.exchange.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["gradients", "updates"])
+def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, kind: str, asynchronous: bool) -> None:
+    two_ranks.run(go_on, kind, tmp_path, asynchronous)
+
+
+def save_and_leave(kind: str, folder: Path, steps: int, own_disk: bool = False) -> tuple[Tensor, float]:
+    """A run that ends after some steps; what this rank has not sent, weighted, and its norm."""
+    run = Run(kind)
+    with regtopk.Checkpoints(disk(folder) if own_disk else folder) as checkpoints:
+        run.train(steps, checkpoints)
+    with closing(run.exchange):
+        return run.weighted_residual(), run.exchange.total.residual_norm
+
+
+def load_and_tell(kind: str, folder: Path, turn: int | None = None) -> tuple[Any, ...]:
+    """What a new run goes on with: extra, parameters, w_n e_n, what was logged, and what is lost."""
+    run = Run(kind)
+    with listening() as said, closing(run.exchange):
+        with regtopk.Checkpoints(folder if turn is None else disk(folder, turn)) as checkpoints:
+            extra = run.load(checkpoints)
+        total = run.exchange.total.lost_residual
+        return extra, flat_parameters(run.net), run.weighted_residual(), said, total
+
+
+def disk(folder: Path, turn: int = 0) -> Path:
+    """A rank's own disk."""
+    return folder / f"disk-{(dist.get_rank() + turn) % dist.get_world_size()}"
+
+
+@pytest.mark.parametrize("kind", ["gradients", "updates"])
+def test_other_numbers_of_ranks(four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    saved = four_ranks.run(save_and_leave, kind, tmp_path, 4)
+    loaded = two_ranks.run(load_and_tell, kind, tmp_path)
+    expected = torch.stack([part for part, _ in saved]).sum(0)
+    total = torch.stack([part for _, _, part, _, _ in loaded]).sum(0)
+    assert expected.abs().max() > 0
+    assert torch.allclose(total, expected, rtol=0, atol=2.0**-22 * float(expected.abs().max()))
+    for rank, (extra, parameters, _, said, lost) in enumerate(loaded):
+        assert extra == {"step": 4, "seen": [4, rank]} and lost == 0
+        assert torch.equal(parameters, loaded[0][1])
+        told = ["exchange was saved by 4 ranks and goes on on 2, or with other weights: no residual is lost"]
+        assert said == (told if rank == 0 else [])
+
+
+def damage(folder: Path, how: str) -> None:
+    newest = folder / max(parts_in(folder)).folder
+    part = newest / "rank-1.pt"
+    if how == "flipped":
+        data = bytearray(part.read_bytes())
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+    elif how == "cut":
+        os.truncate(part, 100)
+    elif how == "unfinished":
+        (newest / "rank-1.json").unlink()
+    elif how == "no shared":
+        (newest / "shared-0.pt").unlink()
+    elif how == "manifest":
+        (newest / "rank-0.json").write_text("{")
+    else:
+        assert how == "empty"
+        for path in newest.iterdir():
+            path.unlink()
+
+
+HOW = {
+    "flipped": "it is damaged",
+    "cut": "parts of ranks [1] are missing",
+    "unfinished": "parts of ranks [1] are missing",
+    "no shared": "parts of ranks [0] are missing",
+    "manifest": "parts of ranks [0] are missing",
+    "empty": "no part of it is whole",
+}
+
+
+def test_what_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(save_and_leave, "gradients", tmp_path / "run", 4)
+    for how, reason in HOW.items():
+        folder = shutil.copytree(tmp_path / "run", tmp_path / how)
+        newest = max(parts_in(folder)).folder
+        damage(folder, how)
+        loaded = two_ranks.run(load_and_tell, "gradients", folder)
+        assert [extra["seen"] for extra, *_ in loaded] == [[2, 0], [2, 1]], how
+        assert loaded[0][3] == [f"checkpoint of step 4 is skipped ({newest}): {reason}"]
+    for path in (tmp_path / "cut").glob("*/rank-0.json"):
+        path.unlink()
+    loaded = two_ranks.run(load_and_tell, "gradients", tmp_path / "cut")
+    assert [extra for extra, *_ in loaded] == [None, None] and len(loaded[0][3]) == 2
+
+
+@pytest.mark.parametrize("kind", ["gradients", "updates"])
+def test_own_disks_and_one_that_is_lost(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    saved = two_ranks.run(save_and_leave, kind, tmp_path, 4, True)
+    for turn in (0, 1):  # ranks that come back on each other's machines are sent their parts
+        loaded = two_ranks.run(load_and_tell, kind, tmp_path, turn)
+        for rank, (extra, _, weighted, said, lost) in enumerate(loaded):
+            assert extra["seen"] == [4, rank] and torch.equal(weighted, saved[rank][0]) and lost == 0
+            assert len(said) == (1 + turn if rank == 0 else 0)
+    shutil.rmtree(tmp_path / "disk-1")
+    loaded = two_ranks.run(load_and_tell, kind, tmp_path, 0)
+    total = loaded[0][2] + loaded[1][2]
+    assert torch.allclose(total, saved[0][0], rtol=0, atol=1e-7) and saved[0][0].abs().max() > 1e-4
+    norm = 0.5 * saved[1][1]
+    share = 100 * saved[1][1] / (saved[0][1] + saved[1][1])
+    assert [lost for *_, lost in loaded] == [pytest.approx(norm)] * 2
+    assert loaded[0][3][-1] == (
+        "exchange goes on without the parts of ranks [1]: the weighted norms of what they had not sent add "
+        f"up to {norm:.4g}, {share:.1f} % of those of all ranks"
+    )
+    assert torch.equal(loaded[0][1], loaded[1][1])
+
+
+@contextmanager
+def full_disk(rank: int) -> Any:
+    """No file of this rank may grow beyond a few bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill_the_disk(folder: Path, on_error: Any, asynchronous: bool) -> tuple[Any, ...]:
+    run = Run("gradients")
+    with closing(run.exchange), listening() as said:
+        checkpoints = regtopk.Checkpoints(folder, on_error=on_error, asynchronous=asynchronous)
+        run.train(2, checkpoints)
+        checkpoints.wait()
+        refused = None
+
+        def go_on_training() -> None:
+            run.train(4, checkpoints)
+            checkpoints.wait()
+
+        with full_disk(1):
+            if on_error == "raise":
+                refused = refusal(go_on_training)
+            else:
+                go_on_training()
+        steps = steps_in(folder)
+        run.train(6, checkpoints)
+        checkpoints.wait()
+        checkpoints.close()
+        return refused, said, steps, steps_in(folder)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    message = (
+        "checkpoint of step 4 was not written (rank 1: [Errno 27] File too large); the last complete one is "
+    )
+    results = two_ranks.run(fill_the_disk, tmp_path / "warn", "warn", asynchronous)
+    assert results == [(None, [f"{message}of step 2; training goes on"], [2], [2, 6])] * 2
+    results = two_ranks.run(fill_the_disk, tmp_path / "raise", "raise", asynchronous)
+    assert results == [(("OutputError", f"{message}of step 2"), [], [2], [2, 6])] * 2
+
+
+def shard(shape: tuple[int, int], kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    net = make_net()
+    fully_shard(net, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    topk = regtopk.TopK(density=0.05)
+    if kind == "updates":
+        exchange: Any = regtopk.UpdateExchange(net, optimizer, topk, process_group=mesh["replicate"])
+        return net, optimizer, {"exchange": exchange}
+    exchange = regtopk.attach(net, topk, replicate_group=mesh["replicate"])
+    return net, optimizer, {"model": net, "optimizer": optimizer, "exchange": exchange}
+
+
+def whole(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().full_tensor().flatten() for p in net.parameters()])  # type: ignore[attr-defined]
+
+
+def go_on_sharded(kind: str, folder: Path) -> tuple[str, str]:
+    def train(net: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+
+    net, optimizer, things = shard((2, 2), kind)
+    train(net, optimizer, range(3))
+    with regtopk.Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, **things)
+    train(net, optimizer, range(3, 5))
+    again, its_optimizer, its_things = shard((2, 2), kind)
+    with regtopk.Checkpoints(folder) as checkpoints:
+        assert checkpoints.load(**its_things) == {"step": 3}
+    train(again, its_optimizer, range(3, 5))
+    assert torch.equal(whole(again), whole(net))
+    _, _, others = shard((1, 4), kind)
+    before = whole(again)
+    refused = refusal(lambda: regtopk.Checkpoints(folder).load(**others))
+    assert torch.equal(whole(again), before)
+    for each in (things, its_things, others):
+        each["exchange"].close()
+    return refused
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, of a mesh that is made again
+@pytest.mark.parametrize("kind", ["gradients", "updates"])
+def test_a_sharded_model_goes_on_on_its_mesh(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for error, text in four_ranks.run(go_on_sharded, kind, tmp_path):
+        assert error == "StateError" and (
+            "DCP" in text if kind == "gradients" else "shard of the saved" in text
+        )
+
+
+def refusals(folder: Path) -> list[tuple[str, str]]:
+    """What is refused, and leaves the folder and the run as they were."""
+    run, rank = Run("gradients"), dist.get_rank()
+    checkpoints, others = (regtopk.Checkpoints(folder / name) for name in ("run", "other"))
+    checkpoints.save(2, exchange=run.exchange, model=run.net)
+    other = nn.Linear(3, 3)
+    acts: list[Callable[[], Any]] = [
+        lambda: checkpoints.save(2, exchange=run.exchange),
+        lambda: checkpoints.save(3.0, exchange=run.exchange),  # type: ignore[arg-type]
+        lambda: checkpoints.save(3, lock=object()),
+        lambda: checkpoints.save(3 + rank, exchange=run.exchange),
+        lambda: checkpoints.load(seen=3),
+        lambda: checkpoints.load(optimizer=run.optimizer),
+        lambda: checkpoints.load(model=other),
+        lambda: regtopk.Checkpoints(folder / "run").save(3, exchange=run.exchange),
+        lambda: regtopk.Checkpoints(folder, keep=0),
+        lambda: regtopk.Checkpoints(folder, on_error="ignore"),  # type: ignore[arg-type]
+        lambda: regtopk.Checkpoints("/proc/nowhere").load(),
+    ]
+    found = [refusal(act) for act in acts]
+    checkpoints.close()
+    found.append(refusal(lambda: checkpoints.load()))
+    others.close()
+    run.exchange.close()
+    return found
+
+
+def test_refusals(two_ranks: Ranks, tmp_path: Path) -> None:
+    expected = [
+        ("ArgumentError", "step must be greater than the last one, 2, got 2"),
+        ("ArgumentError", "step must be an integer of at least 0, got 3.0"),
+        ("ArgumentError", "lock must hold numbers, strings, tensors, dicts and lists alone"),
+        (
+            "ClusterError",
+            "all ranks must save the same things at the same step, got ['exchange'] at step 3 on",
+        ),
+        ("ArgumentError", "seen must have load_state_dict() to be loaded, got int"),
+        ("StateError", "the checkpoint must hold ['optimizer'], got ['exchange', 'model']"),
+        ("StateError", "model of the checkpoint must be this model's: 'weight' is (3, 3), got nothing"),
+        ("ArgumentError", "folder must be empty, or what it holds must be loaded first"),
+        ("ArgumentError", "keep must be an integer of at least 1, got 0"),
+        ("ArgumentError", "on_error must be one of warn, raise, got 'ignore'"),
+        ("OutputError", "folder must be writable on every rank, got /proc/nowhere on rank 0"),
+        ("ArgumentError", "checkpoints must not be used after close()"),
+    ]
+    for found in two_ranks.run(refusals, tmp_path):
+        for (kind, text), (expected_kind, beginning) in zip(found, expected, strict=True):
+            assert kind == expected_kind and text.startswith(beginning), text
+
+
+def test_one_process_without_a_group(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    with regtopk.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, model=net, epoch=3)
+    other = nn.Linear(2, 2)
+    with regtopk.Checkpoints(tmp_path / "run") as checkpoints:
+        assert checkpoints.load(model=other) == {"step": 1, "epoch": 3}
+    assert torch.equal(other.weight, net.weight)

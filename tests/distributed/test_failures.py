@@ -1,0 +1,46 @@
+"""Ranks that are killed and come back, and a long run: small versions of what benchmarks/ measures."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import failures
+from benchmarks.soak import soak
+from tests.distributed.ranks import Ranks
+
+
+def test_a_killed_rank_comes_back_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failures, "STEPS", 12)
+    monkeypatch.setattr(failures, "SAVE_EVERY", 4)
+    found = failures.kills(1, random.Random(1), tmp_path)
+    assert (found["ended"], found["same_bits"]) == (1, 1)
+    (run,) = found["runs"]
+    assert run["num_starts"] == 2 and 0 <= run["killed_at"] - run["went_on_from"] <= 4
+
+
+def test_ranks_killed_while_they_write_find_a_whole_state(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = failures.writing(2, random.Random(0), tmp_path)
+    assert found["has_ended"] and found["do_ranks_start_alike"] and found["is_never_back"]
+    assert len(found["starts"]) == 3
+
+
+def soak_twice(folder: Path) -> None:
+    """The first run compiles kernels, which may open files that stay."""
+    soak(20, 10, folder / "first")
+    seen = soak(80, 10, folder / "second")
+    first, last = seen["looks"][1], seen["looks"][-1]  # with six checkpoints between them
+    assert last["threads"] == first["threads"]
+    assert last["files"] <= first["files"] + 2  # a file and its folder may be open to be written
+    assert seen["are_parameters_equal"] and seen["law_error"] <= seen["law_bound"] < 1e-4
+    dist.barrier()
+    assert seen["checkpoints"] == ["step-0000000070", "step-0000000080"]
+
+
+def test_a_long_run_stays_as_it_was(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(soak_twice, tmp_path)
