@@ -44,8 +44,8 @@ def test_json() -> None:
         "scope": "model",
     }
     assert {name: found["inputs"][name] for name in expected} == expected
-    keys = ["name", "density", "value_code", "collective", "exchange", "every", "payload_bytes"]
-    keys += ["bytes_per_step", "step_time_s", "speedup"]
+    keys = ["name", "density", "value_code", "collective", "exchange", "every", "delay"]
+    keys += ["fragments", "payload_bytes", "bytes_per_step", "step_time_s", "speedup"]
     assert all(list(row) == keys for row in [*found["methods"], found["best"]])
     assert found["pays"] is True and found["best"] in found["methods"] and found["best"]["speedup"] > 15
     assert 1e8 < found["break_even_bits_per_s"] < 1e11

@@ -2,6 +2,7 @@
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ WORDS = ("--params", "10M", "--workers", "4", "--bandwidth", "100M", "--step-tim
 
 
 def method(name: str = "topk", every: int = 1, **options: Any) -> Method:
-    rounds = Rounds("updates", every, options.pop("outer", "none"))
+    turns = {name: options.pop(name) for name in ("outer", "delay", "fragments") if name in options}
+    rounds = Rounds("updates", every, **turns)
     return Method(name, 0.01, "4bit", "all_gather", rounds)._replace(**options)
 
 
@@ -123,6 +125,41 @@ def test_every_and_words() -> None:
     ours = {(r["name"], r["every"], r["density"]) for r in rows if r["exchange"] == "updates"}
     assert {row[:2] for row in ours} == {("regtopk", 3), ("topk", 1), ("topk", 2)}
     assert {row[2] for row in ours if row[0] == "topk"} == {0.5}
+
+
+def test_a_delay_hides_the_link_and_no_work() -> None:
+    """The link of 1 Mbit/s takes seconds, of which a delay hides what is computed meanwhile."""
+    slow = replace(HERE, link=Link(1e6, 0.01, COMPUTE_S))
+    now, later, much_later = (predicted(method(every=16, delay=n), slow).step_time_s for n in (0, 2, 15))
+    assert now - later == pytest.approx(2 * COMPUTE_S / 16)
+    assert COMPUTE_S < much_later < later
+    fast = replace(HERE, link=Link(1e12, 0.0, COMPUTE_S))
+    assert predicted(method(every=16, delay=15), fast).step_time_s == pytest.approx(
+        predicted(method(every=16), fast).step_time_s, rel=1e-3
+    )
+
+
+def test_fragments_pay_the_latency_of_each() -> None:
+    small = Workload.of_size(10**5)  # all messages are short enough to go to everybody at once
+    far, near = (replace(HERE, workload=small, link=Link(1e12, s, COMPUTE_S)) for s in (0.1, 0.0))
+    whole, parts = (predicted(method(every=4, fragments=n), far) for n in (1, 4))
+    waits = [p.step_time_s - predicted(p.method, near).step_time_s for p in (whole, parts)]
+    assert waits[1] == pytest.approx(4 * waits[0])
+    assert parts.exchange.payload_bytes == pytest.approx(whole.exchange.payload_bytes, rel=0.1)
+
+
+def test_delay_and_fragments_as_options_and_as_words() -> None:
+    found = plan("--exchange", "updates", "--delay", "2", "--fragments", "3")
+    ours = {(r["every"], r["delay"], r["fragments"]) for r in found["methods"] if "topk" in r["name"]}
+    assert ours == {(3, 2, 3)} and found["inputs"]["delay"] == 2 and found["inputs"]["fragments"] == 3
+    assert "every=3, delay=2, fragments=3" in as_code(method(every=3, delay=2, fragments=3), "model")
+    for words, message in (
+        (["--delay", "1"], "--delay needs --exchange updates, got --delay 1"),
+        (["--exchange", "updates", "--every", "2", "--delay", "2"], "delay must be an integer from 0 to 1"),
+        (["--exchange", "updates", "--every", "0"], "every must be an integer"),
+    ):
+        answer = CliRunner().invoke(app, ["plan", *WORDS, "--calibration", "costs.json", *words])
+        assert answer.exit_code == 2 and message in " ".join(answer.output.split())
 
 
 def test_the_rounds_that_a_link_can_afford_are_named() -> None:

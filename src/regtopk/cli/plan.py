@@ -13,7 +13,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.plan import page
 from regtopk.plan.calibrate import Machine, calibrate
@@ -30,7 +30,7 @@ from regtopk.plan.predict import Situation, make_plan
 from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
 from regtopk.report import write_report
-from regtopk.rounds import ADVISED_UPDATES, EXCHANGES
+from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, Rounds
 
 
 @say_errors
@@ -73,6 +73,12 @@ def plan(
     every: Annotated[
         int | None, typer.Option(help="Optimizer steps from one exchange of updates to the next.")
     ] = None,
+    delay: Annotated[
+        int, typer.Option(help="Optimizer steps that an exchange of updates may travel beside.")
+    ] = 0,
+    fragments: Annotated[
+        int, typer.Option(help="Parts of the model that take turns, in an exchange of updates.")
+    ] = 1,
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
     ] = None,
@@ -85,7 +91,7 @@ def plan(
 ) -> None:
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     machine = Machine(local_workers, threads, device)
-    labels = _labels(algorithms, exchange, every, plan_all=plan_all)
+    labels = _labels(algorithms, exchange, every, delay, fragments, plan_all=plan_all)
     usual = (UPDATES_DENSITY,) if exchange == "updates" else DENSITIES
     densities = usual if density is None else _densities(density)
     methods = planned_methods(densities, every=plan_all, labels=labels)
@@ -120,6 +126,8 @@ def plan(
         "scope": scope,
         "exchange": exchange,
         "every": every,
+        "delay": delay,
+        "fragments": fragments,
         "memory_bytes": memory_bytes,
         "calibration": costs.machine,
     }
@@ -146,22 +154,26 @@ def _densities(text: str) -> list[float]:
         raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
 
 
-def _labels(algorithms: str | None, exchange: str, every: int | None, *, plan_all: bool) -> list[str]:
+def _labels(
+    algorithms: str | None, exchange: str, every: int | None, delay: int, fragments: int, *, plan_all: bool
+) -> list[str]:
     """The methods that were asked for, in words; none if those one would try first are to be planned."""
     check_choice("exchange", exchange, EXCHANGES)
-    if every is not None:
-        if exchange != "updates":
-            raise ArgumentError(f"--every needs --exchange updates, got --every {every}")
-        check_integer("every", every, at_least=1)
+    for name, value, usual in (("every", every, None), ("delay", delay, 0), ("fragments", fragments, 1)):
+        if exchange != "updates" and value != usual:
+            raise ArgumentError(f"--{name} needs --exchange updates, got --{name} {value}")
+    least = max(1, delay + 1, fragments)
+    Rounds(exchange, least if every is None else every, delay=delay, fragments=fragments).check_times()
     if algorithms is not None and plan_all:
         raise ArgumentError("give --algorithms or --all, got both")
     if exchange == "gradients":
         return algorithms.split(",") if algorithms else []
+    times = every, delay, fragments
     if algorithms is None:
         others = [name for name in ALGORITHMS if name != "dense"] if plan_all else [ADVISED_UPDATES]
-        return [DILOCO.format(every or DILOCO_EVERY), *update_labels(others, every)]
+        return [DILOCO.format(every or DILOCO_EVERY), *update_labels(others, *times)]
     told = [label for label in algorithms.split(",") if "exchange=" in label]
-    return told + update_labels([label for label in algorithms.split(",") if label not in told], every)
+    return told + update_labels([label for label in algorithms.split(",") if label not in told], *times)
 
 
 def _of_model(

@@ -49,8 +49,9 @@ class Exchange(NamedTuple):
     moves: Sequence[Move]
     work: Sequence[Work]
     memory_bytes: float = 0.0  # of the messages at the peak
-    num_parts: int = 1  # all but the last may run beside the backward pass
+    num_parts: int = 1
     every: int = 1  # how many steps a worker takes from one exchange to the next
+    delay: int | None = None  # steps that a part may travel beside; None: all parts but the last, a backward
 
     @property
     def bytes_per_step(self) -> float:

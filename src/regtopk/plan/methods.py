@@ -64,7 +64,17 @@ class Method(NamedTuple):
     @property
     def label(self) -> str:
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
-        return f"{self.kind}, every {self.rounds.every}" if self.rounds.has_updates else self.kind
+        if not self.rounds.has_updates:
+            return self.kind
+        told = [f"{name} {getattr(self.rounds, name)}" for name in ("every", *self.turns)]
+        return f"{self.kind}, {', '.join(told)}"
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """The delay and the fragments of updates, where they have any."""
+        rounds = self.rounds
+        usual = {"delay": GRADIENTS.delay, "fragments": GRADIENTS.fragments}
+        return {name: getattr(rounds, name) for name, own in usual.items() if getattr(rounds, name) != own}
 
     @property
     def amount(self) -> str:
@@ -101,11 +111,17 @@ def planned_methods(
     return list(dict.fromkeys(found))
 
 
-def update_labels(labels: Sequence[str], every: int | None) -> list[str]:
+def update_labels(labels: Sequence[str], every: int | None, delay: int = 0, fragments: int = 1) -> list[str]:
     """The same methods on updates: every so many steps, or every few if not told; their words may tell."""
     split = [label.partition(":") for label in labels]
-    steps = EVERY if every is None else [every]
-    return [f"{name}:exchange=updates:every={n}{colon}{rest}" for name, colon, rest in split for n in steps]
+    least = max(delay + 1, fragments)  # that a round must have
+    steps = [n for n in (*EVERY, least) if n >= least] if every is None else [every]
+    turns = (f":delay={delay}" if delay else "") + (f":fragments={fragments}" if fragments > 1 else "")
+    return [
+        f"{name}:exchange=updates:every={n}{turns}{colon}{rest}"
+        for name, colon, rest in split
+        for n in dict.fromkeys(steps)
+    ]
 
 
 def _ways(words: Words, densities: Sequence[float]) -> list[Method]:
@@ -162,7 +178,9 @@ def exchange_of(method: Method, workload: Workload, num_workers: int, scope: str
         powersgd = Work("powersgd", {"messages": num_matrices, **numel_units(numel)})
         work = [Work("ddp", {"numel": numel}), powersgd]
         return Exchange(sum(sizes), [all_reduce(size, N) for size in sizes], work)
-    return _ours(method, numel, N, num_parts if scope == "bucket" and not method.rounds.has_updates else 1)
+    if method.rounds.has_updates:
+        return _ours(method, numel, N, method.rounds.fragments)
+    return _ours(method, numel, N, num_parts if scope == "bucket" else 1)
 
 
 def num_buckets(numel: int) -> int:
@@ -193,7 +211,9 @@ def _ours(method: Method, numel: int, N: int, num_parts: int) -> Exchange:
         moves += answered.moves
         payload_bytes += num_parts * answered.payload_bytes
         memory_bytes = max(memory_bytes, answered.memory_bytes)
-    return Exchange(payload_bytes, moves, work, memory_bytes, num_parts, method.rounds.every)
+    rounds = method.rounds
+    delay = rounds.delay if rounds.has_updates else None
+    return Exchange(payload_bytes, moves, work, memory_bytes, num_parts, rounds.every, delay)
 
 
 def powersgd_bytes(workload: Workload) -> tuple[int, int, int]:

@@ -120,7 +120,7 @@ def as_code(method: Method, scope: str) -> str:
         options["collective"] = method.collective
     if not method.rounds.has_updates:
         return f"exchange = regtopk.attach(model, {made}, {_arguments({'scope': scope} | options)})"
-    words = _arguments({"every": method.rounds.every} | options)
+    words = _arguments({"every": method.rounds.every} | method.turns | options)
     if method.rounds.outer != "none":
         settings = _arguments(method.rounds.outer_settings._asdict())
         words += f", outer=lambda p: torch.optim.SGD(p, {settings})"
@@ -143,6 +143,8 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
             "collective": p.method.collective,
             "exchange": rounds.exchange,
             "every": rounds.every,
+            "delay": rounds.delay,
+            "fragments": rounds.fragments,
             "payload_bytes": p.exchange.payload_bytes,
             "bytes_per_step": p.exchange.bytes_per_step,
             "step_time_s": p.step_time_s,

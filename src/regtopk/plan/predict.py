@@ -81,7 +81,10 @@ def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
         bits = 8 * WIRE_BYTES_PER_BYTE * move.sent_bytes
         on_wire_s += num_parts * (_num_hops(move, costs) * link.latency_s + bits / link.bandwidth)
     hides_s = on_wire_s if costs.machine["device"] == "cpu" else on_wire_s + here_s
-    hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
+    if exchange.delay is None:
+        hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
+    else:
+        hidden_s = min(num_parts * exchange.delay * compute_s, hides_s)
     return compute_s + (work_s + here_s + on_wire_s - hidden_s) / exchange.every
 
 
