@@ -17,15 +17,15 @@ demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
 
 test: .venv/.installed
-	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target test-others test-deep $(PARTS:%=test-%) lint
+	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target lint test-others test-deep $(PARTS:%=test-%)
 
-$(PARTS:%=test-%): test-%: .venv/.installed
+$(PARTS:%=test-%): test-%: .venv/.compiled
 	.venv/bin/pytest tests/$* --ignore=$(DEEP)
 
-test-deep: .venv/.installed
+test-deep: .venv/.compiled
 	.venv/bin/pytest $(DEEP)
 
-test-others: .venv/.installed
+test-others: .venv/.compiled
 	.venv/bin/pytest $(PARTS:%=--ignore=tests/%)
 
 lint: .venv/.installed
@@ -46,6 +46,13 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.installed: .venv/bin/python$(VERSION) pyproject.toml constraints.txt
 	.venv/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)"
 	.venv/bin/pip install -qq --no-compile -e '.[dev,all]' -c constraints.txt
+	@touch $@
+
+# Parts that start together would each compile the kernels, and the modules of what they import. This takes a core
+# while mypy has the other.
+.venv/.compiled: .venv/.installed $(wildcard src/regtopk/kernels/*.py)
+	.venv/bin/python -c "import matplotlib.pyplot, sklearn.datasets, torch._dynamo, torch.distributed.fsdp"
+	.venv/bin/regtopk doctor --seconds 0 > /dev/null
 	@touch $@
 
 # Absent too when .venv holds another Python, which is then replaced.
