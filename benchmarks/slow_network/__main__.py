@@ -2,6 +2,7 @@
 
     python -m benchmarks.slow_network steps      how long a step takes with each method on each link
     python -m benchmarks.slow_network accuracy   how long training to the same accuracy takes
+    python -m benchmarks.slow_network delays     what a delay hides of a slow link, and what it costs
     python -m benchmarks.slow_network gpt        how long a GPT takes to the same loss, and what latency costs
     python -m benchmarks.slow_network clean      remove what killed runs left behind
 
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.slow_network import delays
 from benchmarks.slow_network.gpt_race import GptRace
 from benchmarks.slow_network.launch import launch
 from benchmarks.slow_network.links import Links
@@ -98,13 +100,23 @@ def measure_gpt(options: argparse.Namespace, command: str) -> None:
     print(race.summary())
 
 
+def measure_delays(options: argparse.Namespace, command: str) -> None:
+    print(delays.measure(options, command, links_of))
+
+
 def clean(options: argparse.Namespace, command: str) -> None:
     names = left_behind()
     remove(names)
     print(f"removed {', '.join(names)}" if names else "nothing was left behind")
 
 
-MEASUREMENTS = {"steps": measure_steps, "accuracy": measure_accuracy, "gpt": measure_gpt, "clean": clean}
+MEASUREMENTS = {
+    "steps": measure_steps,
+    "accuracy": measure_accuracy,
+    "gpt": measure_gpt,
+    "delays": measure_delays,
+    "clean": clean,
+}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The ways to train the GPT that are raced: what each makes of a plain network and its AdamW."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,28 +33,46 @@ VALUE_CODE = "4bit"
 SentBytes = Callable[[], float]  # from a rank, by local step
 
 
-def join(
-    name: str, network: nn.Module, optimizer: Optimizer, powersgd_dense_steps: int
-) -> tuple[nn.Module, SentBytes]:
-    """What computes the loss, and the bytes a rank says it sends in a local step."""
-    if EVERY[name] > 1:
+class Joined(NamedTuple):
+    """What computes the loss, the bytes a rank says it sends in a local step, and the exchange of updates."""
+
+    model: nn.Module
+    sent_bytes: SentBytes
+    exchange: regtopk.UpdateExchange | None = None
+
+
+def every_of(name: str) -> int:
+    """Steps of a round; "updates:4:delay=1:fragments=2" has 4."""
+    return EVERY[name] if name in EVERY else int(name.split(":")[1])
+
+
+def join(name: str, network: nn.Module, optimizer: Optimizer, powersgd_dense_steps: int) -> Joined:
+    """A method's way to train a network."""
+    if every_of(name) > 1:
         return _exchanging_updates(name, network, optimizer)
     if name == "powersgd":
         model, moved = with_powersgd(network, powersgd_dense_steps)
     else:
         model, moved = Method.parse(name).wrap(network)
-    return model, lambda: moved()[0]
+    return Joined(model, lambda: moved()[0])
 
 
-def _exchanging_updates(name: str, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, SentBytes]:
-    every = EVERY[name]
+def _exchanging_updates(name: str, network: nn.Module, optimizer: Optimizer) -> Joined:
+    every, turns = every_of(name), _turns(name)
     if name == "diloco":
         exchange = regtopk.UpdateExchange(network, optimizer, regtopk.Dense(), every=every, outer=nesterov)
     else:
         numel = sum(p.numel() for p in network.parameters())
-        topk = regtopk.TopK(k=num_entries(numel, every), value_code=VALUE_CODE, impute=IMPUTE)
-        exchange = regtopk.UpdateExchange(network, optimizer, topk, every=every)
-    return network, lambda: exchange.last_step.sent_bytes / every
+        density = num_entries(numel, every) / numel
+        topk = regtopk.TopK(density=density, value_code=VALUE_CODE, impute=IMPUTE)
+        exchange = regtopk.UpdateExchange(network, optimizer, topk, every=every, **turns)
+    num_turns = turns.get("fragments", 1)
+    return Joined(network, lambda: exchange.last_step.sent_bytes * num_turns / every, exchange)
+
+
+def _turns(name: str) -> dict[str, Any]:
+    """The delay and the fragments that a name has."""
+    return {key: int(number) for key, _, number in (word.partition("=") for word in name.split(":")[2:])}
 
 
 def nesterov(parameters: list[nn.Parameter]) -> Optimizer:

@@ -8,6 +8,7 @@ before, on a network thrown away.
 import gc
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.slow_network.gpt_methods import EVERY, join
+from benchmarks.slow_network.gpt_methods import every_of, join
 from benchmarks.slow_network.gpt_plan import Plan
 from benchmarks.slow_network.rank import Rank, joined
 from regtopk.experiments.deep.examples import Examples, of_text
@@ -73,7 +74,7 @@ def timed(rank: Rank, plan: Plan, examples: Examples, run: Run) -> dict[str, Any
 def warmed_up(rank: Rank, plan: Plan, examples: Examples, run: Run) -> "Training":
     """A training after its first steps, on links that are not shaped."""
     rank.ask_for_links(None)
-    first = max(LEAST_WARM_UP, EVERY[run["method"]])
+    first = max(LEAST_WARM_UP, every_of(run["method"]))
     most_steps = first + run["stretch"] * run.get("most_stretches", 0)
     training = Training(rank, plan, examples, run, most_steps, LEAST_DENSE_STEPS)
     training.take(first)
@@ -110,7 +111,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=run["lr"], betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
-        self.model, self.sent_bytes = join(run["method"], self.network, self.optimizer, powersgd_dense_steps)
+        self.joined = join(run["method"], self.network, self.optimizer, powersgd_dense_steps)
         self.num_steps = 0
         self.stretch_s: list[float] = []  # times of stretches, of the slowest rank
 
@@ -121,7 +122,9 @@ class Training:
             self.optimizer.param_groups[0]["lr"] = self.run["lr"] * factor
             self.num_steps += 1
             self.optimizer.zero_grad()
-            loss_of(self.model, self.examples.train[rows], self.examples.train_targets[rows]).backward()
+            loss_of(
+                self.joined.model, self.examples.train[rows], self.examples.train_targets[rows]
+            ).backward()
             nn.utils.clip_grad_norm_(self.network.parameters(), LARGEST_NORM)
             self.optimizer.step()
 
@@ -129,7 +132,8 @@ class Training:
         """So many steps that all ranks begin together."""
         dist.barrier()
         start = time.perf_counter()
-        self.take(num_steps)
+        with self.rank.watching_the_link():
+            self.take(num_steps)
         self.stretch_s.append(self.rank.slowest(time.perf_counter() - start))
 
     def row(self) -> dict[str, Any]:
@@ -143,7 +147,8 @@ class Training:
             **{name: run.get(name) for name in ("method", "lr", "seed", "target", "batch_size", "stretch")},
             "step_s": statistics.median(self.stretch_s) / run["stretch"],
             "stretch_s": self.stretch_s,
-            "sent_bytes": self.sent_bytes(),
+            "sent_bytes": self.joined.sent_bytes(),
+            "busiest_bytes": self.rank.busiest_bytes,
         }
 
     @torch.no_grad()
@@ -152,7 +157,9 @@ class Training:
         rank, tests = self.rank, self.plan.num_tested
         stride = len(self.examples.test) // tests
         own = torch.arange(rank.index, tests, rank.num_workers) * stride
-        loss = loss_of(self.network, self.examples.test[own], self.examples.test_targets[own])
+        exchange = self.joined.exchange
+        with nullcontext() if exchange is None else exchange.agreed():
+            loss = loss_of(self.network, self.examples.test[own], self.examples.test_targets[own])
         return rank.total(float(loss) * len(own)) / tests
 
 

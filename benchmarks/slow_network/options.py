@@ -36,11 +36,17 @@ def parser(description: str) -> argparse.ArgumentParser:
         description="What is run is written in gpt_plan.py. Learning rates in --out are not searched again.",
         formatter_class=shown,
     )
+    delays = parts.add_parser(
+        "delays",
+        help="what a delay hides of a slow link, and what fragments do to its peaks",
+        formatter_class=shown,
+    )
+    add_delay_options(delays)
     parts.add_parser("clean", help="remove what killed runs left behind")
     add_step_options(steps)
     add_accuracy_options(accuracy)
     add_gpt_options(gpt)
-    for part in (steps, accuracy, gpt):
+    for part in (steps, accuracy, gpt, delays):
         part.add_argument("--out", type=Path, help="JSON file to add the rows to")
     return whole
 
@@ -77,6 +83,12 @@ def add_gpt_options(part: argparse.ArgumentParser) -> None:
     part.add_argument("--quick", action="store_true", help="a small network for a minute: no result")
     part.add_argument("--real", action="store_true", help="race DDP on the link too: half an hour more")
     part.add_argument("--parts", choices=GPT_PARTS, nargs="+", default=GPT_PARTS, help="only these")
+    part.add_argument("--data", type=Path, help="a text file; None: sources of Python's library")
+
+
+def add_delay_options(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--workers", type=num_workers, default=4, metavar="N", help="how many")
+    part.add_argument("--quick", action="store_true", help="a minute: no result")
     part.add_argument("--data", type=Path, help="a text file; None: sources of Python's library")
 
 

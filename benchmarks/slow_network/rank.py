@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,26 @@ class Rank:
         self.job: dict[str, Any] = json.loads((self.folder / "job.json").read_text(encoding="utf-8"))
         self.index, self.num_workers = dist.get_rank(), dist.get_world_size()
         self.num_asked = 0
+        self.busiest_bytes = 0  # that left in any 100 ms while the link was watched last
+
+    @contextmanager
+    def watching_the_link(self) -> Iterator[None]:
+        """Look at the interface's count every 10 ms, in a thread."""
+        counts: list[tuple[float, int]] = []
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.01):
+                counts.append((time.perf_counter(), interface_bytes()[0]))
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
+        self.busiest_bytes = busiest(counts)
 
     def record(self, record: dict[str, Any]) -> None:
         """Hand a record to the process that launched the ranks; rank 0's counts."""
@@ -69,6 +90,16 @@ class Rank:
     def first(self, seconds: float) -> float:
         """Rank 0's time, on all ranks."""
         return self.total(seconds if self.index == 0 else 0.0)
+
+
+def busiest(counts: list[tuple[float, int]], window_s: float = 0.1) -> int:
+    """The most that was added to a count within any window; counts are (time, bytes so far)."""
+    most, first = 0, 0
+    for now, total in counts:
+        while now - counts[first][0] > window_s:
+            first += 1
+        most = max(most, total - counts[first][1])
+    return most
 
 
 def processors_busy_s() -> float:

@@ -28,7 +28,9 @@ def test_the_link_changes_no_bit_of_the_training() -> None:
     """So the steps of an unshaped training, times a step's time on a link, are its time on that link."""
     run = {"lr": 0.004, "seed": 0, "target": None, "batch_size": 1, "stretch": 16, "num_steps": 16}
     runs = [
-        {**run, "method": method, "bandwidth_bits_per_s": link} for method in EVERY for link in (None, 100e6)
+        {**run, "method": method, "bandwidth_bits_per_s": link}
+        for method in (*EVERY, "updates:4:delay=1:fragments=2")
+        for link in (None, 100e6)
     ]
     with links_of(2) as links:
         job = {"plan": asdict(QUICK), "runs": runs, "latency_s": 0.0, "data": TEXT}

@@ -152,6 +152,8 @@ class UpdateExchange(ExchangeBase):
         )
         model = LocalModel(parameters, optimizer, outer, buffers, anchors)
         self._fragments = _fragments_of(model, fragments)
+        if fragments > 1 and getattr(algorithm, "k", None) is not None:
+            raise ArgumentError("k must be None with fragments, which differ in size: give a density")
         if delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
             raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
