@@ -1,6 +1,7 @@
 """Rounds that are under way while training goes on, and parts of the model that take turns."""
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import regtopk
-from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import Rounds, cut_evenly
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import closing, flat_parameters, loss_of, make_net, same
+from tests.distributed.training import closing, flat_parameters, listening, loss_of, make_net, same
 
 TOPK = regtopk.TopK(density=0.1)
 
@@ -161,33 +162,126 @@ def resume_at_every_step() -> None:
             assert same(found, end)
 
 
-def test_other_ranks_go_on_after_finish(two_ranks: Ranks, four_ranks: Ranks) -> None:
-    inside, finished = two_ranks.run(save_gathered)[0]
-    refused, first, num_steps = four_ranks.run(load_both, inside, finished)[0]
-    assert (
-        refused.startswith("the saved state must be from a round's end, or after finish()") and num_steps == 6
-    )
-    assert torch.equal(first, torch.cat([t.flatten() for t in finished["updates"]["start"].values()]))
+@pytest.mark.parametrize("options", [{"delay": 3}, {"fragments": 3}, {"delay": 2, "fragments": 2}])
+def test_other_ranks_go_on_from_inside_a_round(
+    two_ranks: Ranks, four_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    """What no rank has sent yet, in its residual or in its model, is conserved."""
+    before = two_ranks.run(save_gathered, options)[0]
+    after = four_ranks.run(load_gathered, options, before)[0]
+    assert not after["workers"]["3"]["updates"][0]["parameters"]
+    assert same(after["updates"]["start"], before["updates"]["start"])
+    for name in before["updates"]["start"]:
+        old, new = unsent(before, name), unsent(after, name)
+        assert old.norm() > 0 and torch.allclose(new, old, rtol=1e-5, atol=1e-7)
 
 
-def save_gathered() -> tuple[Any, Any]:
-    net, optimizer, exchange = made(every=4, delay=3)
+def unsent(saved: dict[str, Any], name: str) -> Tensor:
+    total = torch.zeros(())
+    for n, weight in enumerate(saved["weights"]):
+        worker = saved["workers"][str(n)]
+        (mine,) = worker["updates"]
+        start = mine["sent"].get(name, saved["updates"]["start"][name])
+        own = mine["parameters"].get(name, start)
+        total = total + weight * (worker["entries"][name]["residual"] + start - own)
+    return total
+
+
+def save_gathered(options: dict[str, Any]) -> Any:
+    net, optimizer, exchange = made(every=4, **options)
     with closing(exchange):
         train(net, optimizer, range(6))
-        inside = exchange.gather_state_dict()
+        return exchange.gather_state_dict()
+
+
+def load_gathered(options: dict[str, Any], saved: Any) -> Any:
+    net, optimizer, exchange = made(every=4, **options)
+    with closing(exchange):
+        exchange.load_state_dict(saved)
+        state = exchange.gather_state_dict()
+        train(net, optimizer, range(6, 10))
+        return state
+
+
+def test_an_outer_learning_rate_may_change_while_a_round_is_under_way(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(change_the_outer_lr)
+    assert torch.equal(first, second)
+
+
+def change_the_outer_lr() -> Tensor:
+    outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    net, optimizer, exchange = made(every=2, delay=1, outer=outer)
+    with closing(exchange):
+        assert exchange.outer is not None
+        for step in range(8):
+            train(net, optimizer, range(step, step + 1))
+            if dist.get_rank() == 1:
+                exchange._land()  # the other rank's round may not have been applied yet
+            exchange.outer.param_groups[0]["lr"] = 0.7 / (step + 2)
         exchange.finish()
-        return inside, exchange.gather_state_dict()
+    return flat_parameters(net)
 
 
-def load_both(inside: Any, finished: Any) -> tuple[str, Tensor, int]:
+def test_inside_agreed_nothing_else_is_done(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(do_things_inside_agreed):
+        calls = ("state_dict", "load_state_dict", "finish", "optimizer.step")
+        why = "must not be called inside agreed(): the model is not the rank's own"
+        assert said == [f"{call}() {why}" for call in calls]
+
+
+def do_things_inside_agreed() -> list[str]:
+    net, optimizer, exchange = made(every=4, delay=3)
+    said = []
+    with closing(exchange):
+        train(net, optimizer, range(5))
+        saved = exchange.state_dict()
+        with exchange.agreed():
+            for call in (
+                exchange.state_dict,
+                partial(exchange.load_state_dict, saved),
+                exchange.finish,
+                optimizer.step,
+            ):
+                with pytest.raises(ClusterError) as raised:
+                    call()
+                said.append(str(raised.value))
+    return said
+
+
+def test_a_nan_that_is_saved_under_way_is_skipped_after_the_load(two_ranks: Ranks) -> None:
+    two_ranks.run(save_a_spoiled_round)
+
+
+def save_a_spoiled_round() -> None:
     net, optimizer, exchange = made(every=4, delay=3)
     with closing(exchange):
-        with pytest.raises(StateError) as refused:
-            exchange.load_state_dict(inside)
-        exchange.load_state_dict(finished)
-        first = flat_parameters(net)
-        train(net, optimizer, range(6, 10))
-        return str(refused.value), first, exchange.num_steps - 4
+        train(net, optimizer, range(3))
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(net.parameters()).fill_(math.nan)
+        train(net, optimizer, range(3, 5))  # it is sent
+        saved = exchange.state_dict()
+    net, optimizer, exchange = made(every=4, delay=3)
+    with closing(exchange):
+        exchange.load_state_dict(saved)
+        train(net, optimizer, range(5, 12))
+        exchange.finish()
+        assert exchange.num_rounds >= 1 and bool(torch.isfinite(flat_parameters(net)).all())
+        everyone = [torch.empty_like(flat_parameters(net)) for _ in range(2)]
+        dist.all_gather(everyone, flat_parameters(net))
+        assert torch.equal(*everyone)
+
+
+def test_close_waits_for_what_is_under_way(two_ranks: Ranks) -> None:
+    assert two_ranks.run(close_under_way) == [[], []]
+
+
+def close_under_way() -> list[str]:
+    net, optimizer, exchange = made(every=4, fragments=4, delay=3)
+    train(net, optimizer, range(3))
+    with listening() as said:
+        exchange.close()
+    return list(said)
 
 
 def test_a_nan_takes_all_parts_back(two_ranks: Ranks) -> None:

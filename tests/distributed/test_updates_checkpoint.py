@@ -140,23 +140,18 @@ def test_states_that_do_not_fit(two_ranks: Ranks) -> None:
             ("StateError", "outer in the saved state must be 'SGD', got 'None'"),
             ("StateError", "lr of outer in the saved state must be 0.7, got 0.5"),
             ("StateError", "algorithm of the saved state must be 'regtopk', got 'topk'"),
-            (
-                "StateError",
-                "the saved state must be from a round's end, or after finish(), to be loaded on other ranks "
-                "or with other weights, got one inside a round: after 5 steps of rank 0",
-            ),
             ("StateError", "a saved UpdateExchange must hold 'updates': this was saved by something else"),
             ("StateError", "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
             ("StateError", "optimizer of the saved state must have groups of [6] parameters, got [5]"),
             ("StateError", "the saved state is malformed: KeyError: 'every'"),
             ("StateError", "optimizer in the saved state must be 'AdamW', got 'SGD'"),
-            *[("StateError", said[n][1]) for n in (10, 11, 12)],
+            *[("StateError", said[n][1]) for n in (9, 10, 11)],
             ("StateError", "rank states must come from one moment of one run: updates differs between them"),
         ]
         has = "buffers of the saved state must hold {'1.running_mean': (16,), '1.running_var': (16,), "
-        assert all(said[n][1].startswith(has) for n in (10, 11, 12))
-        assert "got {'1.running_mean': (3,)" in said[11][1]
-        assert "at first, {'1.running_mean': (3,)" in said[12][1]
+        assert all(said[n][1].startswith(has) for n in (9, 10, 11))
+        assert "got {'1.running_mean': (3,)" in said[10][1]
+        assert "at first, {'1.running_mean': (3,)" in said[11][1]
 
 
 def load_what_does_not_fit() -> list[tuple[str, str]]:
@@ -166,7 +161,6 @@ def load_what_does_not_fit() -> list[tuple[str, str]]:
         {"outer": None},
         {"outer": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, nesterov=True)},
         {"algorithm": regtopk.TopK(density=0.1)},
-        {"weights": [0.5, 0.5]},
     )
     for options in changes:
         other = Training(**{"weights": WEIGHTS[2], **options})

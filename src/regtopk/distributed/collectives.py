@@ -1,6 +1,5 @@
 """The few collectives the driver needs, over torch.distributed, with errors that say what to do."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.errors import ClusterError
-
-_log = logging.getLogger("regtopk")
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -179,17 +176,6 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     )
     assert isinstance(new, dist.ProcessGroup)
     return new
-
-
-def end_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group when all ranks are done with it. It must not hide what went wrong before."""
-    if not is_world(group):  # torch reuses the names of other groups, which then would not connect
-        return
-    try:
-        dist.barrier(group)
-    except RuntimeError as error:
-        _log.warning("close() did not find all ranks: %s", error)
-    dist.destroy_process_group(group)
 
 
 def _even_out_groups(group: dist.ProcessGroup) -> None:

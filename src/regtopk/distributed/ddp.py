@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
-from regtopk.distributed.collectives import Collectives, end_group, new_group_like
+from regtopk.distributed.collectives import Collectives, new_group_like
+from regtopk.distributed.handshake import end_group
 from regtopk.distributed.options import Options, refuse_typos
 from regtopk.distributed.parameters import Parameters, is_fsdp, uncompiled
 from regtopk.distributed.step import Kind, Steps
@@ -71,7 +72,7 @@ class SparseHookState(ExchangeBase):
         if self._queue is not None:
             self._queue.close()
             self._queue = None
-            end_group(self._steps.rank.collectives.group)
+            end_group(self._steps.rank.collectives)
 
     def detach(self) -> None:
         """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.

@@ -25,9 +25,10 @@ class Flight:
         self._failure: BaseException | None = None
         self._has_landed = threading.Event()
         is_cuda = device.type == "cuda"
+        self._device = device
         self._sent, self._received = (torch.cuda.Event() if is_cuda else None for _ in range(2))
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(device))
         background.put(self._run)
 
     def raise_failure(self) -> None:
@@ -44,16 +45,16 @@ class Flight:
         self.wait()
         self.raise_failure()
         if self._received is not None:
-            self._received.wait()
+            self._received.wait(torch.cuda.current_stream(self._device))
         return self._is_finite
 
     def _run(self) -> None:
         try:
             if self._sent is not None:
-                self._sent.wait()
+                self._sent.wait(torch.cuda.current_stream(self._device))
             self._is_finite = self._make_round()
             if self._received is not None:
-                self._received.record()
+                self._received.record(torch.cuda.current_stream(self._device))
         except BaseException as error:  # raised where the rank next looks
             self._failure = error
         self._has_landed.set()
@@ -67,8 +68,18 @@ class Fragment:
         names: of the parameters.
         flight: the round that is under way.
         sent: by name, the parameters as they were when their update was sent; empty if none is on its way.
+        is_skipped: whether the round whose flight is not known, because it was loaded, was not finite.
     """
 
     names: tuple[str, ...]
     flight: Flight | None = None
     sent: dict[str, Tensor] = field(default_factory=dict)
+    is_skipped: bool = False
+
+    def land(self) -> bool:
+        """Wait for what is under way; whether all ranks' updates were finite."""
+        return not self.is_skipped if self.flight is None else self.flight.land()
+
+    def clear(self) -> None:
+        """Nothing is under way any more."""
+        self.flight, self.sent, self.is_skipped = None, {}, False

@@ -1,5 +1,6 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
+import logging
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,12 +16,14 @@ from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, S
 from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Report, Worker, check_weights
-from regtopk.distributed.collectives import Collectives, clear_errors
+from regtopk.distributed.collectives import Collectives, clear_errors, is_world
 from regtopk.distributed.driver import PEEKS
 from regtopk.distributed.options import Options
 from regtopk.distributed.sharded import Shards
 from regtopk.errors import ArgumentError, ClusterError, OracleError
 
+LONGEST_CLOSE_S = 10.0  # that a rank waits for the others: one that has failed does not come
+_log = logging.getLogger("regtopk")
 _num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  # roll calls of each group
 
 
@@ -54,6 +57,19 @@ def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float
             f"slow, give them a longer {option}"
         )
     _num_calls[collectives.group] = number + 1
+
+
+def end_group(collectives: Collectives) -> None:
+    """Destroy a group when all ranks are done with it. It must not hide what went wrong before."""
+    if not is_world(
+        collectives.group
+    ):  # torch reuses the names of other groups, which then would not connect
+        return
+    try:
+        roll_call(collectives, "close", "time", LONGEST_CLOSE_S)
+    except ClusterError as error:
+        _log.warning("close() did not find all ranks: %s", error)
+    dist.destroy_process_group(collectives.group)
 
 
 def agree(

@@ -104,10 +104,8 @@ class LocalModel:
         self.update: dict[str, Tensor] = {}  # views of their vectors, by name
         self.outer = make_outer(outer, list(self.start.values()))
         self.notice = LoadNotice()
-        self.hooks = [
-            part.register_load_state_dict_post_hook(self.notice)
-            for part in (module.modules() if module else ())
-        ]
+        self._module = module
+        self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
@@ -137,6 +135,10 @@ class LocalModel:
             take_over_(local(tensor), collectives, device)
         self.buffers.begin_from_rank_0(collectives, device)
         self.write_back()
+        self.hooks = [
+            part.register_load_state_dict_post_hook(self.notice)
+            for part in (self._module.modules() if self._module else ())
+        ]
         named = self.parameters.named
         names = [name for bucket in buckets for name in bucket.names]
         empty = [name for name, p in named.items() if p.numel() == 0]
@@ -179,18 +181,31 @@ class LocalModel:
         is_spoiled = self.buffers.is_spoiled(self.parameters.device)
         return [update.vector for update in updates], torch.stack([*are_finite, ~is_spoiled]).all()
 
-    def apply_outer(self, names: Sequence[str]) -> None:
+    def apply_outer(self, outer: Optimizer, names: Sequence[str]) -> None:
         """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
-        assert self.outer is not None
         for name in names:
             self.start[name].grad = self.update[name]
-        self.outer.step()
+        outer.step()
         for name in names:
             self.start[name].grad = None
 
+    def outer_as_it_is(self) -> Optimizer | None:
+        """The outer optimizer with the options it has now: users may change them while a round is under way.
+
+        It shares its state with the original.
+        """
+        if self.outer is None:
+            return None
+        frozen: Optimizer = object.__new__(type(self.outer))
+        frozen.__dict__.update(self.outer.__dict__)
+        frozen.__dict__.pop("step", None)  # that a scheduler has put around the original's
+        frozen.param_groups = [dict(group) for group in self.outer.param_groups]
+        return frozen
+
     def copies(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Some parameters as they are now."""
-        return {name: self.parameters.named[name].detach().clone() for name in names}
+        named = self.parameters.named
+        return {name: named[name].detach().clone() for name in names}
 
     def go_on(self, names: Sequence[str], sent: dict[str, Tensor], mix: float) -> None:
         """Give some parameters theta_start, which the aggregate is in, and what they learned meanwhile.
@@ -215,6 +230,13 @@ class LocalModel:
         self.write_back()
         self.buffers.take_back()
         restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
+
+    def put_back(self, own: dict[str, Tensor]) -> None:
+        """Give the model what `copies` returned."""
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.reshard()
+        named = self.parameters.named
+        torch._foreach_copy_([named[name] for name in own], list(own.values()))
 
     def write_back(self, names: Sequence[str] | None = None) -> None:
         """Give the model theta_start, or some of its parameters."""

@@ -37,6 +37,11 @@ class ModelBuffers:
         self.keep()
 
     @property
+    def are_joined(self) -> bool:
+        """Whether the end of a round has anything to do."""
+        return bool(self._shapes) and self.how != "local"
+
+    @property
     def named(self) -> dict[str, Tensor]:
         """The buffers by name, as they are now: a module may have put another tensor in the place of one."""
         return {} if self._module is None else dict(self._module.named_buffers())
@@ -91,7 +96,7 @@ class ModelBuffers:
 
     def join(self, rank: Rank, device: torch.device) -> None:
         """End a round: make those the same on all ranks that any rank has changed."""
-        if self._shapes and self.how != "local":
+        if self.are_joined:
             now = self.named
             changes = [_change(now.get(name), self._start.get(name)).to(device) for name in self._shapes]
             with rank.timer.phase("collective_s"):

@@ -77,6 +77,13 @@ class Ledger:
         self._read()
         self._total.lost_residual += residual
 
+    def add_to_total(self, record: StepRecord, timer: Timer) -> None:
+        """Add what belongs to a step that was counted before."""
+        self._read()
+        for phase, seconds in timer.seconds().items():
+            setattr(record, phase, seconds)
+        self._total.add(replace(record, residual_norm=self._total.residual_norm))
+
     @property
     def last_step(self) -> StepRecord:
         """The newest step."""

@@ -13,11 +13,13 @@
             optimizer   its state dict
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
             sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
+            skipped     of each fragment, whether its round is such a one, and was not finite
             buffers     {"now": {name: tensor}, "start": {name: tensor}}
 
 Where a tuple stands torch.distributed.checkpoint keeps what is in it as one, whatever it holds.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -46,6 +48,7 @@ class LoadedModel(NamedTuple):
     parameters: dict[str, Tensor]
     buffers: dict[str, dict[str, Tensor]]
     sent: dict[str, Tensor]
+    skipped: list[bool]
 
 
 def add_to(
@@ -54,15 +57,17 @@ def add_to(
     rounds: Rounds,
     num_steps: int,
     sent: dict[str, Tensor] | None,
+    skipped: list[bool],
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates; `sent` is None if the model is theta_start."""
     named = model.parameters.named
     mine = {
         "num_steps": num_steps,
         "optimizer": _copied(model.optimizer.state_dict()),
-        "parameters": {} if sent is None else _copied(dict(named)),
+        "parameters": {} if sent is None else _finite(_copied(dict(named)), model.start),
         "buffers": _copied(model.buffers.saved()),
-        "sent": _copied(sent or {}),
+        "sent": _finite(_copied(sent or {}), model.start),
+        "skipped": skipped if sent else [],
     }
     for worker in saved["workers"].values():
         worker["updates"] = (mine,)
@@ -74,6 +79,45 @@ def add_to(
         "outer_state": ({} if model.outer is None else _copied(model.outer.state_dict()),),
     }
     return {**saved, "updates": updates}
+
+
+def at_a_rounds_end(saved: dict[str, Any], weights: list[float]) -> dict[str, Any]:
+    """A state from inside a round, for other ranks: what a rank has learned since goes into its residual.
+
+    e_n := e_n + theta_start - theta_n, so that nothing is lost; then all go on from theta_start.
+
+    Raises:
+        StateError: the algorithm keeps no residual of some parameter.
+    """
+    try:
+        workers = saved["workers"]
+        is_same_cluster = saved["weights"] == weights and not saved.get("lost")
+        if is_same_cluster or not any(worker["updates"][0]["parameters"] for worker in workers.values()):
+            return saved
+        start = saved["updates"]["start"]
+        return {**saved, "workers": {n: _ended(worker, start) for n, worker in workers.items()}}
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
+
+
+def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
+    (mine,) = worker["updates"]
+    if any(mine.get("skipped", [])):  # what it has learned is taken back
+        return {**worker, "updates": ({**mine, "parameters": {}, "sent": {}, "skipped": []},)}
+    entries = {}
+    for name, parts in worker["entries"].items():
+        if "residual" not in parts:
+            raise StateError(
+                f"the saved state must be from a round's end, or after finish(): {name!r} has no residual to "
+                "take up what was learned since, and the ranks or their weights have changed"
+            )
+        own, residual = mine["parameters"][name], parts["residual"]
+        before = mine.get("sent", {}).get(name, start[name]).to(own.dtype)  # as the round began, rounded
+        entries[name] = {**parts, "residual": residual + (before.to(residual) - own.to(residual))}
+    ended = {**mine, "parameters": {}, "sent": {}, "skipped": []}
+    return {**worker, "entries": entries, "updates": (ended,)}
 
 
 def loaded(
@@ -116,7 +160,7 @@ def _loaded(
     else:
         kept = kept_ranks(saved)
         mine = _for_other_ranks([workers[str(n)]["updates"][0] for n in kept], [old_weights[n] for n in kept])
-    mine = {"sent": {}, **mine}  # versions before did not save it
+    mine = {"sent": {}, "skipped": [], **mine}  # versions before did not save them
     if mine["parameters"]:
         _check_shapes(model, mine["parameters"], "parameters")
     _check_groups(model, mine["optimizer"])
@@ -125,13 +169,6 @@ def _loaded(
 
 
 def _for_other_ranks(workers: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:
-    for n, worker in enumerate(workers):
-        if worker["parameters"]:
-            raise StateError(
-                "the saved state must be from a round's end, or after finish(), to be loaded on other ranks "
-                f"or with other weights, got one inside a round: after {worker['num_steps']} steps of rank "
-                f"{n}"
-            )
     return {
         "num_steps": workers[0]["num_steps"],
         "optimizer": average_optimizer_states([worker["optimizer"] for worker in workers], weights),
@@ -194,6 +231,14 @@ def _check_buffers(model: LocalModel, saved: dict[str, dict[str, Tensor]]) -> No
     now, start = ({name: tuple(b.shape) for name, b in saved[when].items()} for when in ("now", "start"))
     if now != mine or not start.items() <= mine.items():
         raise StateError(f"buffers of the saved state must hold {mine}, got {now} and, at first, {start}")
+
+
+def _finite(parameters: dict[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters that a NaN has spoiled are saved as theta_start, which they will return to."""
+    return {
+        name: tensor if bool(torch.isfinite(tensor).all()) else _copied(start[name]).to(tensor.dtype)
+        for name, tensor in parameters.items()
+    }
 
 
 def _copied(thing: Any) -> Any:

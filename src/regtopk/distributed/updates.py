@@ -18,8 +18,9 @@ from regtopk.distributed import update_checkpoint
 from regtopk.distributed.background import Background
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.buckets import Bucket
-from regtopk.distributed.collectives import Collectives, end_group, group_or_default, new_group_like
+from regtopk.distributed.collectives import Collectives, group_or_default, new_group_like
 from regtopk.distributed.fragments import Flight, Fragment
+from regtopk.distributed.handshake import end_group, roll_call
 from regtopk.distributed.layout import subtract_
 from regtopk.distributed.local_model import Anchors, LocalModel
 from regtopk.distributed.model_buffers import How
@@ -177,6 +178,8 @@ class UpdateExchange(ExchangeBase):
         self._model = model
         self._num_steps = 0
         self._is_whole = True  # whether the model is theta_start, the same on all ranks
+        self._is_agreed = False
+        self._handshake_timeout_s = handshake_timeout_s
         with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
         self._background: Background | None = None
@@ -216,7 +219,8 @@ class UpdateExchange(ExchangeBase):
         it holds the rank's own parameters too. A round that is under way is waited for, and saved with what
         was sent. `gather_state_dict` makes one of all ranks'.
         """
-        self._land()
+        self._refuse_in_agreed("state_dict")
+        skipped = [bool(fragment.sent) and not fragment.land() for fragment in self._fragments]
         sent = {name: tensor for fragment in self._fragments for name, tensor in fragment.sent.items()}
         return update_checkpoint.add_to(
             self._steps.state_dict(),
@@ -224,25 +228,28 @@ class UpdateExchange(ExchangeBase):
             self._rounds,
             self.num_steps,
             None if self._is_whole else sent,
+            skipped,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, which also sets parameters, buffers and both optimizers.
 
         With the ranks and weights that were saved, training continues bit for bit, also from inside a round.
-        With others the dict must hold all ranks and be from a round's end. Then sum_n w_n e_n is conserved,
-        the outer optimizer's state is kept, and every rank's own optimizer gets the weighted mean of the
-        states that were saved.
+        With others the dict must hold all ranks. Then sum_n w_n e_n is conserved, the outer optimizer's state
+        is kept, and every rank's own optimizer gets the weighted mean of the states that were saved. Inside a
+        round, what each rank has learned since it began goes into its residual first.
 
         Raises:
             StateError: it does not fit; nothing was changed.
         """
+        self._refuse_in_agreed("load_state_dict")
         super().load_state_dict(state_dict)
 
     def _loaded(self, state_dict: dict[str, Any]) -> Any:
         if not isinstance(state_dict, dict) or "updates" not in state_dict:
             raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
         steps = self._steps
+        state_dict = update_checkpoint.at_a_rounds_end(state_dict, self.weights)
         progress = steps.loaded({key: part for key, part in state_dict.items() if key != "updates"})
         return progress, update_checkpoint.loaded(
             self._model, state_dict, self._rounds, self.rank, self.weights
@@ -258,22 +265,24 @@ class UpdateExchange(ExchangeBase):
         update_checkpoint.load_into(self._model, model)
         self._num_steps = model.num_steps
         self._is_whole = not model.parameters
-        for fragment in self._fragments:
+        for number, fragment in enumerate(self._fragments):
             there = {name: tensor for name, tensor in model.sent.items() if name in fragment.names}
-            fragment.flight = None
+            fragment.clear()
             fragment.sent = {name: t.to(self.device, copy=True) for name, t in there.items()}
+            fragment.is_skipped = number < len(model.skipped) and model.skipped[number]
         self._model.notice.has_loaded = False
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()  # what has begun on all ranks ends on all
         super().close()
         for hook in self._hooks:
             hook.remove()
         _attached.discard(self._model.optimizer)
-        if self._background is not None:
-            self._background.close()
-            self._background = None
-            end_group(self._steps.rank.collectives.group)
+        if background is not None:
+            end_group(self._steps.rank.collectives)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -282,7 +291,9 @@ class UpdateExchange(ExchangeBase):
         Rounds that are under way are applied, and what was learned since is exchanged too. Where rounds are
         neither delayed nor in fragments, the model is the same on all ranks after every round anyway.
         """
+        self._refuse_in_agreed("finish")
         self._steps.check_usable()
+        roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
         for fragment in self._fragments:
             if fragment.sent:
                 self._receive(fragment)
@@ -300,18 +311,27 @@ class UpdateExchange(ExchangeBase):
 
         Then the rank gets its own parameters back. Buffers stay its own.
         """
+        self._refuse_in_agreed("agreed")
         self._land()
         own = self._model.copies(list(self._model.start))
         with torch.no_grad():
             self._model.write_back()
+        self._is_agreed = True
         try:
             yield
         finally:
+            self._is_agreed = False
             with torch.no_grad():
-                for name, tensor in own.items():
-                    self._model.parameters.named[name].copy_(tensor)
+                self._model.put_back(own)
+
+    def _refuse_in_agreed(self, call: str) -> None:
+        if self._is_agreed:
+            raise ClusterError(
+                f"{call}() must not be called inside agreed(): the model is not the rank's own"
+            )
 
     def _before_step(self, *_: Any) -> None:
+        self._refuse_in_agreed("optimizer.step")
         if self._model.notice.has_loaded:
             _log.warning(
                 "the model has loaded weights after UpdateExchange was made: they count as an update, of "
@@ -349,38 +369,47 @@ class UpdateExchange(ExchangeBase):
         steps.begin()
         with steps.rank.timer.phase("select_s"):
             update = self._model.take_update(self._buckets_of(fragment))
-        self._meet(fragment, *update, then=self._go_on)
+        self._meet(fragment, *update, self._model.outer, then=self._go_on)
 
     def _send(self, fragment: Fragment, background: Background) -> None:
         """Start the exchange of an update, which goes on beside training."""
         self._model.parameters.check()
         self._model.parameters.check_trainable()
-        update = self._model.take_update(self._buckets_of(fragment))
+        flats, is_finite = self._model.take_update(self._buckets_of(fragment))
         fragment.sent = self._model.copies(fragment.names)
+        outer = self._model.outer_as_it_is()
 
         def make_round() -> bool:
-            self._steps.begin()
-            return self._meet(fragment, *update)
+            with self._steps.lock:  # whoever looks at the counts meanwhile waits
+                self._keep_for_this_stream(fragment, flats)
+                self._steps.begin()
+                return self._meet(fragment, flats, is_finite, outer)
 
         fragment.flight = Flight(background, make_round, self.device)
 
     def _receive(self, fragment: Fragment) -> None:
         """Wait for the aggregate, and go on from it with what was learned meanwhile."""
-        is_finite = fragment.flight is None or fragment.flight.land()  # None: it was loaded
-        if not is_finite:
-            self._land()  # parts of the model that are under way, too
+        is_finite = fragment.land()
         with self._steps.half_way():
             self._go_on(fragment, is_finite)
-        fragment.flight, fragment.sent = None, {}
+        fragment.clear()
 
     def _meet(
         self,
         fragment: Fragment,
         flats: list[Tensor],
         is_finite: Tensor,
+        outer: Optimizer | None,
         then: Callable[[Fragment, bool], None] | None = None,
     ) -> bool:
         """What ranks do together in a round: the aggregate gets into theta_start.
+
+        Args:
+            fragment: whose round it is.
+            flats: its update, as the buckets' vectors.
+            is_finite: whether that is finite.
+            outer: what applies the aggregate.
+            then: what follows, if it is applied at once.
 
         Returns:
             Whether all ranks' updates were finite; if not, nothing has changed.
@@ -390,35 +419,64 @@ class UpdateExchange(ExchangeBase):
         steps.agree_with_shards()
         with steps.half_way():
             if steps.is_finite:
-                self._exchange(fragment, buckets, flats)
+                self._exchange(fragment, buckets, flats, outer)
             if then is not None:
                 with steps.rank.timer.phase("decode_s"):
                     then(fragment, steps.is_finite)
         steps.end(buckets)
         return steps.is_finite
 
-    def _exchange(self, fragment: Fragment, buckets: list[Bucket], flats: list[Tensor]) -> None:
+    def _exchange(
+        self, fragment: Fragment, buckets: list[Bucket], flats: list[Tensor], outer: Optimizer | None
+    ) -> None:
         model = self._model
-        if model.outer is None:
+        if outer is None:
             self._steps.exchange(buckets, flats, model.start, subtract_)
         else:
             self._steps.exchange(buckets, flats, model.update)
-            model.apply_outer(fragment.names)  # theta_start is its parameters, the update their gradients
+            model.apply_outer(
+                outer, fragment.names
+            )  # theta_start is its parameters, the update their gradients
 
     def _go_on(self, fragment: Fragment, is_finite: bool) -> None:
         """Begin a fragment's next round, the aggregate being in theta_start; or return to its beginning."""
         model = self._model
         if not is_finite:
+            under_way = [other for other in self._fragments if other.sent]
+            are_finite = [other.land() for other in under_way]
             model.take_back()  # the whole model: a NaN spreads
-            for other in self._fragments:
-                other.sent = other.sent and model.copies(other.names)  # what they learned before is gone
-            self._is_whole = not any(other.sent for other in self._fragments)
+            for other, other_is_finite in zip(under_way, are_finite, strict=True):
+                if other_is_finite:
+                    other.sent = model.copies(other.names)  # what they learned before is gone
+                else:  # this take-back is theirs, too
+                    other.clear()
+            self._is_whole = not any(other.sent for other in self._fragments if other is not fragment)
             return
         model.go_on(fragment.names, fragment.sent, self._rounds.mix)
-        if fragment is self._fragments[-1]:
-            self._land()  # whose collectives must not mix with these
-            model.buffers.join(self._steps.rank, self.device)
+        if fragment is self._fragments[-1] and model.buffers.are_joined:
+            self._join_buffers()
+        elif fragment is self._fragments[-1]:
+            model.buffers.keep()
         self._is_whole = self._fragments == [fragment] and not fragment.sent
+
+    def _join_buffers(self) -> None:
+        """Make the buffers the same on all ranks."""
+        self._land()  # whose collectives must not mix with these
+        steps = self._steps
+        if self.delay == 0:
+            self._model.buffers.join(steps.rank, self.device)
+            return
+        steps.rank.begin(self.device)  # the round they belong to is counted already
+        self._model.buffers.join(steps.rank, self.device)
+        steps.ledger.add_to_total(steps.rank.record, steps.rank.timer)
+
+    def _keep_for_this_stream(self, fragment: Fragment, flats: list[Tensor]) -> None:
+        """Memory of another stream must not be reused there before this stream is done with it."""
+        if self.device.type == "cuda":
+            states = [t for bucket in self._buckets_of(fragment) for t in bucket.state.state_dict().values()]
+            for tensor in (*flats, *states, *self._model.start.values()):
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def _buckets_of(self, fragment: Fragment) -> list[Bucket]:
         names = set(fragment.names)

@@ -201,7 +201,9 @@ class Trainer:
             self._outer.load_state_dict(state["outer"])
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
-        for fragment, sent in zip(self._fragments, state["sent"], strict=True):
+        for fragment, sent in zip(
+            self._fragments, state.get("sent") or [None] * len(self._fragments), strict=True
+        ):
             fragment.sent = sent
 
     def _step(self) -> None:

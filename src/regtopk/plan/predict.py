@@ -84,7 +84,7 @@ def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
     if exchange.delay is None:
         hidden_s = min(BACKWARD * compute_s, hides_s) * (num_parts - 1) / num_parts
     else:
-        hidden_s = min(num_parts * exchange.delay * compute_s, hides_s)
+        hidden_s = min(min(num_parts * exchange.delay, exchange.every) * compute_s, hides_s)
     return compute_s + (work_s + here_s + on_wire_s - hidden_s) / exchange.every
 
 
