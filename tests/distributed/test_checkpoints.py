@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import regtopk
 from regtopk.distributed.checkpoint_files import parts_in
+from regtopk.errors import ArgumentError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     closing,
@@ -266,6 +267,82 @@ def test_a_full_disk(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> No
     assert results == [(None, [f"{message}of step 2; training goes on"], [2], [2, 6])] * 2
     results = two_ranks.run(fill_the_disk, tmp_path / "raise", "raise", asynchronous)
     assert results == [(("OutputError", f"{message}of step 2"), [], [2], [2, 6])] * 2
+
+
+def restart_often(folder: Path) -> list[int]:
+    """Every start saves once and ends."""
+    for start in range(1, 5):
+        run = Run("gradients")
+        with closing(run.exchange), regtopk.Checkpoints(folder, keep=2) as checkpoints:
+            run.load(checkpoints)
+            run.train(2 * start, checkpoints)
+    dist.barrier()
+    return steps_in(folder)
+
+
+def test_restarts_keep_no_more_than_they_shall(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(restart_often, tmp_path / "run") == [[6, 8]] * 2
+
+
+def load_what_fits_one_rank(folder: Path) -> tuple[Any, ...]:
+    run = Run("gradients")
+    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
+        run.train(2, checkpoints)
+    other = Run("gradients")
+    model: nn.Module = other.net
+    if dist.get_rank() == 1:
+        model = nn.Linear(3, 3)
+    before = flat_parameters(model)
+    with closing(other.exchange), regtopk.Checkpoints(folder) as checkpoints:
+        said = refusal(lambda: checkpoints.load(model=model))
+    return *said, torch.equal(flat_parameters(model), before)
+
+
+def test_a_load_that_one_rank_refuses_changes_no_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    (kind, said, is_same), (its_kind, its_said, its_is_same) = two_ranks.run(
+        load_what_fits_one_rank, tmp_path / "run"
+    )
+    assert kind == its_kind == "StateError" and is_same and its_is_same
+    assert said == f"rank 1 cannot load the checkpoint: {its_said}"
+
+
+class Unwilling:
+    """A thing that one rank cannot save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise ArgumentError("not now")
+        return {}
+
+
+def save_what_one_rank_cannot(folder: Path) -> tuple[Any, ...]:
+    net = make_net()
+    with regtopk.Checkpoints(folder) as checkpoints:
+        refused = refusal(lambda: checkpoints.save(1, net=net, thing=Unwilling()))
+        checkpoints.save(2, net=net)
+    return refused, steps_in(folder)
+
+
+def test_a_save_that_one_rank_cannot_make_is_made_by_none(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(save_what_one_rank_cannot, tmp_path / "run") == [
+        (("ClusterError", "rank 1 cannot save: ArgumentError: not now"), [2]),
+        (("ArgumentError", "not now"), [2]),
+    ]
+
+
+def close_on_a_full_disk(folder: Path) -> list[str]:
+    with listening() as said, full_disk(1):
+        checkpoints = regtopk.Checkpoints(folder, asynchronous=True)
+        checkpoints.save(1, net=make_net(), own=torch.zeros(1000))
+        checkpoints.close()
+    return list(said)
+
+
+def test_close_tells_what_was_not_written(two_ranks: Ranks, tmp_path: Path) -> None:
+    nothing, said = two_ranks.run(close_on_a_full_disk, tmp_path / "run")
+    assert nothing == [] and said == [
+        "checkpoint of step 1 was not written: OSError: [Errno 27] File too large"
+    ]
 
 
 def shard(shape: tuple[int, int], kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:

@@ -42,6 +42,22 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.step()
 
 
+def test_the_model_is_the_ranks_own_again_after_agreed(four_ranks: Ranks) -> None:
+    assert all(four_ranks.run(evaluate_agreed))
+
+
+def evaluate_agreed() -> bool:
+    model = sharded(grid(2, 2)["shard"])
+    exchange, optimizer = exchanging(model, every=2, fragments=2)
+    for number in range(3):
+        step(model, optimizer, number)
+    with torch.no_grad():
+        own = loss_of(model, 7)
+        with exchange.agreed():
+            agreed = loss_of(model, 7)
+        return torch.equal(loss_of(model, 7), own) and not torch.equal(agreed, own)
+
+
 def test_all_updates_of_sgd_equal_native_hsdp(four_ranks: Ranks) -> None:
     for native, exchanged in four_ranks.run(train_native_and_exchanging):
         torch.testing.assert_close(exchanged, native)

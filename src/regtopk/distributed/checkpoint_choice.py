@@ -9,11 +9,12 @@ Parts = dict[int, Manifest]  # by rank
 
 
 class Choice(NamedTuple):
-    """A save to go on from, the parts of it that are there, and why newer ones were skipped."""
+    """A save to go on from, the parts of it that are there, why newer ones were skipped, and older ones."""
 
     save: Save | None
     parts: Parts
     skipped: list[str]
+    older: list[Save]  # that one could go on from too
 
 
 def choose(seen: list[Mapping[Save, Parts]], damaged: set[Save]) -> Choice:
@@ -40,7 +41,8 @@ def choose(seen: list[Mapping[Save, Parts]], damaged: set[Save]) -> Choice:
         for save, problem in sorted(problems.items())
         if best is None or save.step > best.step
     ]
-    return Choice(best, saves[best] if best else {}, skipped)
+    older = sorted(save for save in usable if best is not None and save.step < best.step)
+    return Choice(best, saves[best] if best else {}, skipped, older)
 
 
 def _problem(parts: Parts) -> str | None:

@@ -97,8 +97,35 @@ class Loading:
         """Give things their states, once all of them fit; returns what no thing was named for.
 
         Raises:
-            StateError: a state does not fit; nothing was changed.
+            StateError: a state does not fit, on this rank or on another; nothing was changed on any.
         """
+        error: StateError | None = None
+        state: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
+        try:
+            state = self._state(files)
+            loaded = self._checked(state)
+        except StateError as problem:
+            error = problem
+        errors = self._collectives.all_gather_objects(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, theirs in enumerate(errors):
+            if theirs is not None:
+                raise StateError(f"rank {rank} cannot load the checkpoint: {theirs}")
+        for name, thing in self._things.items():
+            if name in loaded:
+                continue
+            thing.load_state_dict(state[name])
+            if isinstance(thing, Optimizer) and name in self._parts[self._source]["meshes"]:
+                shard_state(thing)
+        for name, exchange in self._exchanges.items():  # last: that of updates sets its model and optimizer
+            exchange._go_on_from(loaded[name])
+            self._count_lost(name, exchange)
+        return {name: each for name, each in state.items() if name not in self._things}
+
+    def _state(self, files: dict[str, bytes]) -> dict[str, Any]:
+        """By name, what this rank loads."""
         contents = {name: content_of(data) for name, data in files.items()}
         state = dict(contents[f"rank-{self._source}.pt"])
         for name in shared_files(self._parts):
@@ -109,21 +136,17 @@ class Loading:
         for name in self._resized:
             state[name] = merge_state_dicts([contents[f"rank-{n}.pt"][name] for n in sorted(self._parts)])
             state[name] |= {"lost": self._lost} if self._lost else {}
+        return state
+
+    def _checked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """By name, what exchanges go on from; all other states are checked, and modules' made to fit."""
         loaded = {name: exchange._loaded(state[name]) for name, exchange in self._exchanges.items()}
-        others = {name: thing for name, thing in self._things.items() if name not in loaded}
-        for name, thing in others.items():
+        for name, thing in self._things.items():
             if isinstance(thing, nn.Module):
                 state[name] = fitting(name, thing, state[name])
             elif isinstance(thing, Optimizer):
                 check_optimizer(name, thing, state[name])
-        for name, thing in others.items():
-            thing.load_state_dict(state[name])
-            if isinstance(thing, Optimizer) and name in self._parts[self._source]["meshes"]:
-                shard_state(thing)
-        for name, exchange in self._exchanges.items():  # last: that of updates sets its model and optimizer
-            exchange._go_on_from(loaded[name])
-            self._count_lost(name, exchange)
-        return {name: each for name, each in state.items() if name not in self._things}
+        return loaded
 
     def _count_lost(self, name: str, exchange: ExchangeBase) -> None:
         if self._lost:

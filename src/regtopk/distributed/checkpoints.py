@@ -8,6 +8,7 @@ import logging
 import secrets
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,16 @@ from regtopk.distributed.options import names_typos
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
+
+
+@dataclass
+class Copies:
+    """What a rank writes: its own, and what all have the same if it is the one to write that."""
+
+    own: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    shared_names: list[str] = field(default_factory=list)
+    meshes: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -115,23 +126,16 @@ class Checkpoints:
         self._begin()
         self.wait()
         self._check(step, things)
-        facts = self._facts(step, things)
-        rank = self._collectives.rank
-        own: dict[str, Any] = {}
-        shared: dict[str, Any] = {}
-        for name, thing in things.items():
-            thing = unwrapped(thing)
-            state = thing.state_dict() if hasattr(thing, "state_dict") else thing
-            meshes = meshes_of(thing, state)
-            if meshes:
-                facts["meshes"][name] = meshes
-            if not isinstance(thing, (nn.Module, Optimizer)) or meshes:
-                own[name] = copied(name, state)
-                continue
-            facts["shared"].append(name)
-            if rank == self._writer_here:
-                shared[name] = copied(name, state)
-        contents = {f"rank-{rank}.pt": own} | ({f"shared-{rank}.pt": shared} if shared else {})
+        rank, copies, error = self._collectives.rank, Copies(), None
+        try:
+            copies = self._copies(things)
+        except Exception as problem:  # heard by all ranks: none may save alone
+            error = problem
+        facts = self._facts(step, things, error)
+        facts["meshes"], facts["shared"] = copies.meshes, copies.shared_names
+        contents = {f"rank-{rank}.pt": copies.own}
+        if copies.shared:
+            contents[f"shared-{rank}.pt"] = copies.shared
         save = Save(step, self._run)
         writing = self._pool.submit(write_part, self.folder / save.folder, rank, contents, facts)
         self._writing = save, writing
@@ -159,7 +163,7 @@ class Checkpoints:
         damaged: set[Save] = set()
         while True:
             seen = self._collectives.all_gather_objects(parts_in(self.folder))
-            save, parts, skipped = choose(seen, damaged)
+            save, parts, skipped, older = choose(seen, damaged)
             if save is None or not damaged:
                 self._tell(skipped)
             if save is None:
@@ -173,7 +177,7 @@ class Checkpoints:
             damaged.add(save)
         extra = loading.take_over(files)
         self._tell(loading.told)
-        self._complete = [save]
+        self._complete = [*older, save]
         return {"step": save.step, **extra}
 
     def wait(self) -> None:
@@ -186,9 +190,10 @@ class Checkpoints:
             return
         (save, writing), self._writing = self._writing, None
         error = writing.exception()
+        told_error = None if error is None else str(error) or type(error).__name__
+        errors = self._collectives.all_gather_objects(told_error)
         if error is not None and not isinstance(error, OSError):
             raise error
-        errors = self._collectives.all_gather_objects(None if error is None else str(error))
         failed = {rank: theirs for rank, theirs in enumerate(errors) if theirs is not None}
         if not failed:
             self._complete.append(save)
@@ -205,9 +210,22 @@ class Checkpoints:
             _log.warning("%s; training goes on", message)
 
     def close(self) -> None:
-        """Let this rank finish its writing, and end the thread. It waits for no other rank."""
+        """Let this rank finish its writing, and end the thread. It waits for no other rank.
+
+        Raises:
+            OutputError: this rank could not write, with on_error="raise".
+        """
         self._pool.shutdown()
         self._is_closed = True
+        if self._writing is None:
+            return
+        (save, writing), self._writing = self._writing, None
+        error = writing.exception()
+        if error is not None:
+            message = f"checkpoint of step {save.step} was not written: {type(error).__name__}: {error}"
+            if self.on_error == "raise":
+                raise OutputError(message) from error
+            _log.warning("%s", message)
 
     @property
     def _writer_here(self) -> int:
@@ -265,21 +283,46 @@ class Checkpoints:
                     f"over {thing.num_workers}: pass its process_group to Checkpoints, too"
                 )
 
-    def _facts(self, step: int, things: dict[str, Any]) -> Manifest:
-        """What every part tells of the whole, should other parts be lost."""
+    def _copies(self, things: dict[str, Any]) -> "Copies":
+        """What this rank writes."""
+        copies = Copies()
+        for name, thing in things.items():
+            thing = unwrapped(thing)
+            state = thing.state_dict() if hasattr(thing, "state_dict") else thing
+            meshes = meshes_of(thing, state)
+            if meshes:
+                copies.meshes[name] = meshes
+            if not isinstance(thing, (nn.Module, Optimizer)) or meshes:
+                copies.own[name] = copied(name, state)
+                continue
+            copies.shared_names.append(name)
+            if self._collectives.rank == self._writer_here:
+                copies.shared[name] = copied(name, state)
+        return copies
+
+    def _facts(self, step: int, things: dict[str, Any], error: Exception | None) -> Manifest:
+        """What every part tells of the whole, should other parts be lost.
+
+        Raises:
+            Exception: the error, or another rank's.
+        """
         exchanges = {name: thing for name, thing in things.items() if isinstance(thing, ExchangeBase)}
         norms = {name: exchange.total.residual_norm for name, exchange in exchanges.items()}
-        everyone = self._collectives.all_gather_objects((step, sorted(things), norms))
+        told_error = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = self._collectives.all_gather_objects((step, sorted(things), norms, told_error))
+        if error is not None:
+            raise error
+        for rank, (*_, theirs) in enumerate(everyone):
+            if theirs is not None:
+                raise ClusterError(f"rank {rank} cannot save: {theirs}")
         if any(theirs[:2] != everyone[0][:2] for theirs in everyone):
-            told = ", ".join(f"{names} at step {n} on rank {r}" for r, (n, names, _) in enumerate(everyone))
+            told = ", ".join(f"{names} at step {n} on rank {r}" for r, (n, names, *_) in enumerate(everyone))
             raise ClusterError(f"all ranks must save the same things at the same step, got {told}")
         return {
             "num_ranks": self._collectives.num_workers,
             "file_systems": self._file_systems,
             "weights": {name: exchange.weights for name, exchange in exchanges.items()},
             "norms": {name: [theirs[2][name] for theirs in everyone] for name in exchanges},
-            "meshes": {},
-            "shared": [],
         }
 
     def _tell(self, messages: list[str]) -> None:
