@@ -118,6 +118,15 @@ class Ranks:
             self._pipes.append(mine)
 
 
+def fork_process(function: Callable[..., Any], *args: Any) -> tuple[Any, Connection]:
+    """Start function(pipe, *args) in a new process that has imported torch; the process, and the pipe."""
+    mine, theirs = _forks.Pipe()
+    process = _forks.Process(target=function, args=(theirs, *args), daemon=False)
+    process.start()
+    theirs.close()
+    return process, mine
+
+
 def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connection) -> None:
     stacks = Path(f"{store}.{rank}").open("w")  # noqa: SIM115 -- for as long as the rank lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -162,6 +162,32 @@ class Buckets:
         state = initial_state(self.algorithm, worker, self._residual_dtype)
         return Bucket(names, worker.layout, self.algorithm, worker, state)
 
+    def regroup(self, rank: Rank) -> None:
+        """Go on among other ranks: every worker keeps its residual; its last selection starts anew."""
+        self.rank = rank
+        self.all = [self._among_others(bucket) for bucket in self.all]
+
+    def _among_others(self, old: Bucket) -> Bucket:
+        new = self.make(old.names)
+        for field, rule in old.state.rules().items():
+            if rule != "reset":
+                setattr(new.state, field, getattr(old.settled_state, field))
+        return new
+
+    def shared(self) -> list[dict[str, Tensor]]:
+        """What all ranks know alike, bucket by bucket (not copied)."""
+        states = [bucket.settled_state for bucket in self.all]
+        return [
+            {field: getattr(state, field) for field, rule in state.rules().items() if rule == "shared"}
+            for state in states
+        ]
+
+    def begin_from(self, shared: list[dict[str, Tensor]]) -> None:
+        """Begin as a new rank does: with what all others know alike, and with no residual."""
+        self.all = [self.make(bucket.names) for bucket in self.all]
+        for bucket, fields in zip(self.all, shared, strict=True):
+            bucket.load(bucket.entries(), fields)
+
     def covering(self, names: Names) -> list[Bucket]:
         """The buckets of parameters that arrived together; a bucket that holds others too is cut anew."""
         wanted = set(names)

@@ -81,10 +81,8 @@ def agree(
         ClusterError: the ranks differ; every rank says in what and which.
         ArgumentError: the weights are not weights.
     """
-    everyone = collectives.all_gather_objects((_described(algorithm, settings), weight))
-    difference = _difference([theirs for theirs, _ in everyone])
-    if difference is not None:
-        raise ClusterError(f"all ranks must have the same {difference}")
+    everyone = collectives.all_gather_objects((described(algorithm, settings), weight))
+    _refuse_difference([theirs for theirs, _ in everyone])
     weights = [theirs for _, theirs in everyone]
     if all(theirs is None for theirs in weights):
         return check_weights(None, collectives.num_workers)
@@ -111,7 +109,7 @@ def meet_shards(
     for collectives in (shards.collectives, replicas):
         timeout_s = options.handshake_timeout_s
         roll_call(collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
-    mine = {**_described(algorithm, settings), "weight": options.weight}
+    mine = {**described(algorithm, settings), "weight": options.weight}
     mine |= {"parameters": shards.whole, "shard": None}  # their parts differ
     difference = _difference(shards.collectives.all_gather_objects(mine))
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
@@ -122,7 +120,23 @@ def meet_shards(
             )
 
 
-def _described(algorithm: Algorithm[Any], settings: dict[str, Any]) -> dict[str, Any]:
+def compare(collectives: Collectives, mine: dict[str, Any]) -> None:
+    """Compare what all ranks must have the same.
+
+    Raises:
+        ClusterError: the ranks differ; every rank says in what and which.
+    """
+    _refuse_difference(collectives.all_gather_objects(mine))
+
+
+def _refuse_difference(everyone: list[dict[str, Any]]) -> None:
+    difference = _difference(everyone)
+    if difference is not None:
+        raise ClusterError(f"all ranks must have the same {difference}")
+
+
+def described(algorithm: Algorithm[Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """All that ranks must have the same, by name."""
     options = {f"{algorithm.name} {key}": value for key, value in algorithm.options().items()}
     return {"regtopk version": __version__, "algorithm": algorithm.name, **options, **settings}
 

@@ -90,7 +90,7 @@ class LocalModel:
         self.optimizer = optimizer
         named = self.parameters.named
         check_inner(optimizer, self.parameters.whole)
-        self._frozen = {name: p for name, p in named_pairs(source) if name not in named}
+        self.frozen = {name: p for name, p in named_pairs(source) if name not in named}
         self.buffers = ModelBuffers(module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
         parts = self._parts(self._flat, list(named))
@@ -114,7 +114,7 @@ class LocalModel:
             "outer": describe_outer(self.outer),
             "buffers": self.buffers.how,
             "buffers of the model": self.buffers.describe(),
-            "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self._frozen.items()],
+            "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self.frozen.items()],
         }
 
     def sharding(self) -> Sharding:
@@ -128,10 +128,10 @@ class LocalModel:
         )
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
-        """Start from rank 0's model, and make room for the update: the buckets' vectors in a row."""
+        """Start from rank 0's model, and make room for the update."""
         device = self.parameters.device
         collectives.broadcast(self._flat.view(torch.uint8), 0)
-        for tensor in self._frozen.values():
+        for tensor in self.frozen.values():
             take_over_(local(tensor), collectives, device)
         self.buffers.begin_from_rank_0(collectives, device)
         self.write_back()
@@ -139,6 +139,10 @@ class LocalModel:
             part.register_load_state_dict_post_hook(self.notice)
             for part in (self._module.modules() if self._module else ())
         ]
+        self.make_room(buckets)
+
+    def make_room(self, buckets: list[Bucket]) -> None:
+        """Make room for the update: the buckets' vectors in a row."""
         named = self.parameters.named
         names = [name for bucket in buckets for name in bucket.names]
         empty = [name for name, p in named.items() if p.numel() == 0]

@@ -62,6 +62,16 @@ class ModelBuffers:
             if name in now and now[name].shape == start.shape:
                 now[name].copy_(start)
 
+    def copies(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The buffers now, and as the round began: for `put_back`."""
+        return {name: buffer.clone() for name, buffer in self.named.items()}, self._start
+
+    def put_back(self, copies: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        """Undo a `join`."""
+        was, self._start = copies
+        for name, buffer in self.named.items():
+            buffer.copy_(was[name])
+
     def is_spoiled(self, device: torch.device) -> Tensor:
         """(), whether a number became NaN or inf in this round; masks may hold -inf from the first."""
         spoiled = torch.zeros((), dtype=torch.bool, device=device)

@@ -27,6 +27,7 @@ from regtopk.distributed.driver import answer
 from regtopk.distributed.handshake import (
     agree,
     agree_on_step,
+    described,
     meet_shards,
     refuse_oracles,
     roll_call,
@@ -111,13 +112,8 @@ class Steps:
             meet_shards(shards, collectives, algorithm, options, settings, kind.call)
         roll_call(collectives, kind.call, "handshake_timeout_s", options.handshake_timeout_s)
         weights = agree(collectives, algorithm, options.weight, settings)
-        self.rank = Rank(
-            collectives,
-            weights,
-            index_code=options.index_code,
-            collective=options.collective,
-            deterministic=options.deterministic,
-        )
+        self.settings = described(algorithm, settings)
+        self.rank = self._rank_in(collectives, weights)
         self.num_steps = 0
         self.is_finite = True  # whether no rank had a NaN or inf in this step
         self.buckets = Buckets(
@@ -141,6 +137,20 @@ class Steps:
             "parameters": self.parameters.describe(),
             **dict(self._kind.settings),
         }
+
+    def _rank_in(self, collectives: Collectives, weights: Tensor) -> Rank:
+        return Rank(
+            collectives,
+            weights,
+            index_code=self._options.index_code,
+            collective=self._options.collective,
+            deterministic=self._options.deterministic,
+        )
+
+    def regroup(self, collectives: Collectives, weights: Tensor) -> None:
+        """Go on among other ranks, or with other weights, between two steps."""
+        self.rank = self._rank_in(collectives, weights)
+        self.buckets.regroup(self.rank)
 
     @property
     def num_turns(self) -> int:

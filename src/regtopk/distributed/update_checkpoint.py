@@ -63,10 +63,10 @@ def add_to(
     named = model.parameters.named
     mine = {
         "num_steps": num_steps,
-        "optimizer": _copied(model.optimizer.state_dict()),
-        "parameters": {} if sent is None else _finite(_copied(dict(named)), model.start),
-        "buffers": _copied(model.buffers.saved()),
-        "sent": _finite(_copied(sent or {}), model.start),
+        "optimizer": copied(model.optimizer.state_dict()),
+        "parameters": {} if sent is None else _finite(copied(dict(named)), model.start),
+        "buffers": copied(model.buffers.saved()),
+        "sent": _finite(copied(sent or {}), model.start),
         "skipped": skipped if sent else [],
     }
     for worker in saved["workers"].values():
@@ -75,8 +75,8 @@ def add_to(
         **{time: getattr(rounds, time) for time in _TIMES},
         "inner": type(model.optimizer).__name__,
         "outer": describe_outer(model.outer),
-        "start": _copied(model.start),
-        "outer_state": ({} if model.outer is None else _copied(model.outer.state_dict()),),
+        "start": copied(model.start),
+        "outer_state": ({} if model.outer is None else copied(model.outer.state_dict()),),
     }
     return {**saved, "updates": updates}
 
@@ -236,17 +236,17 @@ def _check_buffers(model: LocalModel, saved: dict[str, dict[str, Tensor]]) -> No
 def _finite(parameters: dict[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters that a NaN has spoiled are saved as theta_start, which they will return to."""
     return {
-        name: tensor if bool(torch.isfinite(tensor).all()) else _copied(start[name]).to(tensor.dtype)
+        name: tensor if bool(torch.isfinite(tensor).all()) else copied(start[name]).to(tensor.dtype)
         for name, tensor in parameters.items()
     }
 
 
-def _copied(thing: Any) -> Any:
+def copied(thing: Any) -> Any:
     """A copy on the CPU; of a DTensor, of this rank's part."""
     if isinstance(thing, Tensor):
         return local(thing).detach().to("cpu", copy=True)
     if isinstance(thing, dict):
-        return {key: _copied(value) for key, value in thing.items()}
+        return {key: copied(value) for key, value in thing.items()}
     if isinstance(thing, (list, tuple)):
-        return type(thing)(_copied(value) for value in thing)
+        return type(thing)(copied(value) for value in thing)
     return thing

@@ -1,0 +1,213 @@
+"""Replicas of torchft that come and go, with its own lighthouse, managers and process groups on loopback."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from regtopk import RegTopK
+from regtopk.errors import ClusterError
+from tests.distributed.ranks import fork_process
+
+pytest.importorskip(
+    "torchft", reason="torchft is not installed: its wheels are for x86_64 Linux only", exc_type=ImportError
+)
+from torchft import Manager, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
+
+from regtopk.torchft import UpdateExchange
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torchft
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+EVERY = 2
+Address = str
+
+
+class After(NamedTuple):
+    """A replica after a round."""
+
+    pid: int
+    num_rounds: int
+    num_failed: int
+    weights: list[float]
+    residual_norm: float
+    tensors: list[Tensor]  # parameters, buffers, and the outer optimizer's state
+
+
+class Replicas:
+    """Replica processes of one lighthouse, each telling about every round."""
+
+    def __init__(self) -> None:
+        self._lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=2, join_timeout_ms=20_000, heartbeat_timeout_ms=2_000
+        )
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self.heard: list[list[After]] = []
+
+    def start(self, density: float = 0.25) -> int:
+        number = len(self._processes)
+        process, pipe = fork_process(_train, self._lighthouse.address(), number, density)
+        self._processes.append(process)
+        self._pipes.append(pipe)
+        self.heard.append([])
+        return number
+
+    def kill(self, number: int) -> None:
+        self._processes[number].kill()  # SIGKILL
+        self._processes[number].join()
+
+    def listen(self, until: Callable[[list[list[After]]], bool], timeout_s: float = 240) -> None:
+        """Hear what the replicas tell until they have told enough."""
+        deadline = time.monotonic() + timeout_s
+        while not until(self.heard):
+            alive = [pipe for pipe, p in zip(self._pipes, self._processes, strict=True) if p.is_alive()]
+            ready = wait(alive, timeout=1)
+            for pipe in ready:
+                told = pipe.recv()  # type: ignore[union-attr]
+                assert isinstance(told, After), told
+                self.heard[self._pipes.index(pipe)].append(told)  # type: ignore[arg-type]
+            assert time.monotonic() < deadline, [[a[:5] for a in told[-3:]] for told in self.heard]
+
+    def answer(self, number: int, timeout_s: float = 120) -> Any:
+        """The next thing that a replica tells."""
+        assert self._pipes[number].poll(timeout_s)
+        return self._pipes[number].recv()
+
+    def stop(self) -> None:
+        for number in range(len(self._processes)):
+            self.kill(number)
+        self._lighthouse.shutdown()
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    them = Replicas()
+    yield them
+    them.stop()
+
+
+def _train(pipe: Connection, lighthouse: Address, number: int, density: float) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(number)  # replicas begin from different weights
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{number}",
+    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    try:
+        exchange = UpdateExchange(
+            manager, model, optimizer, RegTopK(density=density), every=EVERY, outer=_nesterov
+        )
+    except Exception as error:
+        pipe.send(error)
+        return
+    while True:
+        for _ in range(EVERY):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
+            optimizer.step()
+        time.sleep(0.1)
+        pipe.send(_after(exchange, model))
+
+
+def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _after(exchange: UpdateExchange, model: nn.Module) -> After:
+    assert exchange.outer is not None
+    momenta = [state["momentum_buffer"] for state in exchange.outer.state.values()]
+    return After(
+        os.getpid(),
+        exchange.num_rounds,
+        exchange.num_failed,
+        exchange.weights,
+        exchange.total.residual_norm,
+        [t.detach().clone() for t in (*model.state_dict().values(), *momenta)],
+    )
+
+
+def _check_alike(told: list[list[After]], from_round: int, first: int) -> None:
+    """Replicas hold the same bits after every round that both `first` and another have committed."""
+    mine = _committed(told[first])
+    num_compared = 0
+    for other in told:
+        for number, after in _committed(other).items():
+            if number >= from_round and number in mine and other is not told[first]:
+                assert all(map(torch.equal, after.tensors, mine[number].tensors)), f"round {number}"
+                num_compared += 1
+    assert num_compared >= 2
+
+
+def _committed(told: list[After]) -> dict[int, After]:
+    """What a replica held when it had first committed so many rounds."""
+    return {after.num_rounds: after for after in reversed(told)}
+
+
+def _has_rounds(number: int, num_rounds: int, *, weights: int | None = None) -> Callable[..., bool]:
+    def until(told: list[list[After]]) -> bool:
+        enough = [a for a in told[number] if weights is None or len(a.weights) == weights]
+        return len({a.num_rounds for a in enough}) >= num_rounds
+
+    return until
+
+
+def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> None:
+    for _ in range(3):
+        replicas.start()
+    replicas.listen(lambda told: all(_has_rounds(n, 3)(told) for n in range(3)))
+    _check_alike(replicas.heard, 1, first=0)
+    before = replicas.heard[0][-1].num_rounds
+    replicas.kill(2)
+
+    replicas.listen(lambda told: all(_has_rounds(n, 2, weights=2)(told) for n in range(2)))
+    for told in replicas.heard[:2]:
+        assert len({a.pid for a in told}) == 1  # no process was restarted
+        assert told[-1].num_failed <= 1  # the round that it was killed in, at most
+        assert told[-1].weights == [0.5, 0.5]
+        assert told[-1].num_rounds > before
+        assert told[-1].residual_norm > 0
+    _check_alike(replicas.heard[:2], before, first=0)
+
+    new = replicas.start()
+    replicas.listen(_has_rounds(new, 3, weights=3))
+    joined = replicas.heard[new]
+    assert joined[0].num_rounds > before + 1
+    _check_alike([*replicas.heard[:2], joined], joined[0].num_rounds, first=2)
+    assert all(len({a.pid for a in told}) == 1 for told in replicas.heard[:2])
+
+
+def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas: Replicas) -> None:
+    for _ in range(2):
+        replicas.start()
+    replicas.listen(lambda told: all(_has_rounds(n, 2)(told) for n in range(2)))
+    error = replicas.answer(replicas.start(density=0.5))
+    assert isinstance(error, ClusterError)
+    assert "must have the same regtopk density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(error)
+    num_rounds = replicas.heard[0][-1].num_rounds
+    replicas.listen(lambda told: all(t[-1].num_rounds >= num_rounds + 3 for t in told[:2]))
+    _check_alike(replicas.heard[:2], 1, first=0)
