@@ -13,7 +13,7 @@ import regtopk
 from regtopk.__main__ import main
 
 SOURCE = Path(regtopk.__file__).parent
-EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL")
+EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft")
 
 # arrows run down: a part may import itself and what stands lower, never its neighbours
 LEVELS = {
@@ -22,6 +22,7 @@ LEVELS = {
     "experiments": 7,
     "report": 7,
     "plan": 7,
+    "torchft": 5,
     "runs": 5,
     "method": 4,
     "simulate": 4,

@@ -4,20 +4,18 @@ torchft has wheels for x86_64 Linux alone: ``pip install regtopk[torchft]``.
 """
 
 import logging
-import pickle
 from copy import deepcopy
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import AllToAllOptions, BroadcastOptions
+from torch import nn
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer, check_positive
+from regtopk.distributed.bare_group import BareCollectives
 from regtopk.distributed.buckets import Bucket
-from regtopk.distributed.collectives import Collectives, as_bytes
 from regtopk.distributed.handshake import compare
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.model_buffers import How
@@ -40,7 +38,6 @@ _WARNING = (
     "after round %d a replica's update was not finite: all replicas went back to where the round began; "
     "total.num_skipped counts such rounds"
 )
-_MOST_BYTES = 1 << 24  # of one replica's settings
 _log = logging.getLogger("regtopk")
 
 
@@ -230,7 +227,8 @@ class UpdateExchange:
             if self._buffers_before is not None:
                 model.buffers.put_back(self._buffers_before)
             self._num_failed += 1
-            _log.warning("round %d was not committed: %s", self.num_rounds, self._problem or manager.errored())
+            problem = self._problem or manager.errored()
+            _log.warning("round %d was not committed: %s", self.num_rounds, problem)
             return False
         self._is_new = False
         if has_sent:
@@ -240,7 +238,7 @@ class UpdateExchange:
     def _meet(self) -> bool:
         """See who is there. Whether anybody has something to send."""
         steps = self._steps
-        group = ManagedCollectives(self._manager)
+        group = _group_of(self._manager)
         stamp = crc32(repr(steps.settings).encode())
         mine = [0.0 if self._is_new else self._weight, float(stamp)]
         everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
@@ -304,58 +302,13 @@ class UpdateExchange:
         self._num_steps, self._num_steps_in_round = given["num_steps"], 0
 
 
-class ManagedCollectives(Collectives):
-    """Collectives over the Manager's process group, as it is in this quorum. Failures stay what they are."""
-
-    store = None
-
-    def __init__(self, manager: Manager) -> None:
-        rank = manager.participating_rank()
-        self.group = ManagedProcessGroup(manager)
-        self.num_workers = manager.num_participants()
-        if rank is None or self.num_workers != self.group.parent.size():
-            raise ClusterError("manager must have world_size_mode=DYNAMIC: there are replicas that are spare")
-        self.rank = rank
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """(m,) of equal length on all replicas -> (N, m)."""
-        return self._send_directly(tensor)
-
-    def _send_directly(self, tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty(self.num_workers, tensor.numel())
-        size = [as_bytes(tensor).numel()] * self.num_workers
-        self._all_to_all(as_bytes(gathered).view(-1), as_bytes(tensor).repeat(self.num_workers), size, size)
-        return gathered
-
-    def all_to_all(self, parts: Any, sizes: list[int]) -> list[Tensor]:
-        """parts[r] goes to replica r; returns what all had for this one, of these sizes, in order."""
-        received = parts[0].new_empty(sum(sizes))
-        self._all_to_all(received, torch.cat(list(parts)), sizes, [part.numel() for part in parts])
-        return list(received.split(sizes))
-
-    def _all_to_all(self, received: Tensor, sent: Tensor, sizes: list[int], lengths: list[int]) -> None:
-        self.group.alltoall_base(received, sent, sizes, lengths, AllToAllOptions()).wait()
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over replicas, in their order."""
-        return tensor.copy_(self.all_gather(tensor.flatten()).sum(0).view_as(tensor))
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """The largest of the replicas' values, entry by entry."""
-        return self.all_gather(tensor).amax(0)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """The tensor of replica `source` of this quorum."""
-        options = BroadcastOptions()
-        options.rootRank = source
-        self.group.broadcast([tensor], options).wait()
-        return tensor
-
-    def all_gather_objects(self, thing: Any) -> list[Any]:
-        """Every replica's small Python object, in order."""
-        message = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        (messages,) = zip(*self.all_gather_ragged([message], _MOST_BYTES), strict=True)
-        return [pickle.loads(message.numpy().tobytes()) for message in messages]
+def _group_of(manager: Manager) -> BareCollectives:
+    """Collectives over the Manager's process group, as it is in this quorum."""
+    rank, num_replicas = manager.participating_rank(), manager.num_participants()
+    group = ManagedProcessGroup(manager)
+    if rank is None or num_replicas != group.parent.size():
+        raise ClusterError("manager must have world_size_mode=DYNAMIC: some replicas are spare")
+    return BareCollectives(group, rank, num_replicas)
 
 
 def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:

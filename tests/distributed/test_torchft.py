@@ -3,17 +3,21 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regtopk import RegTopK
-from regtopk.errors import ClusterError
+from regtopk import EF21, RegTopK, TopK
+from regtopk.core import Conversation, Worker
+from regtopk.core.state import ResidualState
+from regtopk.errors import ArgumentError, ClusterError
 from tests.distributed.ranks import fork_process
 
 pytest.importorskip(
@@ -30,11 +34,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 EVERY = 2
-Address = str
 
 
 class After(NamedTuple):
-    """A replica after a round."""
+    """A replica when it has joined, and after every round."""
 
     pid: int
     num_rounds: int
@@ -97,25 +100,11 @@ def replicas() -> Iterator[Replicas]:
     them.stop()
 
 
-def _train(pipe: Connection, lighthouse: Address, number: int, density: float) -> None:
+def _train(pipe: Connection, lighthouse: str, number: int, density: float) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(number)  # replicas begin from different weights
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=2,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=20),
-        quorum_timeout=timedelta(seconds=60),
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"replica_{number}",
-    )
+    manager = _manager(store, lighthouse, number)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     try:
@@ -126,12 +115,30 @@ def _train(pipe: Connection, lighthouse: Address, number: int, density: float) -
         pipe.send(error)
         return
     while True:
+        pipe.send(_after(exchange, model))
         for _ in range(EVERY):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
             optimizer.step()
-        time.sleep(0.1)
-        pipe.send(_after(exchange, model))
+        time.sleep(0.1)  # as long as a short round takes
+
+
+def _manager(store: dist.TCPStore, lighthouse: str, number: int, min_replicas: int = 2) -> Manager:
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=min_replicas,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{number}",
+    )
 
 
 def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -194,9 +201,12 @@ def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> Non
     _check_alike(replicas.heard[:2], before, first=0)
 
     new = replicas.start()
-    replicas.listen(_has_rounds(new, 3, weights=3))
+    replicas.listen(_has_rounds(new, 4, weights=3))
     joined = replicas.heard[new]
     assert joined[0].num_rounds > before + 1
+    assert (joined[0].residual_norm, sorted(joined[0].weights)) == (0, [0, 0.5, 0.5])  # when it had joined
+    assert joined[1].weights == [1 / 3] * 3
+    assert joined[1].residual_norm > 0
     _check_alike([*replicas.heard[:2], joined], joined[0].num_rounds, first=2)
     assert all(len({a.pid for a in told}) == 1 for told in replicas.heard[:2])
 
@@ -207,7 +217,83 @@ def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas:
     replicas.listen(lambda told: all(_has_rounds(n, 2)(told) for n in range(2)))
     error = replicas.answer(replicas.start(density=0.5))
     assert isinstance(error, ClusterError)
-    assert "must have the same regtopk density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(error)
+    assert "must have the same regtopk density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(
+        error
+    )
     num_rounds = replicas.heard[0][-1].num_rounds
     replicas.listen(lambda told: all(t[-1].num_rounds >= num_rounds + 3 for t in told[:2]))
     _check_alike(replicas.heard[:2], 1, first=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsOnce(TopK):
+    """Top-k that fails in its third round, when its state has changed already."""
+
+    name: ClassVar[str] = "fails-once"
+    failed: list[bool] = field(default_factory=list)
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        aggregate = yield from super().exchange(grad, state, worker)
+        if worker.step == 2 and not self.failed:
+            self.failed.append(True)
+            raise RuntimeError("this round fails")
+        return aggregate
+
+
+def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
+    torch.manual_seed(0)
+    model, data = nn.Linear(5, 4), torch.randn(6 * EVERY, 7, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = UpdateExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, rounds: range) -> None:
+        for batch in data[rounds.start * EVERY : rounds.stop * EVERY]:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+    try:
+        train(model, optimizer, range(2))
+        alone = deepcopy(model)  # what the model learns by itself from here
+        before, residual = exchange.state_dict(), _residual(exchange)
+        train(model, optimizer, range(2, 3))  # no error leaves optimizer.step()
+        assert exchange.num_failed == 1
+        assert "this round fails" in str(manager.errored())
+        after = exchange.state_dict()
+        assert all(torch.equal(after["start"][name], start) for name, start in before["start"].items())
+        assert after["num_rounds"] == before["num_rounds"] == 2
+        assert torch.equal(_residual(exchange), residual)
+
+        train(model, optimizer, range(3, 4))
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), range(2, 4))
+        assert (exchange.num_failed, exchange.num_rounds) == (1, 3)
+        not_sent = residual + (model.weight - alone.weight).detach().flatten()
+        torch.testing.assert_close(
+            _residual(exchange), not_sent
+        )  # theta + e is what it learned: no more, no less
+        assert torch.equal(model.weight, exchange.state_dict()["start"]["weight"])
+    finally:
+        manager.shutdown()
+        lighthouse.shutdown()
+
+
+def _is_bias(name: str, _: nn.Parameter) -> bool:
+    return name == "bias"
+
+
+def _residual(exchange: UpdateExchange) -> Tensor:
+    state = exchange._steps.buckets.all[0].state
+    assert isinstance(state, ResidualState)
+    return state.residual.clone()
+
+
+def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ArgumentError, match=r"must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
+    ):
+        UpdateExchange(None, model, optimizer, EF21(density=0.5))

@@ -1,0 +1,95 @@
+"""What an exchange needs among ranks that come and go, on ranks that stay."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from regtopk import RegTopK
+from regtopk.distributed.bare_group import BareCollectives
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.model_buffers import ModelBuffers
+from regtopk.distributed.one_process import Alone
+from regtopk.distributed.options import Options
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.rank import Rank
+from regtopk.distributed.step import Kind, Steps
+from tests.distributed.ranks import Ranks
+
+
+def collectives_of_both_kinds() -> None:
+    known = Collectives(dist.group.WORLD)
+    bare = BareCollectives(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    rank = known.rank
+    numbers = torch.arange(5.0) * (rank + 1) - 3
+    parts = [torch.full((rank + 1 + to,), 10 * rank + to) for to in range(2)]
+    for ask in (
+        lambda c: c.all_gather(numbers),
+        lambda c: c.maximum(numbers.clone()),
+        lambda c: c.all_reduce(numbers.clone()),
+        lambda c: c.broadcast(numbers.clone(), 1),
+        lambda c: torch.cat(c.all_to_all_ragged(parts, 5)),
+    ):
+        assert torch.equal(ask(bare), ask(known))
+    things = [{"rank": n, "long": "x" * 1000 * n} for n in range(2)]
+    assert bare.all_gather_objects(things[rank]) == things
+
+
+def test_a_group_without_a_name_gives_what_one_with_a_name_gives(two_ranks: Ranks) -> None:
+    two_ranks.run(collectives_of_both_kinds)
+
+
+def steps_of_two() -> None:
+    model = nn.Linear(6, 4, bias=False)
+    grads = {"weight": torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))}
+    steps = Steps(Parameters(model), RegTopK(density=0.25), Alone(), Options(), Kind("test"))
+    group = Collectives(dist.group.WORLD)
+    weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    steps.regroup(group, weights)
+    same = Steps(
+        Parameters(model),
+        RegTopK(density=0.25),
+        group,
+        Options(weight=float(weights[group.rank])),
+        Kind("test"),
+    )
+    for _ in range(3):
+        ours, theirs = copy.deepcopy(grads), copy.deepcopy(grads)
+        steps.run(ours)
+        same.run(theirs)
+        assert torch.equal(ours["weight"], theirs["weight"])
+
+    (old,) = steps.buckets.all
+    steps.regroup(group, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    (new,) = steps.buckets.all
+    assert torch.equal(new.state.residual, old.state.residual)  # its own, to the bit
+    assert bool(new.state.residual.any()) and bool(old.state.own.any())
+    assert not bool(new.state.own.any())  # the last selection has another meaning now
+    assert float(new.worker.weight) == float(group.rank == 0)
+
+    steps.buckets.begin_from(steps.buckets.shared())
+    assert not bool(steps.buckets.all[0].state.residual.any())  # as a new rank's
+
+
+def test_steps_go_on_among_other_ranks(two_ranks: Ranks) -> None:
+    two_ranks.run(steps_of_two)
+
+
+def joined_buffers() -> None:
+    norm = nn.BatchNorm1d(3)
+    buffers = ModelBuffers(norm, "mean")
+    norm(torch.randn(8, 3) + dist.get_rank())
+    own = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    begun = {name: buffer.clone() for name, buffer in buffers.saved()["start"].items()}
+    kept = buffers.copies()
+    rank = Rank(Collectives(dist.group.WORLD), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    buffers.join(rank, torch.device("cpu"))
+    assert not torch.equal(norm.running_mean, own["running_mean"])  # type: ignore[arg-type]
+    buffers.put_back(kept)
+    for now, was in ((dict(norm.named_buffers()), own), (buffers.saved()["start"], begun)):
+        assert all(torch.equal(now[name], buffer) for name, buffer in was.items())
+
+
+def test_buffers_are_put_back_as_each_rank_had_them(two_ranks: Ranks) -> None:
+    two_ranks.run(joined_buffers)
