@@ -205,7 +205,7 @@ class UpdateExchange:
             return
         self._num_steps += 1
         self._num_steps_in_round += 1
-        if self._num_steps_in_round == self.every:
+        if self._num_steps_in_round >= self.every:
             self._make_round()
             self._num_steps_in_round = 0
 
@@ -227,8 +227,8 @@ class UpdateExchange:
             if self._buffers_before is not None:
                 model.buffers.put_back(self._buffers_before)
             self._num_failed += 1
-            problem = self._problem or manager.errored()
-            _log.warning("round %d was not committed: %s", self.num_rounds, problem)
+            why = self._problem or manager.errored()
+            _log.warning("round %d was not committed: %s", self.num_rounds, why)
             return False
         self._is_new = False
         if has_sent:

@@ -4,21 +4,22 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from regtopk import EF21, RegTopK, TopK
-from regtopk.core import Conversation, Worker
+from regtopk.core import Algorithm, Conversation, Worker
 from regtopk.core.state import ResidualState
 from regtopk.errors import ArgumentError, ClusterError
 from tests.distributed.ranks import fork_process
+from tests.distributed.test_guide import GUIDE, blocks
 
 pytest.importorskip(
     "torchft", reason="torchft is not installed: its wheels are for x86_64 Linux only", exc_type=ImportError
@@ -34,6 +35,22 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 EVERY = 2
+REGTOPK = RegTopK(density=0.25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsOnce(TopK):
+    """Top-k that fails in some rounds, when it has sent its entries and changed its state."""
+
+    name: ClassVar[str] = "fails-once"
+    failing: ClassVar[set[int]] = set()  # the rounds to fail in, of this process
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        aggregate = yield from super().exchange(grad, state, worker)
+        if worker.step in self.failing:
+            self.failing.remove(worker.step)
+            raise RuntimeError("this round fails")
+        return aggregate
 
 
 class After(NamedTuple):
@@ -58,9 +75,9 @@ class Replicas:
         self._pipes: list[Connection] = []
         self.heard: list[list[After]] = []
 
-    def start(self, density: float = 0.25) -> int:
+    def start(self, algorithm: Algorithm[Any] = REGTOPK, failing: tuple[int, ...] = ()) -> int:
         number = len(self._processes)
-        process, pipe = fork_process(_train, self._lighthouse.address(), number, density)
+        process, pipe = fork_process(_train, self._lighthouse.address(), number, algorithm, failing)
         self._processes.append(process)
         self._pipes.append(pipe)
         self.heard.append([])
@@ -76,10 +93,10 @@ class Replicas:
         while not until(self.heard):
             alive = [pipe for pipe, p in zip(self._pipes, self._processes, strict=True) if p.is_alive()]
             ready = wait(alive, timeout=1)
-            for pipe in ready:
-                told = pipe.recv()  # type: ignore[union-attr]
+            for number in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
+                told = self._pipes[number].recv()
                 assert isinstance(told, After), told
-                self.heard[self._pipes.index(pipe)].append(told)  # type: ignore[arg-type]
+                self.heard[number].append(told)
             assert time.monotonic() < deadline, [[a[:5] for a in told[-3:]] for told in self.heard]
 
     def answer(self, number: int, timeout_s: float = 120) -> Any:
@@ -100,17 +117,19 @@ def replicas() -> Iterator[Replicas]:
     them.stop()
 
 
-def _train(pipe: Connection, lighthouse: str, number: int, density: float) -> None:
+def _train(
+    pipe: Connection, lighthouse: str, number: int, algorithm: Algorithm[Any], failing: tuple[int, ...]
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(number)  # replicas begin from different weights
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = _manager(store, lighthouse, number)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    FailsOnce.failing.update(failing)
+    norm = nn.BatchNorm1d(8) if isinstance(algorithm, RegTopK) else nn.Identity()
+    model = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     try:
-        exchange = UpdateExchange(
-            manager, model, optimizer, RegTopK(density=density), every=EVERY, outer=_nesterov
-        )
+        exchange = UpdateExchange(manager, model, optimizer, algorithm, every=EVERY, outer=_nesterov)
     except Exception as error:
         pipe.send(error)
         return
@@ -123,7 +142,7 @@ def _train(pipe: Connection, lighthouse: str, number: int, density: float) -> No
         time.sleep(0.1)  # as long as a short round takes
 
 
-def _manager(store: dist.TCPStore, lighthouse: str, number: int, min_replicas: int = 2) -> Manager:
+def _manager(store: TCPStore, lighthouse: str, number: int, min_replicas: int = 2) -> Manager:
     return Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
         load_state_dict=None,
@@ -186,15 +205,16 @@ def _has_rounds(number: int, num_rounds: int, *, weights: int | None = None) -> 
 def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> None:
     for _ in range(3):
         replicas.start()
-    replicas.listen(lambda told: all(_has_rounds(n, 3)(told) for n in range(3)))
+    replicas.listen(lambda told: all(_has_rounds(n, 3, weights=3)(told) for n in range(3)))
     _check_alike(replicas.heard, 1, first=0)
     before = replicas.heard[0][-1].num_rounds
+    num_failed = [told[-1].num_failed for told in replicas.heard]
     replicas.kill(2)
 
-    replicas.listen(lambda told: all(_has_rounds(n, 2, weights=2)(told) for n in range(2)))
-    for told in replicas.heard[:2]:
+    replicas.listen(lambda told: all(t[-1].num_rounds > before and len(t[-1].weights) == 2 for t in told[:2]))
+    for told, failed_before in zip(replicas.heard[:2], num_failed, strict=False):
         assert len({a.pid for a in told}) == 1  # no process was restarted
-        assert told[-1].num_failed <= 1  # the round that it was killed in, at most
+        assert told[-1].num_failed <= failed_before + 1  # the round that it was killed in, at most
         assert told[-1].weights == [0.5, 0.5]
         assert told[-1].num_rounds > before
         assert told[-1].residual_norm > 0
@@ -215,7 +235,7 @@ def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas:
     for _ in range(2):
         replicas.start()
     replicas.listen(lambda told: all(_has_rounds(n, 2)(told) for n in range(2)))
-    error = replicas.answer(replicas.start(density=0.5))
+    error = replicas.answer(replicas.start(RegTopK(density=0.5)))
     assert isinstance(error, ClusterError)
     assert "must have the same regtopk density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(
         error
@@ -225,29 +245,29 @@ def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas:
     _check_alike(replicas.heard[:2], 1, first=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailsOnce(TopK):
-    """Top-k that fails in its third round, when its state has changed already."""
-
-    name: ClassVar[str] = "fails-once"
-    failed: list[bool] = field(default_factory=list)
-
-    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        aggregate = yield from super().exchange(grad, state, worker)
-        if worker.step == 2 and not self.failed:
-            self.failed.append(True)
-            raise RuntimeError("this round fails")
-        return aggregate
+def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Replicas) -> None:
+    """It has sent its entries and fails then: the round counts on the other one."""
+    replicas.start(FailsOnce(density=0.25))
+    replicas.start(FailsOnce(density=0.25), failing=(2,))
+    replicas.listen(lambda told: all(_has_rounds(n, 6)(told) for n in range(2)))
+    assert [told[-1].num_failed for told in replicas.heard] == [0, 1]
+    behind = next(a for a in replicas.heard[1] if a.num_failed == 1)
+    ahead = next(a for a in replicas.heard[0] if a.num_rounds == 3)
+    assert (behind.num_rounds, ahead.weights) == (2, [0.5, 0.5])
+    healed = next(a for a in replicas.heard[1] if a.num_rounds > 2)
+    assert (healed.num_rounds, healed.residual_norm, healed.weights) == (4, 0, [1, 0])
+    _check_alike(replicas.heard, 1, first=0)
 
 
 def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
     torch.manual_seed(0)
     model, data = nn.Linear(5, 4), torch.randn(6 * EVERY, 7, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = UpdateExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
+    FailsOnce.failing.add(2)
 
     def train(net: nn.Module, optimizer: torch.optim.Optimizer, rounds: range) -> None:
         for batch in data[rounds.start * EVERY : rounds.stop * EVERY]:
@@ -297,3 +317,25 @@ def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
         ArgumentError, match=r"must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
     ):
         UpdateExchange(None, model, optimizer, EF21(density=0.5))
+
+
+def test_the_guides_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    for name, value in {**given, "TORCHFT_LIGHTHOUSE": lighthouse.address()}.items():
+        monkeypatch.setenv(name, value)
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    names: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer}
+    (source,) = blocks(GUIDE, "python torchft")
+    try:
+        exec(compile(source, "guide", "exec"), names)
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(4, 20)).square().mean().backward()
+            optimizer.step()
+        assert (names["exchange"].num_rounds, names["exchange"].num_failed) == (2, 0)
+    finally:
+        names["manager"].shutdown()
+        lighthouse.shutdown()
