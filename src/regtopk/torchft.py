@@ -62,7 +62,7 @@ class UpdateExchange:
     quorum within `quorum_timeout`, or that `max_retries` is exceeded.
 
     The exchange calls `start_quorum` and `should_commit`: nothing else may. For checkpoints on disk save
-    `state_dict()` with `manager.state_dict()`, and load both before training.
+    `state_dict()` with `manager.state_dict()` on one replica, and load both on every one before training.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
@@ -123,7 +123,7 @@ class UpdateExchange:
         self._given: dict[str, Any] | None = None  # a peer's state, to go on from
         self._problem: Exception | None = None  # what went wrong in the last round
         self._buffers_before: Any = None  # the buffers before they were joined in this round
-        manager.register_state_dict_fn("regtopk", self.load_state_dict, self.state_dict)
+        manager.register_state_dict_fn("regtopk", self._take_from_peer, self.state_dict)
         self._join()
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
@@ -187,8 +187,13 @@ class UpdateExchange:
             "shared": copied(self._steps.buckets.shared()),
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from another replica's state in the next round, when the settings have been compared."""
+        """Go on from a saved state, on every replica: it also sets parameters, buffers and both optimizers."""
+        self._begin_from(state_dict)
+
+    def _take_from_peer(self, state_dict: dict[str, Any]) -> None:
+        """Called by the Manager in a quorum: go on from it when the settings have been compared."""
         self._given, self._is_new = state_dict, True
 
     def _join(self) -> None:

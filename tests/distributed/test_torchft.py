@@ -295,6 +295,12 @@ def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
             _residual(exchange), not_sent
         )  # theta + e is what it learned: no more, no less
         assert torch.equal(model.weight, exchange.state_dict()["start"]["weight"])
+
+        exchange.load_state_dict(before)  # as from a disk: all but the residual
+        assert torch.equal(model.weight, before["start"]["weight"])
+        assert (exchange.num_rounds, bool(_residual(exchange).any())) == (2, False)
+        train(model, optimizer, range(4, 6))
+        assert (exchange.num_failed, exchange.num_rounds) == (1, 4)
     finally:
         manager.shutdown()
         lighthouse.shutdown()
