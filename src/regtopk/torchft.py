@@ -189,7 +189,7 @@ class UpdateExchange:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, on every replica: it also sets parameters, buffers and both optimizers."""
+        """Go on from a saved state, on every replica: parameters, buffers and both optimizers are set too."""
         self._begin_from(state_dict)
 
     def _take_from_peer(self, state_dict: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class UpdateExchange:
         elif model.outer is None:
             torch._foreach_sub_([model.start[name] for name in names], [model.update[name] for name in names])
         else:
-            model.apply_outer(names)
+            model.apply_outer(model.outer, names)
         model.write_back()
         steps.end()
 
