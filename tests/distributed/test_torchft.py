@@ -2,6 +2,7 @@
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -259,7 +260,29 @@ def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Repl
     _check_alike(replicas.heard, 1, first=0)
 
 
+def _run(function: Callable[[], None]) -> None:
+    """Run it in a process of its own: torchft leaves the socket of its HTTP server open."""
+    process, pipe = fork_process(_tell_failure, function)
+    assert pipe.poll(240)
+    failure = pipe.recv()
+    process.join()
+    pipe.close()
+    assert failure is None, failure
+
+
+def _tell_failure(pipe: Connection, function: Callable[[], None]) -> None:
+    try:
+        function()
+        pipe.send(None)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
 def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
+    _run(_fail_in_a_round)
+
+
+def _fail_in_a_round() -> None:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
@@ -325,12 +348,15 @@ def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
         UpdateExchange(None, model, optimizer, EF21(density=0.5))
 
 
-def test_the_guides_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_code_runs() -> None:
+    _run(_follow_the_guide)
+
+
+def _follow_the_guide() -> None:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
-    for name, value in {**given, "TORCHFT_LIGHTHOUSE": lighthouse.address()}.items():
-        monkeypatch.setenv(name, value)
+    os.environ |= {**given, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
     model = nn.Linear(20, 20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     names: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer}
