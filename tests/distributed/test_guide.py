@@ -117,10 +117,11 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
 
 def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     diffs, (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
-    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [2, 2]
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [2, 3]
     (before, attached), (_, updates) = map(sides_of, diffs)
     loop = attached[attached.index("for x, y") :]
-    sources = [before, attached + checkpoint, updates + loop]
+    sources = [before, attached + checkpoint, re.sub(r"^\.\.\. .*$", loop, updates, flags=re.M)]
+    assert sources[2].index("for x, y") < sources[2].index("exchange.finish()")
     here, elsewhere = two_ranks.run(follow_readme, sources, tmp_path)
     assert here[0][0] == ""
     assert here[1][0].startswith("consensus: 8 steps on 2 workers")

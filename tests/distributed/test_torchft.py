@@ -23,7 +23,9 @@ from tests.distributed.ranks import fork_process
 from tests.distributed.test_guide import GUIDE, blocks
 
 pytest.importorskip(
-    "torchft", reason="torchft is not installed: its wheels are for x86_64 Linux only", exc_type=ImportError
+    "torchft",
+    reason="torchft is not installed: pip install 'regtopk[torchft]', on x86_64 Linux",
+    exc_type=ImportError,
 )
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer

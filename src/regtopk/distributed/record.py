@@ -115,7 +115,12 @@ class Ledger:
 
 
 def summarise(
-    ledger: Ledger, num_workers: int, title: str, residual_norm: float, every: int | None = None
+    ledger: Ledger,
+    num_workers: int,
+    title: str,
+    residual_norm: float,
+    every: int | None = None,
+    num_parts: int = 1,
 ) -> str:
     """A few lines of text: bytes sent, against dense, and where the time went.
 
@@ -125,16 +130,19 @@ def summarise(
         title: whose it is.
         residual_norm: of what was not sent yet.
         every: how many optimizer steps a round of updates has; None: the steps exchange gradients.
+        num_parts: how many steps of the ledger make one of the whole model.
     """
     noun = "step" if every is None else "round"
-    total, steps = ledger.total, max(ledger.num_steps, 1)
+    total, steps = ledger.total, max(ledger.num_steps, 1) / num_parts
     times = {name: 1e3 * getattr(total, name) / steps for name in PHASES}
-    since = f" since {noun} {ledger.first_step}, when the ranks changed" if ledger.first_step else ""
+    since = (
+        f" since {noun} {ledger.first_step // num_parts}, when the ranks changed" if ledger.first_step else ""
+    )
     sent = f"{_size(total.sent_bytes / steps)} per {noun}, {_size(total.sent_bytes)} in all"
     dense = f"{_size(total.dense_bytes / steps)} per {noun}, {_size(total.dense_bytes)} in all"
     if total.sent_bytes:
         dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
-    done = counted(ledger.num_steps - total.num_skipped, noun)
+    done = counted((ledger.num_steps - total.num_skipped) // num_parts, noun)
     if every is not None:
         done += f" of {counted(every, 'step')}"
     lines = [

@@ -210,7 +210,8 @@ class UpdateExchange(ExchangeBase):
         self._land()
         steps = self._steps
         norm = self.total.residual_norm
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, self.every)
+        num_parts = len(self._fragments)
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, self.every, num_parts)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on, on the CPU, for `torch.save`: inside a round too.
