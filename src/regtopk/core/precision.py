@@ -53,9 +53,10 @@ def initial_state(algorithm: Algorithm[Any], worker: Worker, residual_dtype: str
 def exchange(algorithm: Algorithm[Any], grad: Tensor, state: State, worker: Worker) -> Conversation:
     """The algorithm's conversation; a residual in bfloat16 is widened before and rounded after it."""
     kept: Any = state
-    if getattr(state, "residual", grad).dtype != torch.bfloat16:
+    residual = getattr(state, "residual", None)
+    if not isinstance(residual, Tensor) or residual.dtype != torch.bfloat16:
         return (yield from algorithm.exchange(grad, state, worker))
-    kept.residual = kept.residual.to(worker.weight.dtype)
+    kept.residual = residual.to(worker.weight.dtype)
     aggregate = yield from algorithm.exchange(grad, state, worker)
     kept.residual = round_at_random(kept.residual, worker.index, worker.step)
     return aggregate
