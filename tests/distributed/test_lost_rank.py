@@ -88,7 +88,7 @@ def lose_self(model: Any, exchange: Any, scope: Scope, moment: str, signal_numbe
 
     def gather_once(tensor: Tensor) -> Any:
         calls.append(tensor)
-        if len(calls) > 1 or scope == "model":
+        if len(calls) > (1 if scope == "model" else 3):  # the first of each two agrees on the step
             os.kill(os.getpid(), signal_number)
         return gather(tensor)
 

@@ -81,19 +81,24 @@ def add_to(
     return {**saved, "updates": updates}
 
 
-def at_a_rounds_end(saved: dict[str, Any], weights: list[float]) -> dict[str, Any]:
+def at_a_rounds_end(saved: dict[str, Any], weights: list[float], *, is_sharded: bool) -> dict[str, Any]:
     """A state from inside a round, for other ranks: what a rank has learned since goes into its residual.
 
     e_n := e_n + theta_start - theta_n, so that nothing is lost; then all go on from theta_start.
 
     Raises:
-        StateError: the algorithm keeps no residual of some parameter.
+        StateError: the algorithm keeps no residual of some parameter, or the model is sharded.
     """
     try:
         workers = saved["workers"]
         is_same_cluster = saved["weights"] == weights and not saved.get("lost")
         if is_same_cluster or not any(worker["updates"][0]["parameters"] for worker in workers.values()):
             return saved
+        if is_sharded:
+            raise StateError(
+                "the saved state must be from a round's end to be loaded on other ranks or with other "
+                "weights, as the model is sharded: call finish() before you save"
+            )
         start = saved["updates"]["start"]
         return {**saved, "workers": {n: _ended(worker, start) for n, worker in workers.items()}}
     except StateError:

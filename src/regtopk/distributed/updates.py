@@ -250,7 +250,9 @@ class UpdateExchange(ExchangeBase):
         if not isinstance(state_dict, dict) or "updates" not in state_dict:
             raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
         steps = self._steps
-        state_dict = update_checkpoint.at_a_rounds_end(state_dict, self.weights)
+        state_dict = update_checkpoint.at_a_rounds_end(
+            state_dict, self.weights, is_sharded=self._model.is_sharded
+        )
         progress = steps.loaded({key: part for key, part in state_dict.items() if key != "updates"})
         return progress, update_checkpoint.loaded(
             self._model, state_dict, self._rounds, self.rank, self.weights
