@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from tests.processes import free_port
 
+NUM_STARTS = 3
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
 _forks.set_forkserver_preload(
     ["pytest", "torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "regtopk"]
@@ -107,6 +108,21 @@ class Ranks:
             self._folder.cleanup()
 
     def _start_processes(self) -> None:
+        """Start the ranks, and wait until all have met.
+
+        gloo's ranks can miss one another where many tests open and close ports: they are then started again.
+        """
+        for _ in range(NUM_STARTS):
+            self._fork()
+            try:
+                self.wait_for(list(range(self.num_ranks)))
+                return
+            except (AssertionError, OSError, EOFError) as error:  # a rank that has failed, or is gone
+                self.stop()
+                failure = error
+        raise failure
+
+    def _fork(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="regtopk-store-")
         self._store = f"{self._folder.name}/store"
         for rank in range(self.num_ranks):
@@ -139,6 +155,7 @@ def _serve(rank: int, num_ranks: int, store: str, timeout_s: float, pipe: Connec
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+    _send(pipe, (True, "here"))
     while True:
         function, args, warnings.filters = _receive(pipe)
         try:

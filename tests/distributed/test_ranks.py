@@ -29,3 +29,19 @@ def test_and_no_other_test(two_ranks: Ranks) -> None:
 def test_a_rank_that_hangs_says_where(two_ranks: Ranks) -> None:
     with pytest.raises(TimeoutError, match=r"(?s)only \[\] answered within 1 s; .*rank 1:.*in _serve"):
         two_ranks.run(time.sleep, 60, timeout_s=1)
+
+
+def test_ranks_that_do_not_meet_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, fork, num_forks = Ranks(2), Ranks._fork, []
+
+    def fork_and_lose_one(self: Ranks) -> None:
+        fork(self)
+        num_forks.append(1)
+        if len(num_forks) == 1:
+            self.kill(1)
+
+    monkeypatch.setattr(Ranks, "_fork", fork_and_lose_one)
+    try:
+        assert ranks.run(int, "7") == [7, 7] and len(num_forks) == 2
+    finally:
+        ranks.stop()
