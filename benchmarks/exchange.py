@@ -41,7 +41,7 @@ import regtopk
 from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
-from regtopk.distributed import buckets, gather, rank, updates
+from regtopk.distributed import buckets, gather, rank, turns
 from regtopk.distributed.bucket_queue import Arrival
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.options import Scope
@@ -75,7 +75,7 @@ def passes(device: torch.device) -> list[Pass]:
         Pass("decode", gather, "decode_rows"),
         Pass("sum", kernels, "sum_sparse_in_rank_order", 4),
         Pass("write the aggregate", kernels, "spread_", 4),
-        Pass("subtract the aggregate", updates, "subtract_"),
+        Pass("subtract the aggregate", turns, "subtract_"),
         Pass("write the model", LocalModel, "go_on", 8),
     ]
 

@@ -61,9 +61,8 @@ def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float
 
 def end_group(collectives: Collectives) -> None:
     """Destroy a group when all ranks are done with it. It must not hide what went wrong before."""
-    if not is_world(
-        collectives.group
-    ):  # torch reuses the names of other groups, which then would not connect
+    # torch reuses the names of other groups, which then would not connect
+    if not is_world(collectives.group):
         return
     try:
         roll_call(collectives, "close", "time", LONGEST_CLOSE_S)

@@ -1,27 +1,23 @@
 """An exchange of updates: the optimizer runs first, and what it changed is sent."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer
 from regtopk.distributed import update_checkpoint
-from regtopk.distributed.background import Background
 from regtopk.distributed.base import ExchangeBase
-from regtopk.distributed.buckets import Bucket
-from regtopk.distributed.collectives import Collectives, group_or_default, new_group_like
-from regtopk.distributed.fragments import Flight, Fragment
-from regtopk.distributed.handshake import end_group, roll_call
-from regtopk.distributed.layout import subtract_
+from regtopk.distributed.collectives import Collectives, group_or_default
+from regtopk.distributed.handshake import roll_call
 from regtopk.distributed.local_model import Anchors, LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.optimizers import Outer
@@ -30,8 +26,9 @@ from regtopk.distributed.parameters import NamedParameters
 from regtopk.distributed.record import summarise
 from regtopk.distributed.sharded import Shards, group_of
 from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.turns import Turns, fragments_of
 from regtopk.errors import ArgumentError, ClusterError, StateError
-from regtopk.rounds import Rounds, cut_evenly
+from regtopk.rounds import Rounds
 
 _WARNING = (
     "after round %d a rank's update was not finite: all ranks went back to where the round began; "
@@ -152,7 +149,7 @@ class UpdateExchange(ExchangeBase):
             residual_dtype=residual_dtype,
         )
         model = LocalModel(parameters, optimizer, outer, buffers, anchors)
-        self._fragments = _fragments_of(model, fragments)
+        parts = fragments_of(model, fragments)
         if fragments > 1 and getattr(algorithm, "k", None) is not None:
             raise ArgumentError("k must be None with fragments, which differ in size: give a density")
         if delay and (model.is_sharded or anchors == "cpu"):
@@ -168,8 +165,8 @@ class UpdateExchange(ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
         settings = tuple({**times, **model.describe()}.items())
-        parts = tuple(fragment.names for fragment in self._fragments) if fragments > 1 else ()
-        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, every, parts)
+        names = tuple(part.names for part in parts) if fragments > 1 else ()
+        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, every, names)
         steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
         super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
@@ -177,15 +174,11 @@ class UpdateExchange(ExchangeBase):
         self._rounds = rounds
         self._model = model
         self._num_steps = 0
-        self._is_whole = True  # whether the model is theta_start, the same on all ranks
         self._is_agreed = False
         self._handshake_timeout_s = handshake_timeout_s
         with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
-        self._background: Background | None = None
-        if delay:  # whose thread must not mix its collectives with the user's own
-            self._steps.rank.collectives = Collectives(new_group_like(collectives.group, self.device))
-            self._background = Background(self.device)
+        self._turns = Turns(steps, model, rounds, parts)
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
         _attached.add(optimizer)
@@ -207,10 +200,10 @@ class UpdateExchange(ExchangeBase):
 
     def summary(self) -> str:
         """What this rank sent, against dense gradients in every step, and where the time went."""
-        self._land()
+        self._turns.land()
         steps = self._steps
         norm = self.total.residual_norm
-        num_parts = len(self._fragments)
+        num_parts = len(self._turns.fragments)
         return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, self.every, num_parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,16 +214,9 @@ class UpdateExchange(ExchangeBase):
         was sent. `gather_state_dict` makes one of all ranks'.
         """
         self._refuse_in_agreed("state_dict")
-        skipped = [bool(fragment.sent) and not fragment.land() for fragment in self._fragments]
-        sent = {name: tensor for fragment in self._fragments for name, tensor in fragment.sent.items()}
-        return update_checkpoint.add_to(
-            self._steps.state_dict(),
-            self._model,
-            self._rounds,
-            self.num_steps,
-            None if self._is_whole else sent,
-            skipped,
-        )
+        skipped = self._turns.skipped()
+        saved, sent = self._steps.state_dict(), self._turns.sent()
+        return update_checkpoint.add_to(saved, self._model, self._rounds, self.num_steps, sent, skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, which also sets parameters, buffers and both optimizers.
@@ -261,31 +247,21 @@ class UpdateExchange(ExchangeBase):
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        for fragment in self._fragments:
-            if fragment.flight is not None:
-                fragment.flight.wait()
+        self._turns.forget()
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
+        self._turns.load(model.sent, model.skipped, is_whole=not model.parameters)
         self._num_steps = model.num_steps
-        self._is_whole = not model.parameters
-        for number, fragment in enumerate(self._fragments):
-            there = {name: tensor for name, tensor in model.sent.items() if name in fragment.names}
-            fragment.clear()
-            fragment.sent = {name: t.to(self.device, copy=True) for name, t in there.items()}
-            fragment.is_skipped = number < len(model.skipped) and model.skipped[number]
         self._model.notice.has_loaded = False
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        background, self._background = self._background, None
-        if background is not None:
-            background.close()  # what has begun on all ranks ends on all
+        end_group = self._turns.end_thread()
         super().close()
         for hook in self._hooks:
             hook.remove()
         _attached.discard(self._model.optimizer)
-        if background is not None:
-            end_group(self._steps.rank.collectives)
+        end_group()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -297,13 +273,7 @@ class UpdateExchange(ExchangeBase):
         self._refuse_in_agreed("finish")
         self._steps.check_usable()
         roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
-        for fragment in self._fragments:
-            if fragment.sent:
-                self._receive(fragment)
-        for fragment in self._fragments if not self._is_whole else ():
-            with self._model.at_hand():
-                self._make_round(fragment)
-        self._is_whole = True
+        self._turns.finish()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -315,7 +285,7 @@ class UpdateExchange(ExchangeBase):
         Then the rank gets its own parameters back. Buffers stay its own.
         """
         self._refuse_in_agreed("agreed")
-        self._land()
+        self._turns.land()
         own = self._model.copies(list(self._model.start))
         with torch.no_grad():
             self._model.write_back()
@@ -347,171 +317,5 @@ class UpdateExchange(ExchangeBase):
         found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
         if found_inf is not None and bool(found_inf):
             return
-        for fragment in self._fragments:
-            if fragment.flight is not None:
-                fragment.flight.raise_failure()
-        self._steps.check_usable()
-        step = self._num_steps + 1
-        self._is_whole = False
-        for number, fragment in enumerate(self._fragments):
-            if self._rounds.receives_at(number, step) and fragment.sent:
-                self._receive(fragment)
-            if self._rounds.sends_at(number, step):
-                if self._background is None:
-                    with self._model.at_hand():
-                        self._make_round(fragment)
-                else:
-                    self._send(fragment, self._background)
-        self._num_steps = step
-
-    def _make_round(self, fragment: Fragment) -> None:
-        """Exchange an update, and go on from the aggregate."""
-        steps = self._steps
-        self._model.parameters.check()
-        self._model.parameters.check_trainable()
-        steps.begin()
-        with steps.rank.timer.phase("select_s"):
-            update = self._model.take_update(self._buckets_of(fragment))
-        self._meet(fragment, *update, self._model.outer, then=self._go_on)
-
-    def _send(self, fragment: Fragment, background: Background) -> None:
-        """Start the exchange of an update, which goes on beside training."""
-        self._model.parameters.check()
-        self._model.parameters.check_trainable()
-        flats, is_finite = self._model.take_update(self._buckets_of(fragment))
-        fragment.sent = self._model.copies(fragment.names)
-        outer = self._model.outer_as_it_is()
-
-        def make_round() -> bool:
-            with self._steps.lock:  # whoever looks at the counts meanwhile waits
-                self._keep_for_this_stream(fragment, flats)
-                self._steps.begin()
-                return self._meet(fragment, flats, is_finite, outer)
-
-        fragment.flight = Flight(background, make_round, self.device)
-
-    def _receive(self, fragment: Fragment) -> None:
-        """Wait for the aggregate, and go on from it with what was learned meanwhile."""
-        is_finite = fragment.land()
-        with self._steps.half_way():
-            self._go_on(fragment, is_finite)
-        fragment.clear()
-
-    def _meet(
-        self,
-        fragment: Fragment,
-        flats: list[Tensor],
-        is_finite: Tensor,
-        outer: Optimizer | None,
-        then: Callable[[Fragment, bool], None] | None = None,
-    ) -> bool:
-        """What ranks do together in a round: the aggregate gets into theta_start.
-
-        Args:
-            fragment: whose round it is.
-            flats: its update, as the buckets' vectors.
-            is_finite: whether that is finite.
-            outer: what applies the aggregate.
-            then: what follows, if it is applied at once.
-
-        Returns:
-            Whether all ranks' updates were finite; if not, nothing has changed.
-        """
-        steps, buckets = self._steps, self._buckets_of(fragment)
-        self._agree(buckets, is_finite)
-        steps.agree_with_shards()
-        with steps.half_way():
-            if steps.is_finite:
-                self._exchange(fragment, buckets, flats, outer)
-            if then is not None:
-                with steps.rank.timer.phase("decode_s"):
-                    then(fragment, steps.is_finite)
-        steps.end(buckets)
-        return steps.is_finite
-
-    def _exchange(
-        self, fragment: Fragment, buckets: list[Bucket], flats: list[Tensor], outer: Optimizer | None
-    ) -> None:
-        model = self._model
-        if outer is None:
-            self._steps.exchange(buckets, flats, model.start, subtract_)
-        else:
-            self._steps.exchange(buckets, flats, model.update)
-            model.apply_outer(
-                outer, fragment.names
-            )  # theta_start is its parameters, the update their gradients
-
-    def _go_on(self, fragment: Fragment, is_finite: bool) -> None:
-        """Begin a fragment's next round, the aggregate being in theta_start; or return to its beginning."""
-        model = self._model
-        if not is_finite:
-            under_way = [other for other in self._fragments if other.sent]
-            are_finite = [other.land() for other in under_way]
-            model.take_back()  # the whole model: a NaN spreads
-            for other, other_is_finite in zip(under_way, are_finite, strict=True):
-                if other_is_finite:
-                    other.sent = model.copies(other.names)  # what they learned before is gone
-                else:  # this take-back is theirs, too
-                    other.clear()
-            self._is_whole = not any(other.sent for other in self._fragments if other is not fragment)
-            return
-        model.go_on(fragment.names, fragment.sent, self._rounds.mix)
-        if fragment is self._fragments[-1] and model.buffers.are_joined:
-            self._join_buffers()
-        elif fragment is self._fragments[-1]:
-            model.buffers.keep()
-        self._is_whole = self._fragments == [fragment] and not fragment.sent
-
-    def _join_buffers(self) -> None:
-        """Make the buffers the same on all ranks."""
-        self._land()  # whose collectives must not mix with these
-        steps = self._steps
-        if self.delay == 0:
-            self._model.buffers.join(steps.rank, self.device)
-            return
-        steps.rank.begin(self.device)  # the round they belong to is counted already
-        self._model.buffers.join(steps.rank, self.device)
-        steps.ledger.add_to_total(steps.rank.record, steps.rank.timer)
-
-    def _keep_for_this_stream(self, fragment: Fragment, flats: list[Tensor]) -> None:
-        """Memory of another stream must not be reused there before this stream is done with it."""
-        if self.device.type == "cuda":
-            states = [t for bucket in self._buckets_of(fragment) for t in bucket.state.state_dict().values()]
-            for tensor in (*flats, *states, *self._model.start.values()):
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(self.device))
-
-    def _buckets_of(self, fragment: Fragment) -> list[Bucket]:
-        names = set(fragment.names)
-        return [bucket for bucket in self._steps.buckets.all if names.issuperset(bucket.names)]
-
-    def _land(self) -> None:
-        """Wait for what is under way; it is applied when its time has come."""
-        for fragment in self._fragments:
-            if fragment.flight is not None:
-                fragment.flight.land()
-
-    def _agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
-        """Wait until all ranks are here."""
-        try:
-            self._steps.agree(buckets, is_finite)
-        except ClusterError as error:
-            if error.__cause__ is None:  # all ranks are here, but differ
-                raise
-            raise ClusterError(
-                f"round {self.num_rounds} did not begin at step {self.num_steps + 1} of this rank: did every "
-                "rank call optimizer.step() equally often? A step that a GradScaler skips on one rank is "
-                f"none: count by num_steps, not by batches. {error}"
-            ) from error
-
-
-def _fragments_of(model: LocalModel, num_fragments: int) -> list[Fragment]:
-    """The parameters in so many parts of about the same size; those without entries are in none."""
-    sizes = {name: p.numel() for name, p in model.parameters.named.items() if p.numel() > 0}
-    if num_fragments > len(sizes):
-        raise ArgumentError(
-            f"fragments must be at most the number of parameters, {len(sizes)}, got {num_fragments}"
-        )
-    names = list(sizes)
-    parts = cut_evenly(list(sizes.values()), num_fragments)
-    return [Fragment(tuple(names[i] for i in part)) for part in parts]
+        self._turns.after_step(self._num_steps + 1)
+        self._num_steps += 1
