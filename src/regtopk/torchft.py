@@ -15,16 +15,18 @@ from torch.optim import Optimizer
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer, check_positive
 from regtopk.distributed.bare_group import BareCollectives
+from regtopk.distributed.base import Counted
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.handshake import compare
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.one_process import Alone
 from regtopk.distributed.optimizers import Outer
 from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters
-from regtopk.distributed.record import StepRecord, summarise
-from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.record import summarise
+from regtopk.distributed.step import Steps
 from regtopk.distributed.update_checkpoint import copied
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
 
@@ -41,7 +43,7 @@ _WARNING = (
 _log = logging.getLogger("regtopk")
 
 
-class UpdateExchange:
+class UpdateExchange(Counted):
     """`regtopk.UpdateExchange` among the replicas of a torchft Manager, after every `every`-th step.
 
     >>> manager = Manager(pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1,
@@ -143,25 +145,9 @@ class UpdateExchange:
         return self._num_failed
 
     @property
-    def weights(self) -> list[float]:
-        """w_n of the replicas that took part in the last round, in the quorum's order."""
-        weights: list[float] = self._steps.rank.weights.tolist()
-        return weights
-
-    @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, for a learning rate that changes."""
         return self._model.outer
-
-    @property
-    def last_step(self) -> StepRecord:
-        """Bytes, entries and times of the last committed round on this replica."""
-        return self._steps.with_residual_norm(self._steps.ledger.last_step)
-
-    @property
-    def total(self) -> StepRecord:
-        """The sum of all committed rounds on this replica."""
-        return self._steps.with_residual_norm(self._steps.ledger.total)
 
     def summary(self) -> str:
         """What this replica sent, against dense gradients in every step, and where the time went."""

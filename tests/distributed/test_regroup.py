@@ -9,12 +9,13 @@ from torch import nn
 from regtopk import RegTopK
 from regtopk.distributed.bare_group import BareCollectives
 from regtopk.distributed.collectives import Collectives, group_or_default
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.model_buffers import ModelBuffers
 from regtopk.distributed.one_process import Alone
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.rank import Rank
-from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.step import Steps
 from tests.distributed.ranks import Ranks
 
 

@@ -19,7 +19,34 @@ from regtopk.errors import ClusterError, StateError
 _log = logging.getLogger("regtopk")
 
 
-class ExchangeBase:
+class Counted:
+    """What the steps of an exchange have sent, and who takes part."""
+
+    _steps: Steps
+
+    @property
+    def weights(self) -> list[float]:
+        """Every rank's w_n."""
+        weights: list[float] = self._steps.rank.weights.tolist()
+        return weights
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._steps.device
+
+    @property
+    def last_step(self) -> StepRecord:
+        """Bytes, entries and times of the last step on this rank."""
+        return self._steps.with_residual_norm(self._steps.ledger.last_step)
+
+    @property
+    def total(self) -> StepRecord:
+        """The sum of all steps on this rank."""
+        return self._steps.with_residual_norm(self._steps.ledger.total)
+
+
+class ExchangeBase(Counted):
     """Counts, text and checkpoints of the steps of one exchange."""
 
     def __init__(self, steps: Steps, sharding: Sharding | None = None) -> None:
@@ -42,35 +69,14 @@ class ExchangeBase:
         return self._steps.rank.num_workers
 
     @property
-    def weights(self) -> list[float]:
-        """Every rank's w_n."""
-        weights: list[float] = self._steps.rank.weights.tolist()
-        return weights
-
-    @property
     def is_sharded(self) -> bool:
         """Whether every rank holds a part of the model."""
         return self._steps.is_sharded
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._steps.device
-
-    @property
     def num_steps(self) -> int:
         """How many steps were made, without those skipped because a gradient was not finite."""
         return self._steps.num_steps
-
-    @property
-    def last_step(self) -> StepRecord:
-        """Bytes, entries and times of the last step on this rank."""
-        return self._steps.with_residual_norm(self._steps.ledger.last_step)
-
-    @property
-    def total(self) -> StepRecord:
-        """The sum of all steps on this rank."""
-        return self._steps.with_residual_norm(self._steps.ledger.total)
 
     def summary(self) -> str:
         """What this rank sent, against dense, and where the time went, as a few lines of text."""

@@ -1,6 +1,7 @@
 """States that checkpoints hold: copied when they are saved, and compared with what they are loaded into."""
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,3 +94,31 @@ def check_optimizer(name: str, optimizer: Optimizer, saved: dict[str, Any]) -> N
     )
     if mine != theirs:
         raise StateError(f"{name} of the checkpoint must have groups of {mine} parameters, got {theirs}")
+
+
+@dataclass
+class Copies:
+    """What a rank writes: its own, and what all have the same if it is the one to write that."""
+
+    own: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    shared_names: list[str] = field(default_factory=list)
+    meshes: dict[str, Any] = field(default_factory=dict)
+
+
+def copies_of(things: dict[str, Any], *, writes_shared: bool) -> Copies:
+    """Copies of all that a rank writes of these things."""
+    copies = Copies()
+    for name, thing in things.items():
+        thing = unwrapped(thing)
+        state = thing.state_dict() if hasattr(thing, "state_dict") else thing
+        meshes = meshes_of(thing, state)
+        if meshes:
+            copies.meshes[name] = meshes
+        if not isinstance(thing, (nn.Module, Optimizer)) or meshes:
+            copies.own[name] = copied(name, state)
+            continue
+        copies.shared_names.append(name)
+        if writes_shared:
+            copies.shared[name] = copied(name, state)
+    return copies

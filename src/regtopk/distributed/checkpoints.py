@@ -8,36 +8,23 @@ import logging
 import secrets
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
 
 from regtopk.core.options import check_choice, check_integer
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.checkpoint_choice import choose
 from regtopk.distributed.checkpoint_files import Manifest, Save, parts_in, saves_in, write_part
 from regtopk.distributed.checkpoint_loading import Loading
-from regtopk.distributed.checkpoint_states import copied, meshes_of, unwrapped
+from regtopk.distributed.checkpoint_states import Copies, copies_of
 from regtopk.distributed.collectives import Collectives, group_or_default
 from regtopk.distributed.one_process import Alone, is_one_process
 from regtopk.distributed.options import names_typos
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
-
-
-@dataclass
-class Copies:
-    """What a rank writes: its own, and what all have the same if it is the one to write that."""
-
-    own: dict[str, Any] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-    shared_names: list[str] = field(default_factory=list)
-    meshes: dict[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -128,7 +115,7 @@ class Checkpoints:
         self._check(step, things)
         rank, copies, error = self._collectives.rank, Copies(), None
         try:
-            copies = self._copies(things)
+            copies = copies_of(things, writes_shared=rank == self._writer_here)
         except Exception as problem:  # heard by all ranks: none may save alone
             error = problem
         facts = self._facts(step, things, error)
@@ -282,23 +269,6 @@ class Checkpoints:
                     f"{name} must be an exchange over the ranks of the checkpoints, {num_ranks}, got one "
                     f"over {thing.num_workers}: pass its process_group to Checkpoints, too"
                 )
-
-    def _copies(self, things: dict[str, Any]) -> "Copies":
-        """What this rank writes."""
-        copies = Copies()
-        for name, thing in things.items():
-            thing = unwrapped(thing)
-            state = thing.state_dict() if hasattr(thing, "state_dict") else thing
-            meshes = meshes_of(thing, state)
-            if meshes:
-                copies.meshes[name] = meshes
-            if not isinstance(thing, (nn.Module, Optimizer)) or meshes:
-                copies.own[name] = copied(name, state)
-                continue
-            copies.shared_names.append(name)
-            if self._collectives.rank == self._writer_here:
-                copies.shared[name] = copied(name, state)
-        return copies
 
     def _facts(self, step: int, things: dict[str, Any], error: Exception | None) -> Manifest:
         """What every part tells of the whole, should other parts be lost.

@@ -9,9 +9,10 @@ from torch import nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.parameters import NamedParameters, Parameters
-from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
 

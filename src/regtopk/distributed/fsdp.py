@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters, is_fsdp2
 from regtopk.distributed.sharded import Shards, check_placements, group_of, groups_of, local
 from regtopk.distributed.sharded_checkpoint import Piece, Sharding
-from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")

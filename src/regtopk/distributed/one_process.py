@@ -10,9 +10,10 @@ from torch import nn
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.step import Steps
 
 _log = logging.getLogger("regtopk")
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it

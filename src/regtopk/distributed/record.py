@@ -1,11 +1,15 @@
 """What an exchange sent and how long it took, measured on the messages themselves."""
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
 from regtopk.core.timer import Timer
+from regtopk.distributed.options import Writer
 from regtopk.words import counted
 
+_log = logging.getLogger("regtopk")
 LEAST_SHARE_TOLD = 0.05  # of the time: ranks that wait less for one another are not worth a line
 PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
 
@@ -112,6 +116,28 @@ class Ledger:
         rank = min(range(len(self.waits)), key=self.waits.__getitem__)
         others = (sum(self.waits) - self.waits[rank]) / (len(self.waits) - 1)
         return rank, (others - self.waits[rank]) / elapsed
+
+
+class Curves:
+    """Sends every step's numbers to a writer. Its failure must not end training.
+
+    Args:
+        writer: see `regtopk.attach`; None: there is none.
+    """
+
+    def __init__(self, writer: Writer | None) -> None:
+        self._writer = writer
+
+    def draw(self, numbers: Callable[[], dict[str, float]], num_steps: int) -> None:
+        """Draw numbers, which are only asked for if somebody draws them."""
+        if self._writer is None:
+            return
+        try:
+            for name, number in numbers().items():
+                self._writer.add_scalar(f"regtopk/{name}", number, num_steps)
+        except Exception as error:
+            self._writer = None
+            _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
 
 
 def summarise(

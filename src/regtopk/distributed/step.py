@@ -5,7 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,37 +33,15 @@ from regtopk.distributed.handshake import (
     roll_call,
     share_report,
 )
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.rank import Rank
-from regtopk.distributed.record import Ledger, StepRecord
+from regtopk.distributed.record import Curves, Ledger, StepRecord
 from regtopk.distributed.sharded import Shards
 from regtopk.errors import ClusterError, StateError
 
 _log = logging.getLogger("regtopk")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What one kind of exchange calls its steps, and what it compares them with.
-
-    Args:
-        call: what users called to get here, for the error when some rank did not.
-        warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
-        settings: what all ranks must have the same, beside the options.
-        num_dense: how many all_reduces of a dense run a step stands for.
-        parts: the names of parameters that take turns: a step exchanges one part of the model. Empty: all of
-            it is exchanged in every step.
-    """
-
-    call: str
-    warning: str = (
-        "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
-        "last_step.num_skipped before optimizer.step()"
-    )
-    settings: tuple[tuple[str, Any], ...] = ()
-    num_dense: int = 1
-    parts: tuple[tuple[str, ...], ...] = ()
 
 
 class Steps:
@@ -125,7 +103,7 @@ class Steps:
         self.is_closed = False
         self.lock = threading.RLock()  # keeps savers and the thread of scope="bucket" apart
         self._shared_report: Report | None = None
-        self._writer = options.writer
+        self._curves = Curves(options.writer)
 
     def _settings(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
@@ -221,7 +199,7 @@ class Steps:
         record.dense_bytes = self._kind.num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
         record.num_skipped = int(not self.is_finite)
         self.ledger.add(record, self.rank.timer)
-        self._draw()
+        self._curves.draw(self._numbers, self.num_steps)
 
     def _warn_of_nan(self) -> None:
         """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
@@ -332,16 +310,8 @@ class Steps:
             return total * scaler.get_scale(), None  # not in place: the algorithm may have kept it
         return total, support
 
-    def _draw(self) -> None:
-        """Send the step's numbers to the writer. It comes last, and its failure must not end training."""
-        if self._writer is None:
-            return
-        try:
-            for name, number in self.with_residual_norm(self.ledger.last_step).as_dict().items():
-                self._writer.add_scalar(f"regtopk/{name}", number, self.num_steps)
-        except Exception as error:
-            self._writer = None
-            _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
+    def _numbers(self) -> dict[str, float]:
+        return self.with_residual_norm(self.ledger.last_step).as_dict()
 
     # What was done so far.
 

@@ -18,6 +18,7 @@ from regtopk.distributed import update_checkpoint
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives, group_or_default
 from regtopk.distributed.handshake import roll_call
+from regtopk.distributed.kind import Kind
 from regtopk.distributed.local_model import Anchors, LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.optimizers import Outer
@@ -25,7 +26,7 @@ from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip
 from regtopk.distributed.parameters import NamedParameters
 from regtopk.distributed.record import summarise
 from regtopk.distributed.sharded import Shards, group_of
-from regtopk.distributed.step import Kind, Steps
+from regtopk.distributed.step import Steps
 from regtopk.distributed.turns import Turns, fragments_of
 from regtopk.errors import ArgumentError, ClusterError, StateError
 from regtopk.rounds import Rounds
