@@ -19,6 +19,7 @@ from regtopk.distributed.base import Counted
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.handshake import compare
 from regtopk.distributed.kind import Kind
+from regtopk.distributed.layout import into
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.model_buffers import How
 from regtopk.distributed.one_process import Alone
@@ -259,7 +260,7 @@ class UpdateExchange(Counted):
         if steps.is_finite:
             for bucket in buckets:
                 bucket.keep_state()
-            steps.exchange(buckets, flats, model.update)
+            steps.exchange(buckets, flats, into(model.update))
             self._buffers_before = model.buffers.copies()
             model.buffers.join(steps.rank, steps.device)
         return True

@@ -13,7 +13,7 @@ from regtopk.core.sparse import SparseGradient
 from regtopk.distributed import driver
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Collective
-from regtopk.distributed.rank import Rank
+from regtopk.distributed.rank import Rank, SumBuffer
 from regtopk.errors import RegtopkError
 from tests.distributed.ranks import Ranks
 
@@ -54,7 +54,8 @@ def answer(
     weights = torch.full((2,), 0.5, dtype=torch.float64)
     rank = Rank(network(dist.group.WORLD), weights, index_code=index_code, collective=collective)
     try:
-        driver.answer(rank, request)
+        driver.answer(rank, [request], [SumBuffer()])
+        rank.raise_refusals()
     except RegtopkError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

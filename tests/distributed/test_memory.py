@@ -42,7 +42,7 @@ def make_bucket() -> Bucket:
 def test_an_aggregates_memory_is_used_again() -> None:
     bucket, aggregate = make_bucket(), torch.ones(8)
     bucket.recycle(aggregate, None, flat=torch.ones(8))
-    assert bucket.spare is not None and bucket.spare.vector is aggregate
+    assert bucket.sums.spare is not None and bucket.sums.spare.vector is aggregate
 
 
 def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
@@ -64,9 +64,9 @@ def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
 def test_memory_that_is_in_use_is_left_alone() -> None:
     bucket, flat = make_bucket(), torch.ones(8)
     bucket.recycle(flat.view(8), None, flat)
-    assert bucket.spare is None
+    assert bucket.sums.spare is None
     bucket.recycle(bucket.state.state_dict()["residual"].view(8), None, flat)
-    assert bucket.spare is None
+    assert bucket.sums.spare is None
 
 
 def test_a_state_that_is_taken_back_is_the_old_one() -> None:

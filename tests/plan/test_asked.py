@@ -1,7 +1,6 @@
 """What the plan says a step asks for, against what the real driver does when all ranks are alike."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +8,12 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS
-from regtopk.core.algorithm import converse
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.requests import DenseSum, Gather, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed import driver
+from regtopk.distributed.rank import SumBuffer
 from regtopk.plan import exchange
 from regtopk.plan.asked import make_algorithm, probe, takes
 from regtopk.plan.bench import Bench
@@ -55,9 +54,8 @@ def run(name: str, code: str, *, is_split: bool = False) -> tuple[Any, list[tupl
     listing = Listing(N)
     rank = echo_rank(listing, Bench(torch.device("cpu")), is_split=is_split)
     torch.manual_seed(0)
-    converse(
-        algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker), partial(driver.answer, rank)
-    )
+    conversation = algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker)
+    driver.converse(rank, [conversation], [SumBuffer()])
     return rank.record, listing.calls
 
 

@@ -22,6 +22,9 @@ class Timer:
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self.is_cuda = device.type == "cuda"
+        self._device = (
+            device.index if device.index is not None or not self.is_cuda else torch.cuda.current_device()
+        )
         self._now = now
         self._phases = [""]
         self._marks: list[tuple[str, Any]] = []  # the phase that begins, and when
@@ -52,5 +55,5 @@ class Timer:
             self._marks.append((self._phases[-1], self._now()))
             return
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # by number: torch looks others up at length
         self._marks.append((self._phases[-1], event))

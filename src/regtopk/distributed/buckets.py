@@ -5,6 +5,7 @@ are cut anew: per-entry state goes along with its parameters, and what only made
 last selection) starts anew.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.layout import flat_dtype, layout_of
 from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.rank import Rank, Total
+from regtopk.distributed.rank import Rank, SumBuffer, Total
 from regtopk.kernels import Support
 
 Names = tuple[str, ...]
@@ -31,7 +32,7 @@ class Bucket:
     """Parameters whose gradients make one flat vector, in this order.
 
     New memory of the vector's size costs more than most of the work on it. So a step keeps what it no longer
-    needs for the next one: the vector itself, the aggregate (`spare`), and the copy of the state.
+    needs for the next one: the vector itself, the aggregate (in `sums`), and the copy of the state.
 
     A step of many buckets can fail when some are exchanged already. `keep_state` before an exchange makes it
     possible to take that back; until the bucket `is_settled`, `settled_state` is the state before the step.
@@ -43,7 +44,7 @@ class Bucket:
     worker: Worker
     state: State
     flat: Tensor | None = None
-    spare: Total | None = None
+    sums: SumBuffer = dataclasses.field(default_factory=SumBuffer)
     state_before: State | None = None
     is_settled: bool = True
 
@@ -70,7 +71,7 @@ class Bucket:
         """Let the next aggregate be written over this one, unless the state or the vector is there."""
         in_use = {_memory(tensor) for tensor in (flat, *self.state.state_dict().values())}
         is_free = _memory(aggregate) not in in_use
-        self.spare = Total(aggregate, support, aggregate._version) if is_free else None
+        self.sums.spare = Total(aggregate, support, aggregate._version) if is_free else None
 
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""

@@ -1,12 +1,14 @@
 """For users of fully_shard (FSDP2): a hook that exchanges over the replicas of a sharded model.
 
 FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
-parameters one after another, each padded to the size of the largest part. The hook turns it into the
-aggregate of the ranks that hold the same part. Units are selected within, one by one, as they arrive.
+parameters one after another, each padded to the size of the largest part. The hook takes it away, and leaves
+zeros. When backward is over, all units are exchanged with the ranks that hold the same parts: selected
+within, one by one, and sent together. So the host waits once for all of them, and never inside of backward.
 """
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.kind import Kind
+from regtopk.distributed.layout import flat_dtype
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters, is_fsdp2
 from regtopk.distributed.sharded import Shards, check_placements, group_of, groups_of, local
@@ -70,6 +74,9 @@ class ShardedHookState(ExchangeBase):
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._units = units
+        self._flats = _vectors_for(steps.parameters, units)
+        self._are_finite: dict[str, Tensor] = {}  # of units that have arrived in this backward
+        self._last_arrival: torch.cuda.Event | None = None
         self._backward = -1  # the one that makes the current step
         self._is_detached = False
         for unit in units:
@@ -94,41 +101,61 @@ class ShardedHookState(ExchangeBase):
 
     @torch.no_grad()
     def _on_gradient(self, name: str, flat: Tensor) -> None:
-        """Turn a unit's vector into the aggregate, in place."""
+        """Take a unit's vector; what FSDP adds to the gradients, or makes of them, is then zero."""
         steps = self._steps
         steps.check_usable()
-        numel = steps.parameters.shapes[name][0]
-        if flat.numel() != numel:
+        own = self._flats[name]
+        if flat.numel() != own.numel():
             raise ClusterError(
-                f"gradient of FSDP unit {name!r} must have {numel} entries, of all its parameters that "
+                f"gradient of FSDP unit {name!r} must have {own.numel()} entries, of all its parameters that "
                 f"required a gradient when it was attached, got {flat.numel()}: a backward must use all of a "
                 "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros)"
             )
-        # FSDP may let go of it, and another stream reuse its memory, before this one is done.
-        if flat.is_cuda:
-            flat.record_stream(torch.cuda.current_stream())
         backward = torch._C._current_graph_task_id()
-        with steps.lock:
-            if backward != self._backward:  # the last one may have failed before its end
-                self._backward = backward
-                steps.begin()
-                _after_backward(self._end_step)
-            steps.run_bucket({name: flat})
+        if backward != self._backward:  # the last one may have failed before its end
+            self._backward, self._are_finite = backward, {}
+            _after_backward(self._end_step)
+        if name in self._are_finite:  # a unit that is used twice may arrive twice
+            self._are_finite[name] = kernels.is_finite(own.add_(flat))
+        else:
+            self._are_finite[name] = kernels.join_(own, [flat])
+        flat.zero_()
+        if flat.is_cuda:  # FSDP has streams of its own
+            self._last_arrival = torch.cuda.Event()
+            self._last_arrival.record(torch.cuda.current_stream(flat.device.index))
 
     @torch.no_grad()
     def _end_step(self) -> None:
+        """Exchange all units that have arrived, and add the aggregates to the gradients."""
         steps = self._steps
         if self._units[0].module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
             raise ClusterError(  # this was a backward inside FSDP's, which goes on
                 "activation checkpoints around FSDP units must be made with use_reentrant=False, got one "
                 "that runs a backward of its own (use_reentrant=True)"
             )
+        if self._last_arrival is not None:
+            self._last_arrival.wait(torch.cuda.current_stream(steps.device.index))
+        arrived, self._are_finite = self._are_finite, {}
         with steps.lock:
+            steps.begin()
+            buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
+            steps.agree(buckets, torch.stack(list(arrived.values())).all())
             steps.agree_with_shards()
+            with steps.half_way():
+                if steps.is_finite:
+                    steps.exchange(buckets, [self._flats[bucket.names[0]] for bucket in buckets], self._add)
             steps.end()
-        if not steps.is_finite:  # also in units that were exchanged before the bad one arrived
+        if not steps.is_finite:  # also in units that did not arrive: no part may make a step alone
             for p in [p for unit in self._units for p in unit.trainable if p.grad is not None]:
                 local(p.grad).fill_(math.nan)
+
+    def _add(self, names: Sequence[str], aggregate: Tensor, _: kernels.Support | None) -> None:
+        """Add a unit's aggregate to the gradients of its parameters, which FSDP has made of zeros."""
+        (unit,) = (unit for unit in self._units if unit.name == names[0])
+        grads = [local(p.grad) for p in unit.trainable]
+        padded = aggregate.split([_padded_numel(p) for p in unit.trainable])
+        parts = [part[: grad.numel()].view(grad.shape) for part, grad in zip(padded, grads, strict=True)]
+        torch._foreach_add_(grads, parts)
 
 
 class _DenseMean:
@@ -197,6 +224,14 @@ def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
             pieces.append(Piece(unit.name, names[id(p)], start))
             start += _padded_numel(p)
     return Sharding(wholes, pieces)
+
+
+def _vectors_for(parameters: Parameters, units: list[Unit]) -> dict[str, Tensor]:
+    """By name, where the units' gradients are kept until backward is over."""
+    stand_ins = {unit.name: parameters.named[unit.name] for unit in units}
+    return {
+        name: torch.zeros(p.numel(), dtype=flat_dtype([p]), device=p.device) for name, p in stand_ins.items()
+    }
 
 
 def _padded_numel(p: Any) -> int:

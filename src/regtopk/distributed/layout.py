@@ -1,6 +1,6 @@
 """Gradients of several parameters as one flat vector."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ from regtopk import kernels
 from regtopk.core.state import accumulation_dtype
 from regtopk.core.worker import Layout
 from regtopk.distributed.parameters import Parameters
+
+# What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
+Write = Callable[[Sequence[str], Tensor, kernels.Support | None], None]
 
 
 def layout_of(names: Iterable[str], parameters: Parameters) -> Layout:
@@ -35,6 +38,12 @@ def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
             return None
         end += grad.numel() * grad.itemsize
     return first.as_strided((sum(grad.numel() for grad in grads),), (1,))
+
+
+def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None) -> Write:
+    """Write into the tensors of some names; or `subtract_` from them."""
+    write = write or write_
+    return lambda names, vector, support: write([targets[name] for name in names], vector, support)
 
 
 def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Collective
 from regtopk.distributed.record import StepRecord
 from regtopk.kernels import Support
-from regtopk.wire import encode, encode_segment
+from regtopk.wire import encode, encode_segment, raise_for_status
 
 _WRITTEN_AT_ONCE = 16  # entries that are cleared in one go take as long as one that is cleared by its index
 
@@ -37,6 +38,29 @@ class Total:
         if support is None or support.indices.numel() * _WRITTEN_AT_ONCE > self.vector.numel():
             return self.vector.zero_()
         return self.vector.index_fill_(0, support.indices.flatten(), 0)
+
+
+class SumBuffer:
+    """Where the sums of one bucket are made: in memory that is used again, because new memory costs more."""
+
+    def __init__(self) -> None:
+        self.spare: Total | None = None  # memory for the next sum, which nobody needs any more
+        self.total: Total | None = None  # the last sparse sum
+
+    def zeros_for(self, sparse: SparseGradient) -> Tensor:
+        """A vector of zeros for a sum, in the spare memory if it fits."""
+        spare, self.spare = self.spare, None
+        if spare is None or spare.vector.numel() != sparse.numel or spare.vector.dtype != sparse.values.dtype:
+            return sparse.values.new_zeros(sparse.numel)
+        return spare.cleared()
+
+    def keep(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
+        """Remember where a sum is not zero: see `kernels.Support`."""
+        self.total = Total(vector, Support(indices, counts), vector._version)
+
+    def support_of(self, aggregate: Tensor) -> Support | None:
+        """Where an aggregate is not zero, if it is the last sparse sum, unchanged."""
+        return None if self.total is None else self.total.support_of(aggregate)
 
 
 class Rank:
@@ -72,14 +96,13 @@ class Rank:
         self.is_idle = self.index in self.idle  # of weight zero: it sends nothing
         self.record = StepRecord()
         self.timer = Timer(torch.device("cpu"), now)
-        self.spare: Total | None = None  # memory for the next sum, which nobody needs any more
-        self.total: Total | None = None  # the last sparse sum
+        self._statuses: list[Tensor] = []  # of messages that were used before anybody looked
         self._now = now
         self._weights: Tensor | None = None  # the weights where they were last needed
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""
-        self.record, self.timer = StepRecord(), Timer(device, self._now)
+        self.record, self.timer, self._statuses = StepRecord(), Timer(device, self._now), []
 
     def encoded(self, sparse: SparseGradient, numbers: Tensor | None = None) -> Tensor:
         """This rank's message, behind one of a few numbers; nothing at all from a rank of weight zero."""
@@ -109,16 +132,15 @@ class Rank:
         everyone = rows.new_zeros(self.num_workers, *rows.shape[1:])
         return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
-    def zeros_for(self, sparse: SparseGradient) -> Tensor:
-        """A vector of zeros for a sum, in the spare memory if it fits: new memory costs more than the sum."""
-        spare, self.spare = self.spare, None
-        if spare is None or spare.vector.numel() != sparse.numel or spare.vector.dtype != sparse.values.dtype:
-            return sparse.values.new_zeros(sparse.numel)
-        return spare.cleared()
+    def check_later(self, status: Tensor) -> None:
+        """Keep the status of every active rank's message for `raise_refusals`; bad ones count no entries."""
+        self._statuses.append(self.by_rank(status))
 
-    def keep_total(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
-        """Remember where a sum is not zero: see `kernels.Support`."""
-        self.total = Total(vector, Support(indices, counts), vector._version)
+    def raise_refusals(self) -> None:
+        """Raise what is wrong with a message since the last call. The host waits for the device here."""
+        statuses, self._statuses = self._statuses, []
+        if statuses:
+            raise_for_status(statuses[0] if len(statuses) == 1 else torch.stack(statuses))
 
     def count(self, payload: int, sent: int, received: int) -> None:
         """Add to what crossed the interface."""
@@ -128,8 +150,8 @@ class Rank:
 
     def count_gather(self, payload: int, sizes: list[int]) -> None:
         """Add a ring all_gather of messages of these sizes, one per rank."""
-        sent, received = all_gather_bytes(torch.tensor(sizes))
-        self.count(payload, int(sent[self.index]), int(received[self.index]))
+        sent, received = _gathered_bytes(tuple(sizes))
+        self.count(payload, sent[self.index], received[self.index])
 
     def count_all_to_all(self, parts: list[Tensor], received: list[Tensor]) -> None:
         """Add messages from each rank to each; what a rank has for itself does not travel."""
@@ -140,3 +162,10 @@ class Rank:
         """Add the entries this rank sent."""
         if not self.is_idle:
             self.record.num_entries += sparse.indices.shape[-1] if sparse.count is None else int(sparse.count)
+
+
+@lru_cache(maxsize=64)
+def _gathered_bytes(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """What every rank sends and receives; sizes are mostly the same in every step."""
+    sent, received = all_gather_bytes(torch.tensor(sizes))
+    return sent.tolist(), received.tolist()

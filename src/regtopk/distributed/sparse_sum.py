@@ -1,31 +1,58 @@
-"""A sparse sum: everybody's messages by all_gather, or split by index region, whichever moves fewer bytes."""
+"""Sparse sums: everybody's messages by all_gather, or split by index region, whichever moves fewer bytes."""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.requests import SenderSum, SparseSum
 from regtopk.core.senders import OfSenders
+from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.gather import gather_sparse
-from regtopk.distributed.rank import Rank
+from regtopk.distributed.rank import Rank, SumBuffer
 from regtopk.distributed.split import split_moves_less, split_sum
 
 
-def sparse_sum(rank: Rank, request: SparseSum) -> Tensor | OfSenders:
-    """sum_n w_n x_n, dense (J,), the same bits on every rank; with what its senders are if asked."""
-    splits = rank.collective == "split"
+def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> list[Tensor | OfSenders]:
+    """sum_n w_n x_n of each, dense (J,), the same bits on every rank; with what its senders are if asked.
+
+    Messages that are gathered travel together.
+    """
+    are_split = [_is_split(rank, request) for request, _ in asked]
+    gathered = iter(
+        gather_sparse(
+            rank,
+            [
+                (request.sparse, request.numbers if isinstance(request, SenderSum) else None)
+                for (request, _), is_split in zip(asked, are_split, strict=True)
+                if not is_split
+            ],
+        )
+    )
+    return [
+        split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, *next(gathered))
+        for (request, sums), is_split in zip(asked, are_split, strict=True)
+    ]
+
+
+def _is_split(rank: Rank, request: SparseSum) -> bool:
     if rank.collective == "auto":
-        splits = split_moves_less(rank, request)
-    if splits:
-        return split_sum(rank, request)
-    sparse, numbers = request.sparse, request.numbers if isinstance(request, SenderSum) else None
-    rows, everyones = gather_sparse(rank, sparse, numbers)
+        return split_moves_less(rank, request)
+    return rank.collective == "split"
+
+
+def _sum(
+    rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient, everyones: Tensor | None
+) -> Tensor | OfSenders:
+    """The sum of everybody's sparse vectors, (N, m), and of the numbers that came along."""
+    sparse = request.sparse
     rank.count_entries(sparse)
     with rank.timer.phase("decode_s"):
-        indices, values = rows.without_padding()
+        indices, values = rows.indices, rows.values  # zeros of entry 0 in padding
         weights = rank.weights_like(values)
         weighted = weights.unsqueeze(-1) * values
-        total = kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel, out=rank.zeros_for(sparse))
-        rank.keep_total(total, rows.indices, rows.counts)
+        total = kernels.sum_sparse_in_rank_order(indices, weighted, sparse.numel, out=sums.zeros_for(sparse))
+        sums.keep(total, indices, rows.counts)
         if not isinstance(request, SenderSum):
             return total
         weight_of_each = rows.weight_of_each(weights.unsqueeze(-1))

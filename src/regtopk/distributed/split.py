@@ -16,7 +16,7 @@ from regtopk.core.regions import sender_code, split_of
 from regtopk.core.requests import SenderSum, SparseSum
 from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
-from regtopk.distributed.rank import Rank
+from regtopk.distributed.rank import Rank, SumBuffer
 from regtopk.errors import WireFormatError
 from regtopk.wire import decode, decode_segment, encode, encode_segment, raise_for_status
 
@@ -52,7 +52,7 @@ class _Region(NamedTuple):
     refused: WireFormatError | None
 
 
-def split_sum(rank: Rank, request: SparseSum) -> Tensor | OfSenders:
+def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfSenders:
     """sum_n w_n x_n, dense (J,), by all_to_all and all_gather; with what its senders are if asked."""
     sparse = request.sparse
     bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
@@ -70,7 +70,7 @@ def split_sum(rank: Rank, request: SparseSum) -> Tensor | OfSenders:
     if region.refused is not None:
         raise region.refused
     with rank.timer.phase("decode_s"):
-        answer = _joined(rank, gathered, request, bounds)
+        answer = _joined(rank, gathered, request, bounds, buffer)
     rank.count_all_to_all(messages, received)
     own = sum(part.numel() for part in parts)
     everyones = sum(part.numel() for theirs in gathered for part in theirs)
@@ -147,18 +147,18 @@ def _encoded(rank: Rank, region: _Region, request: SparseSum) -> list[Tensor]:
 
 
 def _joined(
-    rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int]
+    rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int], buffer: SumBuffer
 ) -> Tensor | OfSenders:
     """The regions' sums as one vector, and what is to say of its senders."""
     sparse = request.sparse
-    total = rank.zeros_for(sparse)
+    total = buffer.zeros_for(sparse)
     everywhere = []
     for n, (message, *_) in enumerate(gathered):
         sums = decode(message, bounds[n + 1] - bounds[n])
         everywhere.append(sums.indices + bounds[n])
         total[everywhere[n]] = sums.values
     indices = torch.cat(everywhere)
-    rank.keep_total(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
+    buffer.keep(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
     if not isinstance(request, SenderSum):
         return total
     status = torch.zeros(rank.num_workers, dtype=torch.int64, device=total.device)

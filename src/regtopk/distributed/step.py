@@ -3,10 +3,9 @@
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.algorithms.dense import Dense
-from regtopk.core.algorithm import Algorithm, WithDensity, converse
+from regtopk.core.algorithm import Algorithm, WithDensity
 from regtopk.core.codes import check_index_code
 from regtopk.core.precision import exchange
 from regtopk.core.state import State
@@ -23,7 +22,7 @@ from regtopk.core.worker import Report
 from regtopk.distributed import checkpoint, layout
 from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.driver import answer
+from regtopk.distributed.driver import converse
 from regtopk.distributed.handshake import (
     agree,
     agree_on_step,
@@ -147,7 +146,7 @@ class Steps:
         self.begin()
         flats = self.prepare(self.buckets.all, grads)
         with self.half_way():
-            self.exchange(self.buckets.all, flats, grads)
+            self.exchange(self.buckets.all, flats, layout.into(grads))
         self.end()
 
     @contextmanager
@@ -178,7 +177,7 @@ class Steps:
         with self.rank.timer.phase("select_s"):
             for bucket in buckets if self.is_finite else []:
                 bucket.keep_state()
-        self.exchange(buckets, flats, grads)
+        self.exchange(buckets, flats, layout.into(grads))
 
     def end(self, buckets: list[Bucket] | None = None) -> None:
         """Count the step, or take it back if some rank's gradients were not finite.
@@ -236,7 +235,7 @@ class Steps:
 
     def agree_with_shards(self) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
-        if self._shards is None:
+        if self._shards is None or self._shards.collectives.num_workers == 1:
             return
         with self.rank.timer.phase("collective_s"):
             is_bad = torch.tensor(not self.is_finite, device=self.device)
@@ -265,50 +264,51 @@ class Steps:
             return -1
         return algorithm.num_selected(bucket.worker.at(self.num_turns, self._shared_report))
 
-    def exchange(
-        self,
-        buckets: list[Bucket],
-        flats: list[Tensor],
-        targets: Mapping[str, Tensor],
-        write: Callable[[list[Tensor], Tensor, kernels.Support | None], None] = layout.write_,
-    ) -> None:
+    def exchange(self, buckets: list[Bucket], flats: list[Tensor], write: layout.Write) -> None:
         """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.
 
         Args:
             buckets: what is exchanged.
             flats: their gradients, from `prepare`.
-            targets: by name, what the aggregate is written to.
-            write: how: it replaces them, or `layout.subtract_`.
+            write: what is done with the aggregate.
         """
-        for bucket, flat in zip(buckets, flats, strict=True):
-            aggregate, support = (
-                self._aggregate(bucket, flat) if self.is_finite else (flat.fill_(math.nan), None)
-            )
-            with self.rank.timer.phase("decode_s"):
-                write([targets[name] for name in bucket.names], aggregate, support)
+        if self.is_finite:
+            aggregates = self._aggregates(buckets, flats)
+        else:
+            aggregates = [(flat.fill_(math.nan), None) for flat in flats]
+        with self.rank.timer.phase("decode_s"):
+            for bucket, aggregate in zip(buckets, aggregates, strict=True):
+                write(bucket.names, *aggregate)
+            self.rank.raise_refusals()  # last: the host waits here, and all is launched
 
-    def _aggregate(self, bucket: Bucket, flat: Tensor) -> tuple[Tensor, kernels.Support | None]:
-        """Run the algorithm on one bucket: this rank's gradient becomes the aggregate.
+    def _aggregates(
+        self, buckets: list[Bucket], flats: list[Tensor]
+    ) -> list[tuple[Tensor, kernels.Support | None]]:
+        """Run the algorithm on the buckets: this rank's gradients become the aggregates.
 
-        With it comes where it is not zero, if the algorithm returns a sparse sum as it was received.
+        With each comes where it is not zero, if the algorithm returns a sparse sum as it was received.
         """
-        worker = bucket.worker.at(self.num_turns, self._shared_report)
-        algorithm, state = bucket.algorithm, bucket.state
+        workers = [bucket.worker.at(self.num_turns, self._shared_report) for bucket in buckets]
+        algorithms, states = [bucket.algorithm for bucket in buckets], [bucket.state for bucket in buckets]
         if self.num_turns < self._options.dense_steps:
-            algorithm = Dense()
-            state = algorithm.init(worker)
-        kept = _copy_of_per_worker(state) if self.rank.is_idle else {}
-        self.rank.spare, self.rank.total = bucket.spare, None
+            algorithms = [Dense() for _ in buckets]
+            states = [Dense().init(worker) for worker in workers]
+        kept = [_copy_of_per_worker(state) if self.rank.is_idle else {} for state in states]
+        sums = [bucket.sums for bucket in buckets]
+        for each in sums:
+            each.total = None
         with self.rank.timer.phase("select_s"):
-            total = converse(exchange(algorithm, flat, state, worker), partial(answer, self.rank))
-        for name, tensor in kept.items():
-            setattr(state, name, tensor)
-        support = None if self.rank.total is None else self.rank.total.support_of(total)
-        bucket.recycle(total, support, flat)
+            totals = converse(self.rank, list(map(exchange, algorithms, flats, states, workers)), sums)
+        for state, fields in zip(states, kept, strict=True):
+            for name, tensor in fields.items():
+                setattr(state, name, tensor)
+        supports = [own.support_of(total) for own, total in zip(sums, totals, strict=True)]
+        for bucket, total, support, flat in zip(buckets, totals, supports, flats, strict=True):
+            bucket.recycle(total, support, flat)
         scaler = self._options.grad_scaler
-        if scaler is not None:
-            return total * scaler.get_scale(), None  # not in place: the algorithm may have kept it
-        return total, support
+        if scaler is not None:  # not in place: the algorithm may have kept it
+            return [(total * scaler.get_scale(), None) for total in totals]
+        return list(zip(totals, supports, strict=True))
 
     def _numbers(self) -> dict[str, float]:
         return self.with_residual_norm(self.ledger.last_step).as_dict()

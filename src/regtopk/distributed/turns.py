@@ -11,7 +11,7 @@ from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.collectives import Collectives, new_group_like
 from regtopk.distributed.fragments import Flight, Fragment
 from regtopk.distributed.handshake import end_group
-from regtopk.distributed.layout import subtract_
+from regtopk.distributed.layout import into, subtract_
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.step import Steps
 from regtopk.errors import ArgumentError, ClusterError
@@ -190,9 +190,9 @@ class Turns:
     ) -> None:
         model = self._model
         if outer is None:
-            self._steps.exchange(buckets, flats, model.start, subtract_)
+            self._steps.exchange(buckets, flats, into(model.start, subtract_))
         else:
-            self._steps.exchange(buckets, flats, model.update)
+            self._steps.exchange(buckets, flats, into(model.update))
             # theta_start is its parameters, the update their gradients
             model.apply_outer(outer, fragment.names)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from regtopk.kernels.triton_launch import launch
 
 _TILE, _TILE_WARPS = 1 << 12, 8  # entries that one program copies
 _BLOCK = 1 << 10  # entries that one program scatters
+_dtype_of = attrgetter("dtype")
 
 
 class _Cut(NamedTuple):
@@ -64,18 +66,18 @@ def _has_table(pieces: Sequence[Tensor]) -> bool:
 
     A table that is first needed in a capture would be copied to the device only when that is replayed.
     """
-    dtype = pieces[0].dtype
     is_capturing = pieces[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return not is_capturing and all(piece.dtype == dtype and piece.is_contiguous() for piece in pieces)
+    are_alike = len(set(map(_dtype_of, pieces))) == 1
+    return not is_capturing and are_alike and all(map(Tensor.is_contiguous, pieces))
 
 
 def _stream_of(tensor: Tensor) -> int:
     """The current stream: tables are made, read and let go of on one."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.device.type == "cuda" else 0
+    return torch.cuda.current_stream(tensor.get_device()).cuda_stream if tensor.is_cuda else 0
 
 
 def _cut_of(vector: Tensor, pieces: Sequence[Tensor]) -> _Cut:
-    return _cut(tuple(piece.numel() for piece in pieces), vector.device, _stream_of(vector))
+    return _cut(tuple(map(Tensor.numel, pieces)), vector.device, _stream_of(vector))
 
 
 @lru_cache(maxsize=64)
@@ -89,8 +91,7 @@ def _cut(sizes: tuple[int, ...], device: torch.device, _stream: int) -> _Cut:
 
 
 def _addresses_of(pieces: Sequence[Tensor]) -> Tensor:
-    addresses = tuple(piece.data_ptr() for piece in pieces)
-    return _addresses(addresses, pieces[0].device, _stream_of(pieces[0]))
+    return _addresses(tuple(map(Tensor.data_ptr, pieces)), pieces[0].device, _stream_of(pieces[0]))
 
 
 @lru_cache(maxsize=64)

@@ -58,7 +58,7 @@ def repeat(
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return function(*settings, *fixed, *inputs)
     with torch.cuda.device(device):
-        stream = device.index, torch.cuda.current_stream(device).cuda_stream
+        stream = device.index, torch.cuda.current_stream(device.index).cuda_stream
         at = tuple((tensor.data_ptr(), *_shape_of(tensor)) for tensor in fixed)
         key = function, settings, stream, at, tuple(map(_shape_of, inputs))
         captured = _captured.get(key)

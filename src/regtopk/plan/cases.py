@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import kernels
 from regtopk.algorithms.dense import Dense
-from regtopk.core.algorithm import converse
 from regtopk.core.codes import quantise
 from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
@@ -26,7 +25,7 @@ from regtopk.distributed import driver, layout
 from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.local_model import LocalModel
-from regtopk.distributed.rank import Rank
+from regtopk.distributed.rank import Rank, SumBuffer
 from regtopk.plan.asked import make_algorithm
 from regtopk.plan.bench import Bench, typical
 from regtopk.plan.exchange import Move, Work, all_gather, all_reduce, all_to_all, answer, broadcast
@@ -95,7 +94,7 @@ def _time_algorithm(bench: Bench, name: str, density: float, numel: int) -> tupl
     def step() -> dict[str, float]:
         rank.begin(device)
         with rank.timer.phase("select_s"):
-            converse(algorithm.exchange(grad, state, worker), partial(driver.answer, rank))
+            driver.converse(rank, [algorithm.exchange(grad, state, worker)], [SumBuffer()])
         return {"select_s": rank.timer.seconds()["select_s"]}
 
     return typical(step)["select_s"], rank.record.num_entries
@@ -113,7 +112,7 @@ def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Ite
     sparse_sum, is_split = SenderSum if senders else SparseSum, kind == "split"
     sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
     for N, (numel, count) in product((2, 8), sizes):
-        rank = echo_rank(Echo(N), bench, is_split=is_split)
+        rank, sums = echo_rank(Echo(N), bench, is_split=is_split), SumBuffer()
         indices = torch.arange(count, device=bench.device) * (numel // count)
         request: Request = Gather(indices, numel=numel)
         if code != "none":
@@ -123,10 +122,11 @@ def message_points(bench: Bench, kind: str, code: str, senders: str = "") -> Ite
             if kind == "dense":
                 request = DenseSum(values, weight, code)
 
-        def run(rank: Rank = rank, request: Request = request) -> dict[str, float]:
+        def run(rank: Rank = rank, request: Request = request, sums: SumBuffer = sums) -> dict[str, float]:
             rank.begin(bench.device)
-            driver.answer(rank, request)
-            rank.spare = rank.total if kind == "gather" else None  # reused, as in an exchange
+            driver.answer(rank, [request], [sums])
+            rank.raise_refusals()
+            sums.spare = sums.total if kind == "gather" else None  # reused, as in an exchange
             return rank.timer.seconds()
 
         seconds = typical(run)

@@ -62,10 +62,11 @@ class Header(NamedTuple):
 
 
 def raise_for_status(status: Tensor) -> None:
-    """Raise what is wrong with the first bad row, if there is one. Reads the status back, once."""
-    for rank, bits in enumerate(status.flatten().tolist()):
+    """Raise what is wrong with the first bad message, (..., N), if there is one. Reads the status once."""
+    num_ranks = status.shape[-1]
+    for number, bits in enumerate(status.flatten().tolist()):
         if bits:
-            raise WireFormatError(f"message of rank {rank} is refused: {reasons(bits)}")
+            raise WireFormatError(f"message of rank {number % num_ranks} is refused: {reasons(bits)}")
 
 
 def reasons(bits: int) -> str:
