@@ -12,7 +12,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from regtopk.core.codes import quantise
 from regtopk.kernels import Support, cuda, cuda_codes, cuda_pieces
+from regtopk.wire.frame import to_words
+from regtopk.wire.message import _decode_by, _encode_by
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -68,9 +71,10 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
 
 
 def compile_codes() -> None:
-    words, numbers = torch.zeros(2, 1000, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    columns = numbers, numbers, numbers, numbers, numbers, numbers > 0
-    cuda_codes.unpack_elias_fano(words, *columns, numel=50_003, capacity=50)
+    indices, values = torch.arange(0, 50_000, 1_000), torch.randn(50)
+    for code in ("float32", "4bit"):
+        message = _encode_by(cuda_codes, 50_003, code, indices, quantise(values, code))
+        _decode_by(cuda_codes, 50_003, 50, code, torch.float32, to_words(message).expand(2, -1).contiguous())
 
 
 def main() -> None:

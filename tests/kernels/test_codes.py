@@ -1,14 +1,15 @@
-"""Compiled code that reads indices agrees with the tensor operations: on sound messages and on damage."""
+"""Compiled code that writes and reads messages agrees with the tensor operations, on damage too."""
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk.core.codes import VALUE_CODES, quantise
 from regtopk.core.sparse import SparseGradient
-from regtopk.kernels.dispatch import unpacks
 from regtopk.wire import decode_rows, encode
 
 pytest.importorskip("numba")
@@ -16,23 +17,16 @@ pytest.importorskip("numba")
 SIZES = [(100_000, 2_500), (1 << 30, 3_000), (40_000, 30_000), (20_000, 20_000), (1 << 34, 2_500)]
 
 
-def messages_of(numel: int, k: int) -> Tensor:
+def sparse_of(numel: int, k: int, seed: int = 0, code: str = "float32") -> SparseGradient:
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(1, numel // max(k, 1) + 1, (k,), generator=generator)
+    values = quantise(torch.randn(k, generator=generator), code)
+    return SparseGradient(steps.cumsum(0) - 1, values, numel, code=code)
+
+
+def messages_of(numel: int, k: int, code: str = "float32") -> Tensor:
     """Three of them."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(3):
-        steps = torch.randint(1, numel // k + 1, (k,), generator=generator)
-        indices = steps.cumsum(0) - 1
-        found.append(encode(SparseGradient(indices, torch.randn(k, generator=generator), numel)))
-    return torch.stack(found)
-
-
-def decoded(
-    messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyPatch, kernels: str
-) -> tuple[SparseGradient, Tensor]:
-    monkeypatch.setenv("REGTOPK_KERNELS", kernels)
-    assert unpacks(messages.view(torch.int32)) == (kernels == "auto")
-    return decode_rows(messages, numel, k)
+    return torch.stack([encode(sparse_of(numel, k, seed, code)) for seed in range(3)])
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -40,16 +34,29 @@ def num_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Messages are read by numba's loop, or by Triton's programs in their interpreter, which is slow."""
     if request.param == "cpu":
         return 30
-    codes = import_module("regtopk.kernels.cuda_codes")
-    monkeypatch.setattr(kernels, "unpack_elias_fano", codes.unpack_elias_fano)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(codes, "_BITS", 1 << 15)  # fewer programs
+    use_programs(monkeypatch)
     return 5
 
 
-def check_both(messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    found, status = decoded(messages, numel, k, monkeypatch, "auto")
-    expected, expected_status = decoded(messages, numel, k, monkeypatch, "reference")
+def use_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = import_module("regtopk.kernels.cuda_codes")
+
+    def message_programs(_: Tensor) -> Any:
+        return None if kernels.describe("cpu").kernel == "reference" else codes
+
+    monkeypatch.setattr(kernels, "message_programs", message_programs)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(codes, "_BITS", 1 << 15)  # fewer programs
+        monkeypatch.setattr(codes, "_BLOCK", 1 << 12)
+
+
+def check_both(
+    messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyPatch, code: str = "float32"
+) -> Tensor:
+    found, status = decode_rows(messages, numel, k, value_code=code)
+    with monkeypatch.context() as patch:
+        patch.setenv("REGTOPK_KERNELS", "reference")
+        expected, expected_status = decode_rows(messages, numel, k, value_code=code)
     assert torch.equal(status, expected_status)
     assert torch.equal(found.indices, expected.indices)
     assert torch.equal(found.values, expected.values)
@@ -61,6 +68,33 @@ def check_both(messages: Tensor, numel: int, k: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("num_trials")
 def test_sound_messages(numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check_both(messages_of(numel, k), numel, k, monkeypatch).any()
+
+
+@pytest.mark.parametrize("code", VALUE_CODES)
+@pytest.mark.parametrize(("numel", "k"), [(100_000, 700), (900, 700), (100, 0)])
+def test_programs_write_and_read_the_same_bytes(
+    numel: int, k: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = messages_of(numel, k, code)
+    use_programs(monkeypatch)
+    assert torch.equal(messages_of(numel, k, code), expected)
+    assert not check_both(expected, numel, k, monkeypatch, code).any()
+
+
+@pytest.mark.parametrize("bad", ["order", "end", "nan", "both"])
+def test_programs_mark_what_nobody_can_use(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = sparse_of(10_000, 500)
+    if bad in ("order", "both"):
+        sparse.indices[[7, 8]] = sparse.indices[[8, 7]]
+    if bad == "end":
+        sparse.indices[-1] = 10_000
+    if bad in ("nan", "both"):
+        sparse.values[9] = torch.nan
+    expected = encode(sparse)
+    use_programs(monkeypatch)
+    message = encode(sparse)
+    assert torch.equal(message, expected)
+    assert check_both(message.expand(2, -1), 10_000, 500, monkeypatch).all()
 
 
 @pytest.mark.parametrize(("numel", "k"), SIZES)

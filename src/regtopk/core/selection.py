@@ -149,6 +149,10 @@ def _code_(
     """Code the values taken; the residual, zero there, gets back what the code loses."""
     if is_lossless(code):
         return values
-    sent = quantise(values, code, count)
+    (sent,) = kernels.repeat(_quantised, (code,), (), [values] if count is None else [values, count])
     residual.scatter_add_(-1, indices, values - sent)  # adds: padding, zeros for entry 0, must not erase it
     return sent
+
+
+def _quantised(code: str, values: Tensor, *count: Tensor) -> tuple[Tensor, ...]:
+    return (quantise(values, code, *count),)

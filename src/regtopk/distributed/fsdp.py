@@ -75,6 +75,7 @@ class ShardedHookState(ExchangeBase):
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._units = units
         self._flats = _vectors_for(steps.parameters, units)
+        self._sizes_of = {unit.name: (unit, list(map(_padded_numel, unit.trainable))) for unit in units}
         self._are_finite: dict[str, Tensor] = {}  # of units that have arrived in this backward
         self._last_arrival: torch.cuda.Event | None = None
         self._backward = -1  # the one that makes the current step
@@ -151,10 +152,12 @@ class ShardedHookState(ExchangeBase):
 
     def _add(self, names: Sequence[str], aggregate: Tensor, _: kernels.Support | None) -> None:
         """Add a unit's aggregate to the gradients of its parameters, which FSDP has made of zeros."""
-        (unit,) = (unit for unit in self._units if unit.name == names[0])
-        grads = [local(p.grad) for p in unit.trainable]
-        padded = aggregate.split([_padded_numel(p) for p in unit.trainable])
-        parts = [part[: grad.numel()].view(grad.shape) for part, grad in zip(padded, grads, strict=True)]
+        unit, sizes = self._sizes_of[names[0]]
+        grads = [p.grad._local_tensor for p in unit.trainable]  # to_local() takes longer than the sum
+        padded = aggregate.split(sizes)
+        if [grad.numel() for grad in grads] != sizes:
+            padded = [part[: grad.numel()] for part, grad in zip(padded, grads, strict=True)]
+        parts = list(map(Tensor.view_as, padded, grads))
         torch._foreach_add_(grads, parts)
 
 

@@ -8,11 +8,13 @@ in the environment forces the reference.
 
 from regtopk.kernels import reference
 from regtopk.kernels.dispatch import (
+    MAX_ROWS,
     Choice,
     Kernel,
     describe,
     join_,
     kernel_for,
+    message_programs,
     spread_,
     sum_dense_in_rank_order,
     take_above_,
@@ -33,6 +35,7 @@ from regtopk.kernels.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.self_check import SelfCheck, self_check
 
 __all__ = [
+    "MAX_ROWS",
     "Choice",
     "Kernel",
     "SelfCheck",
@@ -45,6 +48,7 @@ __all__ = [
     "is_finite",
     "join_",
     "kernel_for",
+    "message_programs",
     "parts_of",
     "reference",
     "repeat",

@@ -1,7 +1,6 @@
 """Which kernel runs: by device, dtype and memory layout; the reference wherever no other can."""
 
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from regtopk.kernels.reference import Support, Taken
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
 
-_FEW_WORDS = {"cpu": 1 << 12}  # of messages; torch's operations take less than a compiled loop's import
+_FEW_WORDS = 1 << 12  # of messages; torch's operations take less than a compiled loop's import
 MAX_ROWS = {"cuda": (1 << 16) - 1}  # a row is a program's second number, and CUDA's (gridDim.y) end there
 
 _PACKAGES = {"cpu": "numba", "cuda": "triton"}  # what the kernel of a device needs
@@ -128,22 +127,24 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
 
 def unpacks(words: Tensor) -> bool:
     """Whether `unpack_elias_fano` can read these words, and is faster than torch."""
-    device = words.device.type
-    is_short = words.numel() < _FEW_WORDS.get(device, 0)
-    if is_short or not words.is_contiguous() or words.shape[0] > MAX_ROWS.get(device, math.inf):
-        return False
-    return describe(device).kernel != "reference"
+    is_long = words.device.type == "cpu" and words.numel() >= _FEW_WORDS
+    return is_long and words.is_contiguous() and describe("cpu").kernel != "reference"
 
 
 def unpack_elias_fano(words: Tensor, *columns: Any) -> tuple[Tensor, Tensor]:
     """Indices, and whether they are sound: see `cpu_codes.unpack_elias_fano`."""
-    if words.device.type == "cuda":
-        from regtopk.kernels import cuda_codes
-
-        return cuda_codes.unpack_elias_fano(words, *columns)
     from regtopk.kernels import cpu_codes
 
     return cpu_codes.unpack_elias_fano(words, *columns)
+
+
+def message_programs(tensor: Tensor) -> Any:
+    """The module whose programs write and read whole messages on this tensor's device; None: torch does."""
+    if tensor.device.type != "cuda" or describe("cuda").kernel == "reference":
+        return None
+    from regtopk.kernels import cuda_codes
+
+    return cuda_codes
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:

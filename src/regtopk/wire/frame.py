@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.core.codes import HEADER_WORDS, IndexLayout, index_layout, num_words, value_words
+from regtopk.core.blocks import BLOCK
+from regtopk.core.codes import (
+    HEADER_WORDS,
+    MAX_FIELD_BITS,
+    IndexLayout,
+    index_layout,
+    num_words,
+    value_words,
+)
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire.bits import reinterpret
 
@@ -52,6 +60,29 @@ BAD_INDICES_SENT, BAD_VALUES_SENT = 1 << 9, 1 << 10
 # In the place of the count: the sender itself says that nobody can use its entries.
 _COUNT_OF_BAD_INDICES, _COUNT_OF_BAD_VALUES = -1, -2
 
+# What programs that write and read whole messages know of the format.
+NUMBERS = {
+    "MAGIC": MAGIC,
+    "VERSION": VERSION,
+    "ELIAS_FANO_ID": INDEX_IDS["elias-fano"],
+    "BITMAP_ID": INDEX_IDS["bitmap"],
+    "VALUE_BLOCK": BLOCK,
+    "MAX_FIELD_BITS": MAX_FIELD_BITS,
+    "COUNT_OF_BAD_INDICES": _COUNT_OF_BAD_INDICES,
+    "COUNT_OF_BAD_VALUES": _COUNT_OF_BAD_VALUES,
+    "BAD_MAGIC": BAD_MAGIC,
+    "BAD_VERSION": BAD_VERSION,
+    "BAD_CODES": BAD_CODES,
+    "BAD_NUMEL": BAD_NUMEL,
+    "BAD_COUNT": BAD_COUNT,
+    "BAD_LENGTH": BAD_LENGTH,
+    "BAD_CHECKSUM": BAD_CHECKSUM,
+    "BAD_INDICES": BAD_INDICES,
+    "BAD_VALUES": BAD_VALUES,
+    "BAD_INDICES_SENT": BAD_INDICES_SENT,
+    "BAD_VALUES_SENT": BAD_VALUES_SENT,
+}
+
 
 class Header(NamedTuple):
     """What frames say, each (...,). The number of entries is within bounds even if the status is not 0."""
@@ -82,7 +113,7 @@ def make_frame(
     Rows whose indices do not ascend, or whose values are not finite, are marked in the place of the count:
     receivers refuse them. The sender does not do so itself: it would have to wait for its device.
     """
-    kinds = VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
+    kinds = kinds_of(index_code, value_code)
     frame = torch.zeros(*is_finite.shape, 4, dtype=torch.int64, device=is_finite.device)
     # Filled in by slices: a tensor from a list, or a number for a single entry, waits for the device.
     frame[..., :1] = MAGIC | kinds << 32
@@ -91,6 +122,11 @@ def make_frame(
         is_finite, _COUNT_OF_BAD_VALUES
     )
     return reinterpret(frame, torch.int32)
+
+
+def kinds_of(index_code: str, value_code: str) -> int:
+    """The frame's second word."""
+    return VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
 
 
 def seal(sections: list[Tensor]) -> Tensor:

@@ -45,7 +45,7 @@ def pack_indices(indices: Tensor, numel: int, index_code: str) -> Packed:
     much of it counts.
     """
     count = indices.shape[-1]
-    is_bitmap, width, unary_bits = _layout_of_count(count, numel, index_code)
+    is_bitmap, width, unary_bits = layout_of_count(count, numel, index_code)
     place = torch.arange(count, device=indices.device)
     numbers = indices
     if index_code == "rice":
@@ -85,7 +85,7 @@ def unpack_indices(
         capacity: the most indices a row may hold.
         index_code: one of `INDEX_CODES`; "elias-fano" includes the bitmap, where that is smaller.
     """
-    if index_code == "elias-fano" and words.dim() == 2 and kernels.unpacks(words):
+    if index_code == "elias-fano" and words.dim() == 2 and kernels.unpacks(words):  # a CPU's
         return _unpack_elias_fano(words, start, count, layout, numel, capacity)
     place = torch.arange(capacity, device=words.device)
     is_valid = place < count.unsqueeze(-1)
@@ -165,6 +165,7 @@ def _last(position: Tensor, count: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _layout_of_count(count: int, numel: int, index_code: str) -> tuple[bool, int, int]:
+def layout_of_count(count: int, numel: int, index_code: str) -> tuple[bool, int, int]:
+    """Whether so many indices are a bitmap, the bits of a field, and the unary bits."""
     layout = index_layout(torch.tensor(count), numel, index_code)
     return bool(layout.is_bitmap), int(layout.width), int(layout.unary_bits)

@@ -5,31 +5,43 @@ its device and without reading anything back: what is wrong is returned as a sta
 `raise_for_status` where the host next waits anyway.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.codes import HEADER_WORDS, MAX_NUMEL, check_index_code, num_words, value_words, wire_code
+from regtopk.core.blocks import NUM_SCALES
+from regtopk.core.codes import (
+    HEADER_WORDS,
+    MAX_NUMEL,
+    VALUE_BITS,
+    check_index_code,
+    num_words,
+    value_words,
+    wire_code,
+)
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
+from regtopk.wire.bits import reinterpret
 from regtopk.wire.frame import (
     BAD_COUNT,
     BAD_INDICES,
     BAD_LENGTH,
     BAD_VALUES,
     INDEX_IDS,
+    NUMBERS,
     VALUE_IDS,
     Header,
     check_frame,
+    kinds_of,
     make_frame,
     reasons,
     seal,
     status_of,
     to_words,
 )
-from regtopk.wire.indices import are_in_order, pack_indices, unpack_indices
+from regtopk.wire.indices import are_in_order, layout_of_count, pack_indices, unpack_indices
 from regtopk.wire.values import pack_values, unpack_values
 
 
@@ -76,6 +88,9 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
 def _encode(
     numel: int, index_code: str, value_code: str, indices: Tensor, values: Tensor
 ) -> tuple[Tensor, ...]:
+    programs = kernels.message_programs(indices)
+    if programs is not None and index_code == "elias-fano" and indices.dim() == 1:
+        return (_encode_by(programs, numel, value_code, indices, values),)
     packed = pack_indices(indices, numel, index_code)
     unary = packed.unary
     if index_code == "rice":
@@ -83,6 +98,18 @@ def _encode(
     is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
     frame = make_frame(is_ascending, is_finite, numel, indices.shape[-1], packed.code, value_code)
     return (seal([frame, pack_values(values, value_code), packed.fields, unary]),)
+
+
+def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
+    """The same message, written by a device's own programs."""
+    is_bitmap, width, unary_bits = layout_of_count(indices.numel(), numel, "elias-fano")
+    sizes = is_bitmap, width, num_words(indices.numel() * width), num_words(unary_bits)
+    kinds = kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
+    frame = {**NUMBERS, "KINDS": kinds, "numel": numel}
+    words = programs.write_message(
+        indices.contiguous(), values.contiguous(), pack_values(values, value_code), sizes, frame
+    )
+    return reinterpret(words, torch.uint8)
 
 
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
@@ -166,9 +193,34 @@ def decode_rows(
 def _decode_rows(
     numel: int, capacity: int, index_code: str, value_code: str, dtype: torch.dtype, words: Tensor
 ) -> tuple[Tensor, ...]:
+    programs = kernels.message_programs(words)
+    if programs is not None and index_code == "elias-fano" and words.shape[0] <= kernels.MAX_ROWS["cuda"]:
+        return _decode_by(programs, numel, capacity, value_code, dtype, words.contiguous())
     header = check_frame(words, numel, capacity, index_code, value_code)
     found, status, _ = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
     return found.indices, found.values, found.counts, status
+
+
+def _decode_by(
+    programs: Any, numel: int, capacity: int, value_code: str, dtype: torch.dtype, words: Tensor
+) -> tuple[Tensor, ...]:
+    """The same entries, read by a device's own programs."""
+    frame = {
+        **NUMBERS,
+        "VALUE_ID": VALUE_IDS[value_code],
+        "VALUE_BITS": VALUE_BITS.get(value_code, 0),
+        "NUM_SCALES": NUM_SCALES.get(value_code, 0),
+        "HAS_FLOATS": value_code == "float32" and dtype == torch.float32,
+    }
+    facts, are_bad = programs.read_frames(words, numel, capacity, frame)
+    values = None
+    if not frame["HAS_FLOATS"]:
+        count = facts[0]
+        start = torch.full_like(count, HEADER_WORDS)
+        values, are_sound = unpack_values(words, start, count, capacity, value_code, dtype)
+        are_bad = (~are_sound).long()
+    entries: tuple[Tensor, ...] = programs.read_entries(words, facts, are_bad, values, numel, capacity, frame)
+    return entries
 
 
 def decode_segment(
