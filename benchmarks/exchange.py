@@ -5,7 +5,7 @@ split into its passes: how often each runs, the bytes it moves, and its time. Be
 hook (rank 2) on the same buckets of DDP.
 
 One process plays one rank of N in torch's "fake" process group, which answers every collective at once with
-the rank's own contribution: so collectives cost next to nothing, everything else is real, and N messages are
+the rank's own contribution. The time of collectives is left out, everything else is real, and N messages are
 decoded and added. (They hold the same entries, where those of real ranks differ: work of the size of k.)
 A network of 64 square layers stands for a model. DDP makes its buckets in two real backward passes; then
 every round gives the buckets the gradient anew, untimed, and runs what the hook runs.
@@ -43,6 +43,7 @@ from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
 from regtopk.distributed import buckets, gather, rank, turns
 from regtopk.distributed.bucket_queue import Arrival
+from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.local_model import LocalModel
 from regtopk.distributed.options import Scope
 from regtopk.kernels.dispatch import kernel_named
@@ -50,6 +51,7 @@ from regtopk.kernels.dispatch import kernel_named
 DEPTH = 64
 ADD = "add"
 REST = "all else"
+COLLECTIVES = "collectives"
 
 
 class Pass(NamedTuple):
@@ -59,6 +61,11 @@ class Pass(NamedTuple):
     owner: Any
     function: str
     bytes_per_entry: int = 0  # of all J that it reads and writes; 0: its work has the size of k
+
+
+def collectives() -> list[Pass]:
+    """What is left out; the small ones that ranks agree by are among them."""
+    return [Pass(COLLECTIVES, Collectives, name) for name in ("all_gather", "all_reduce", "all_to_all")]
 
 
 def passes(device: torch.device) -> list[Pass]:
@@ -258,30 +265,30 @@ def measure(make: Callable[[], Exchanged], gradient: Tensor, options: argparse.N
     rounds: list[dict[str, float]] = []
     split: list[dict[str, float]] = []
     counts: dict[str, int] = {}
+    split_counts: dict[str, int] = {}
     for number in range(-3, 2 * options.rounds):  # the first three warm up
         exchanged.refresh()
         timer = Timer(device)
         with timer.phase(ADD):
             accumulated.add_(gradient)
-        if number < 0 or number % 2:
-            with timer.phase(REST):
-                exchanged.run()
-        else:
-            counts.clear()
-            with split_into(table, timer, counts), timer.phase(REST):
-                exchanged.run()
+        is_split = number >= 0 and number % 2 == 0
+        counts.clear()
+        with split_into([*collectives(), *(table if is_split else [])], timer, counts), timer.phase(REST):
+            exchanged.run()
+        if is_split:
+            split_counts = dict(counts)
         if number >= 0:
-            (rounds if number % 2 else split).append(dict(timer.seconds()))
+            (split if is_split else rounds).append(dict(timer.seconds()))
     numel = gradient.numel()
     entries = {each.name: each.bytes_per_entry * numel for each in table}
     found = [
         {
             "pass": name,
-            "calls": counts.get(name, 1),
+            "calls": split_counts.get(name, 1),
             "bytes": entries.get(name, 0),
             "ms": 1e3 * statistics.median(seconds[name] for seconds in split),
         }
-        for name in [each.name for each in table if each.name in counts] + [REST]
+        for name in [each.name for each in table if each.name in split_counts] + [REST]
     ]
     return {
         "ms": 1e3 * statistics.median(seconds[REST] for seconds in rounds),

@@ -8,7 +8,8 @@ machine. Printed is the median over rounds of each round's ratio to no hook, whi
 On CUDA one more step of each variant, in the setting of one process, counts where the host waits for the
 device inside backward (`torch.cuda.set_sync_debug_mode`), by line of code. No line is left out.
 
-    python benchmarks/fsdp_step.py [--json] [--out FILE] [--rounds R] [--layers L] [--width W] [--device cpu]
+    python benchmarks/fsdp_step.py [--json] [--out FILE] [--rounds R] [--batch B ...] [--layers L] [--width W]
+                                   [--device cpu]
 """
 
 import argparse
@@ -50,7 +51,12 @@ class Stepper:
     """One variant's model, and a step of it."""
 
     def __init__(
-        self, given: dict[str, Any], mesh: DeviceMesh, device: torch.device, options: argparse.Namespace
+        self,
+        given: dict[str, Any],
+        mesh: DeviceMesh,
+        device: torch.device,
+        options: argparse.Namespace,
+        batch: int,
     ) -> None:
         torch.manual_seed(0)
         heads = max(1, options.width // HEAD)
@@ -65,7 +71,7 @@ class Stepper:
         self.exchange = None
         if given:
             self.exchange = regtopk.attach(self.model, replicate_group=mesh["replicate"], **given)
-        shape = options.batch, options.context + 1
+        shape = batch, options.context + 1
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(NUM_TOKENS, shape, generator=generator).to(device)
         self.device = device
@@ -103,14 +109,17 @@ class Stepper:
             torch.cuda.synchronize()
 
 
-def rank_main(rank: int, world: int, options: argparse.Namespace, folder: str) -> None:
+def rank_main(rank: int, world: int, batch: int, options: argparse.Namespace, folder: str) -> None:
     device = torch.device(options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    else:
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
     backend = "nccl" if world == 1 and device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
-    steppers = {name: Stepper(given, mesh, device, options) for name, given in VARIANTS.items()}
+    steppers = {name: Stepper(given, mesh, device, options, batch) for name, given in VARIANTS.items()}
     for stepper in steppers.values():
         for _ in range(WARM_UP):
             stepper.step()
@@ -124,7 +133,7 @@ def rank_main(rank: int, world: int, options: argparse.Namespace, folder: str) -
     if rank == 0:
         numel = sum(p.numel() for p in steppers["no hook"].model.parameters())
         sent = {name: s.exchange.last_step.sent_bytes for name, s in steppers.items() if s.exchange}
-        setting = f"{world} x 1, {backend}"
+        setting = f"{world} x 1, {backend}, {batch} x {options.context} tokens per rank"
         torch.save([setting, numel, rounds, sent, syncs], Path(folder) / "found")
     dist.barrier()
     del steppers, stepper
@@ -132,10 +141,10 @@ def rank_main(rank: int, world: int, options: argparse.Namespace, folder: str) -
     dist.destroy_process_group()
 
 
-def measure(world: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(world: int, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """One setting."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(rank_main, (world, options, folder), nprocs=world)  # type: ignore[no-untyped-call, attr-defined]
+        mp.start_processes(rank_main, (world, batch, options, folder), nprocs=world)  # type: ignore[no-untyped-call, attr-defined]
         setting, numel, rounds, sent, syncs = torch.load(Path(folder) / "found", weights_only=True)
     rows = [
         {
@@ -170,17 +179,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     is_cuda = options.device.startswith("cuda")
     report = {
-        "settings": [measure(world, options) for world in (1, 2)],
+        "settings": [measure(world, batch, options) for world in (1, 2) for batch in options.batch],
         "hardware": torch.cuda.get_device_name()
         if is_cuda
         else f"{os.cpu_count()} CPUs, {platform.machine()}",
         "torch": torch.__version__,
-        "batch": [options.batch, options.context],
     }
     give(report, options, show)
 

@@ -1,6 +1,8 @@
 """Every rank's vector on every rank: sparse vectors and index sets as messages, others as they are."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from regtopk.core.sparse import SparseGradient, index_set
 from regtopk.core.traffic import numbers_bytes
 from regtopk.distributed.collectives import as_bytes
 from regtopk.distributed.rank import Rank
-from regtopk.wire import decode_rows, decode_segment
+from regtopk.wire import decode_rows, decode_segment, encode
 
 LONGEST_GATHERED_BYTES = 1 << 32  # of a vector that travels as it is: a longer one can only be damage
 
@@ -47,60 +49,85 @@ def gather_sparse(
         parts: this rank's sparse vectors, and a few numbers or None; if all ranks' are equally long, they
             travel together.
     """
-    if len(parts) > 1 and not all(_is_even(rank, sparse) for sparse, _ in parts):
-        return [found for part in parts for found in gather_sparse(rank, [part])]
+    if len(parts) > 1 and all(_is_even(rank, part) for part in parts):
+        return [(rows, None) for rows in _gather_together(rank, [sparse for sparse, _ in parts])]
+    return [_gather_one(rank, *part) for part in parts]
+
+
+def _gather_one(
+    rank: Rank, sparse: SparseGradient, numbers: Tensor | None
+) -> tuple[SparseGradient, Tensor | None]:
     with rank.timer.phase("encode_s"):
-        messages = [rank.encoded(*part) for part in parts]
-    if not messages:
-        return []
-    lengths, capacities = (
-        [message.numel() for message in messages],
-        [sparse.indices.shape[-1] for sparse, _ in parts],
-    )
+        message = rank.encoded(sparse, numbers)
+    capacity = sparse.indices.shape[-1]
+    sizes = [message.numel()] * rank.num_workers
     with rank.timer.phase("collective_s"):
-        if _is_even(rank, parts[0][0]):
-            sizes = [sum(lengths)] * rank.num_workers
-            everyones = rank.collectives.all_gather(messages[0] if len(parts) == 1 else torch.cat(messages))
+        if _has_known_length(rank, sparse):
+            messages = rank.collectives.all_gather(message)
         else:
-            everyones, sizes, capacities[0] = _gather_uneven(rank, messages[0], *parts[0])
-            lengths = [max(sizes)]
-    rank.count_gather(sum(message.numel() for message in messages), sizes)
+            limits = longest_message_bytes(sparse.numel) + numbers_bytes(numbers), sparse.numel
+            told = rank.collectives.all_gather_sizes((message.numel(), capacity), limits, message.device)
+            sizes, capacities = ([row[i] for row in told] for i in (0, 1))
+            capacity = max(capacities)
+            messages = rank.collectives.all_gather_padded(message, max(sizes))
+    rank.count_gather(message.numel(), sizes)
     with rank.timer.phase("decode_s"):
-        rows = everyones.split(lengths, dim=-1)
-        return [
-            _decode(rank, *each) for each in zip(rows, capacities, *zip(*parts, strict=True), strict=True)
-        ]
+        start = numbers_bytes(numbers)
+        everyones = None if numbers is None else _decode_numbers(rank, messages[:, :start], numbers)
+        found, status = _decode(rank, rank.of_active(messages[:, start:]), capacity, sparse)
+        rank.check_later(status)
+        indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
+        return SparseGradient(indices, values, sparse.numel, counts, sparse.code), everyones
 
 
-def _is_even(rank: Rank, sparse: SparseGradient) -> bool:
+def _gather_together(rank: Rank, parts: list[SparseGradient]) -> list[SparseGradient]:
+    """Vectors of known lengths: one collective for all of them; those of one kind are coded as one batch."""
+    kinds: dict[Any, list[int]] = {}
+    for number, part in enumerate(parts):
+        key = part.numel, part.indices.shape, part.values.dtype, part.code
+        kinds.setdefault(key, []).append(number)
+    batches = [
+        replace(
+            parts[numbers[0]],
+            indices=torch.stack([parts[number].indices for number in numbers]),
+            values=torch.stack([parts[number].values for number in numbers]),
+        )
+        for numbers in kinds.values()
+    ]
+    with rank.timer.phase("encode_s"):
+        messages = [encode(batch, rank.index_code) for batch in batches]
+    with rank.timer.phase("collective_s"):
+        gathered = rank.collectives.all_gather(torch.cat([each.flatten() for each in messages]))
+    rank.count_gather(gathered.shape[1], [gathered.shape[1]] * rank.num_workers)
+    found: dict[int, SparseGradient] = {}
+    with rank.timer.phase("decode_s"):
+        sections = gathered.split([each.numel() for each in messages], dim=-1)
+        for numbers, batch, message, section in zip(kinds.values(), batches, messages, sections, strict=True):
+            of_each = section.unflatten(-1, message.shape).transpose(0, 1).flatten(0, 1)
+            rows, status = _decode(rank, of_each, batch.indices.shape[-1], batch)
+            rank.check_later(status.view(len(numbers), -1))
+            columns = [t.unflatten(0, (len(numbers), -1)) for t in (rows.indices, rows.values, rows.counts)]
+            for number, indices, values, counts in zip(numbers, *columns, strict=True):
+                found[number] = SparseGradient(indices, values, batch.numel, counts, batch.code)
+    return [found[number] for number in range(len(parts))]
+
+
+def _is_even(rank: Rank, part: tuple[SparseGradient, Tensor | None]) -> bool:
+    """Whether nothing but a message of known length is sent."""
+    sparse, numbers = part
+    return numbers is None and _has_known_length(rank, sparse)
+
+
+def _has_known_length(rank: Rank, sparse: SparseGradient) -> bool:
     """Whether all ranks' messages are known to have the same length."""
     return sparse.count is None and rank.index_code != "rice" and not rank.idle
 
 
-def _gather_uneven(
-    rank: Rank, message: Tensor, sparse: SparseGradient, numbers: Tensor | None
-) -> tuple[Tensor, list[int], int]:
-    """Every rank's message, as rows of one length, their sizes, and the most entries that one may hold."""
-    limits = longest_message_bytes(sparse.numel) + numbers_bytes(numbers), sparse.numel
-    own = message.numel(), sparse.indices.shape[-1]
-    told = rank.collectives.all_gather_sizes(own, limits, message.device)
-    sizes, capacities = ([row[i] for row in told] for i in (0, 1))
-    return rank.collectives.all_gather_padded(message, max(sizes)), sizes, max(capacities)
-
-
 def _decode(
-    rank: Rank, messages: Tensor, capacity: int, sparse: SparseGradient, numbers: Tensor | None
-) -> tuple[SparseGradient, Tensor | None]:
-    """The ranks' messages as rows of equal capacity, and their numbers; a rank of weight zero sent none."""
-    start = numbers_bytes(numbers)
-    everyones = None if numbers is None else _decode_numbers(rank, messages[:, :start], numbers)
+    rank: Rank, messages: Tensor, capacity: int, sparse: SparseGradient
+) -> tuple[SparseGradient, Tensor]:
     code, dtype = sparse.code, sparse.values.dtype
-    found, status = decode_rows(
-        rank.of_active(messages[:, start:]), sparse.numel, capacity, rank.index_code, code, dtype
-    )
-    rank.check_later(status)
-    indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
-    return SparseGradient(indices, values, sparse.numel, counts, code), everyones
+    return decode_rows(messages, sparse.numel, capacity, rank.index_code, code, dtype)
 
 
 def _decode_numbers(rank: Rank, messages: Tensor, numbers: Tensor) -> Tensor:

@@ -133,14 +133,18 @@ class Rank:
         return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
     def check_later(self, status: Tensor) -> None:
-        """Keep the status of every active rank's message for `raise_refusals`; bad ones count no entries."""
-        self._statuses.append(self.by_rank(status))
+        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`.
+
+        Bad messages count no entries.
+        """
+        self._statuses.append(self.by_rank(status) if self.idle else status)
 
     def raise_refusals(self) -> None:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""
         statuses, self._statuses = self._statuses, []
         if statuses:
-            raise_for_status(statuses[0] if len(statuses) == 1 else torch.stack(statuses))
+            rows = [status.view(-1, self.num_workers) for status in statuses]
+            raise_for_status(rows[0] if len(rows) == 1 else torch.cat(rows))
 
     def count(self, payload: int, sent: int, received: int) -> None:
         """Add to what crossed the interface."""

@@ -18,33 +18,34 @@ _SUMMED = 1 << 12  # words that one program adds to a checksum
 Frame = Mapping[str, int]  # the numbers of the format: codes, versions, statuses
 
 
-def write_message(
+def write_messages(
     indices: Tensor, values: Tensor, value_words: Tensor, sizes: tuple[bool, int, int, int], frame: Frame
 ) -> Tensor:
-    """A message, (w,) int32, whose frame says so if indices do not ascend, or values are not finite.
+    """Messages, (rows, w) int32, whose frames say so if indices do not ascend, or values are not finite.
 
     Args:
-        indices: (k,) int64.
-        values: (k,), what is sent.
-        value_words: the same, coded, (v,) int32.
+        indices: (rows, k) int64, contiguous.
+        values: (rows, k), contiguous, what is sent.
+        value_words: the same, coded, (rows, v) int32, contiguous.
         sizes: whether the unary bits are a bitmap, bits of a field, words of the fields and unary bits.
         frame: the format's numbers, with those of this message: "KINDS", "numel".
     """
     is_bitmap, width, num_field_words, num_unary_words = sizes
-    k, num_value_words = indices.numel(), value_words.numel()
+    (num_rows, k), num_value_words = indices.shape, value_words.shape[-1]
     num_words = int(triton_codes.HEADER.value) + num_value_words + num_field_words + num_unary_words
-    words = torch.zeros(num_words + 2, dtype=torch.int32, device=indices.device)
+    # A row starts at an even word, because a checksum takes two. Flags are behind the words.
+    words = torch.zeros(num_rows, (num_words + 3) // 2 * 2, dtype=torch.int32, device=indices.device)
     own = {
         "words": words, "indices": indices, "values": values, "value_words": value_words,
-        "flags": words[num_words:], "k": k, "num_value_words": num_value_words, "width": width,
-        "num_field_words": num_field_words, "num_unary_words": num_unary_words, "row_words": num_words,
-        "IS_BITMAP": is_bitmap, **frame,
+        "k": k, "num_value_words": num_value_words, "width": width,
+        "num_field_words": num_field_words, "num_unary_words": num_unary_words, "num_words": num_words,
+        "row_words": words.shape[1], "IS_BITMAP": is_bitmap, **frame,
     }  # fmt: skip
     with torch.cuda.device_of(words):
         num_blocks = max(1, -(-max(k, num_value_words) // _BLOCK))
-        launch(triton_codes.write_body, (num_blocks, 1), own | {"BLOCK": _BLOCK})
-        launch(triton_codes.seal, (-(-num_words // _SUMMED), 1), own | {"BLOCK": _SUMMED})
-    return words[:num_words]
+        launch(triton_codes.write_body, (num_blocks, num_rows), own | {"BLOCK": _BLOCK})
+        launch(triton_codes.seal, (-(-num_words // _SUMMED), num_rows), own | {"BLOCK": _SUMMED})
+    return words[:, :num_words]
 
 
 def read_frames(words: Tensor, numel: int, capacity: int, frame: Frame) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,16 @@ NUM_FACTS = 7
 
 @triton.jit(do_not_specialize=SIZES)
 def write_body(
-    words, indices, values, value_words, flags, k, num_value_words, num_field_words, num_unary_words, width,
-    numel, IS_BITMAP: tl.constexpr, BLOCK: tl.constexpr,
+    words, indices, values, value_words, k, num_words, num_value_words, num_field_words, num_unary_words,
+    width, numel, row_words, IS_BITMAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the values, fields and unary bits of BLOCK entries into words that are zero.
 
-    Flags tell if some indices do not ascend below J, and if some values are not finite.
+    Two flags behind them tell if some indices do not ascend below J, and if some values are not finite.
     """
+    row = tl.program_id(1).to(tl.int64)
+    words, value_words = words + row * row_words, value_words + row * num_value_words
+    indices, values, flags = indices + row * k, values + row * k, words + num_words
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_word = i < num_value_words
     tl.store(words + HEADER + i, tl.load(value_words + i, mask=is_word, other=0), mask=is_word)
@@ -59,12 +62,14 @@ def _share_of(word, i):
 
 @triton.jit(do_not_specialize=SIZES)
 def seal(
-    words, flags, k, row_words, numel, MAGIC: tl.constexpr, KINDS: tl.constexpr,
+    words, k, num_words, row_words, numel, MAGIC: tl.constexpr, KINDS: tl.constexpr,
     COUNT_OF_BAD_INDICES: tl.constexpr, COUNT_OF_BAD_VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the checksum of BLOCK words to the frame; the first program writes the frame."""
+    words += tl.program_id(1).to(tl.int64) * row_words
+    flags = words + num_words
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + i, mask=(i >= HEADER) & (i < row_words), other=0)
+    word = tl.load(words + i, mask=(i >= HEADER) & (i < num_words), other=0)
     total = tl.sum(_share_of(word, i))
     if tl.program_id(0) == 0:
         zero = tl.full((), 0, tl.int64)

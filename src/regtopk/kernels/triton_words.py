@@ -40,6 +40,7 @@ SIZES = [
     "half_k",
     "num_steps",
     "row_words",
+    "num_words",
     "num_value_words",
     "num_field_words",
     "num_unary_words",

@@ -94,7 +94,7 @@ class Header(NamedTuple):
 
 def raise_for_status(status: Tensor) -> None:
     """Raise what is wrong with the first bad message, (..., N), if there is one. Reads the status once."""
-    num_ranks = status.shape[-1]
+    num_ranks = status.shape[-1] if status.dim() else 1
     for number, bits in enumerate(status.flatten().tolist()):
         if bits:
             raise WireFormatError(f"message of rank {number % num_ranks} is refused: {reasons(bits)}")

@@ -5,6 +5,7 @@ its device and without reading anything back: what is wrong is returned as a sta
 `raise_for_status` where the host next waits anyway.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,8 @@ def _encode(
     numel: int, index_code: str, value_code: str, indices: Tensor, values: Tensor
 ) -> tuple[Tensor, ...]:
     programs = kernels.message_programs(indices)
-    if programs is not None and index_code == "elias-fano" and indices.dim() == 1:
+    is_short = math.prod(indices.shape[:-1]) <= kernels.MAX_ROWS["cuda"]
+    if programs is not None and index_code == "elias-fano" and is_short:
         return (_encode_by(programs, numel, value_code, indices, values),)
     packed = pack_indices(indices, numel, index_code)
     unary = packed.unary
@@ -102,14 +104,16 @@ def _encode(
 
 def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
     """The same message, written by a device's own programs."""
-    is_bitmap, width, unary_bits = layout_of_count(indices.numel(), numel, "elias-fano")
-    sizes = is_bitmap, width, num_words(indices.numel() * width), num_words(unary_bits)
+    *batch, k = indices.shape
+    is_bitmap, width, unary_bits = layout_of_count(k, numel, "elias-fano")
+    sizes = is_bitmap, width, num_words(k * width), num_words(unary_bits)
     kinds = kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
     frame = {**NUMBERS, "KINDS": kinds, "numel": numel}
-    words = programs.write_message(
-        indices.contiguous(), values.contiguous(), pack_values(values, value_code), sizes, frame
-    )
-    return reinterpret(words, torch.uint8)
+    value_words = pack_values(values, value_code)
+    num_rows = math.prod(batch)  # not -1: there may be no entries
+    rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
+    words = programs.write_messages(*rows, sizes, frame)
+    return reinterpret(words, torch.uint8).view(*batch, -1)
 
 
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
