@@ -67,7 +67,7 @@ class Stepper:
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh["shard"], mp_policy=policy)
         fully_shard(self.model, mesh=mesh["shard"], mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.exchange = None
         if given:
             self.exchange = regtopk.attach(self.model, replicate_group=mesh["replicate"], **given)

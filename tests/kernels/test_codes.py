@@ -116,9 +116,8 @@ def test_damaged_messages(numel: int, k: int, num_trials: int, monkeypatch: pyte
 def test_programs_write_many_messages_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [sparse_of(5_000, 333, seed) for seed in range(3)]
     parts[1].values[5] = torch.inf
-    batch = SparseGradient(
-        *(torch.stack([getattr(p, n) for p in parts]) for n in ("indices", "values")), 5_000
-    )
+    indices, values = (torch.stack([getattr(part, name) for part in parts]) for name in ("indices", "values"))
+    batch = SparseGradient(indices, values, 5_000)
     expected = encode(batch)
     use_programs(monkeypatch)
     assert torch.equal(encode(batch), expected)

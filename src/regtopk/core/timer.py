@@ -13,7 +13,8 @@ import torch
 class Timer:
     """Adds up the seconds of named phases; time in a phase inside another counts for the inner one alone.
 
-    On CUDA the clock is the device's: events are recorded, and only read when the seconds are asked for.
+    On CUDA the clock is the device's: events are recorded on the stream that is current when the timer is
+    made, and only read when the seconds are asked for.
 
     Args:
         device: where the work is done.
@@ -22,9 +23,7 @@ class Timer:
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self.is_cuda = device.type == "cuda"
-        self._device = (
-            device.index if device.index is not None or not self.is_cuda else torch.cuda.current_device()
-        )
+        self._stream = torch.cuda.current_stream(device) if self.is_cuda else None  # of all phases
         self._now = now
         self._phases = [""]
         self._marks: list[tuple[str, Any]] = []  # the phase that begins, and when
@@ -55,5 +54,5 @@ class Timer:
             self._marks.append((self._phases[-1], self._now()))
             return
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # by number: torch looks others up at length
+        event.record(self._stream)
         self._marks.append((self._phases[-1], event))

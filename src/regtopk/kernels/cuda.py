@@ -46,7 +46,8 @@ _TILES_TOGETHER = 16  # one program gathers the candidates of so many tiles
 _SMALL_BLOCK = 1 << 8  # damped entries per program; they lie all over the row
 _KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
 _MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
-_MOST_MOVERS = 1 << 16  # programs that share the row, to move entries out
+_MOVED, _MOVER_WARPS = 1 << 10, 4  # entries that one program looks at, to move some out
+_MANY = 1 << 22  # so many entries are worth launches of their own, and not worth being copied
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
 
@@ -60,7 +61,10 @@ def take_largest_(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.take_largest_`."""
     increment_version(residual)  # torch does not see what programs write
-    indices, values = repeat(_take_largest_, (k,), [residual, grad], _given(damped, scores))
+    given = _given(damped, scores)
+    if k >= _MANY:
+        return _take_largest_(k, residual, grad, *given)
+    indices, values = repeat(_take_largest_, (k,), [residual, grad], given)
     return indices, values
 
 
@@ -219,16 +223,22 @@ def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
 def _move_out_(rows: Rows, k: int, candidates: Candidates, is_wide: bool) -> tuple[Tensor, Tensor]:
     """Take what is above the threshold, and the first of what equals it."""
     indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
-    is_long = is_wide or candidates.capacity == 0
-    num_stretches = _num_stretches(rows, _MOST_MOVERS if is_long else _MAX_STRETCHES)
-    taken = rows.empty(2 * num_stretches, torch.int64)  # of a row, those above the threshold and those equal
+    is_by_tile = is_wide or candidates.capacity == 0
+    num_parts = -(-rows.numel // _MOVED) if is_by_tile else _num_stretches(rows, _MAX_STRETCHES)
+    taken = rows.empty(2 * num_parts, torch.int64)  # of a row, those above the threshold and those equal
     own = {
-        "indices": indices, "values": values, "k": k, "taken": taken, "IS_WIDE": is_wide, "BLOCK": _BLOCK,
+        "indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _BLOCK, "TILE": _MOVED,
     }  # fmt: skip
     own |= rows.options | candidates.options()
-    grid = num_stretches, rows.num
-    launch(triton_selection.count_taken, grid, own)
-    launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
+    grid = num_parts, rows.num
+    if is_by_tile:
+        launch(triton_selection.settle, (1, rows.num), own)
+        launch(triton_selection.count_taken_of_tile, grid, own, _MOVER_WARPS)
+        own["stops"] = taken.cumsum(-1)
+        launch(triton_selection.write_taken_of_tile, grid, own, _MOVER_WARPS)
+    else:
+        launch(triton_selection.count_taken, grid, own)
+        launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
     return indices, values
 
 

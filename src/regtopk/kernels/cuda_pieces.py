@@ -50,14 +50,15 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
         reference.spread_(pieces, vector, support)
         return
     with torch.cuda.device_of(vector):
-        torch._foreach_zero_(list(pieces))
+        increment_version(pieces)
         indices = support.indices.contiguous()
         cut = _cut_of(vector, pieces)
         own = {
-            "vector": vector, "first": pieces[0], "addresses": _addresses_of(pieces), "starts": cut.starts,
+            "vector": vector, "first": pieces[0], "addresses": _addresses_of(pieces), **cut._asdict(),
             "indices": indices, "num_taken": indices.numel(), "NUM_PIECES": len(pieces),
-            "NUM_STEPS": (len(pieces) - 1).bit_length(), "BLOCK": _BLOCK,
+            "NUM_STEPS": (len(pieces) - 1).bit_length(), "TILE": _TILE, "BLOCK": _BLOCK,
         }  # fmt: skip
+        launch(triton_pieces.clear, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
         launch(triton_pieces.scatter, (-(-indices.numel() // _BLOCK), 1), own)
 
 

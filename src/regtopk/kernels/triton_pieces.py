@@ -40,6 +40,18 @@ def join(
 
 
 @triton.jit(do_not_specialize=SIZES)
+def clear(first, addresses, starts, tile_pieces, tile_starts, TILE: tl.constexpr):
+    """Make a tile zero."""
+    tile = tl.program_id(0)
+    piece = tl.load(tile_pieces + tile)
+    places = tl.load(tile_starts + tile) + tl.arange(0, TILE)
+    mask = places < tl.load(starts + piece + 1)
+    target = tl.load(addresses + piece).to(first.dtype)
+    zeros = tl.zeros((TILE,), first.dtype.element_ty)
+    tl.store(target + (places - tl.load(starts + piece)), zeros, mask=mask)
+
+
+@triton.jit(do_not_specialize=SIZES)
 def scatter(
     vector,
     first,
