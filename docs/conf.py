@@ -26,13 +26,14 @@ root_doc = (
 include_patterns = ["*.md", "docs/*.md", "benchmarks/*/*.md"]
 exclude_patterns = [".*", "build", "dist", "out", "docs/results", "src", "tests"]
 
+smartquotes = False  # "model" and "bucket" are to be copied
 highlight_language = "text"
 myst_heading_anchors = 3  # named as GitHub names them
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["torchft"]  # it has wheels for few machines
-napoleon_use_ivar = True
+napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
 
 html_theme = "furo"
