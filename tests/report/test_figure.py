@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
@@ -101,7 +102,9 @@ def test_all_but_a_few_are_grey() -> None:
 def test_bars_are_the_numbers_of_the_table() -> None:
     run = make_run(3)
     dots = [line for line in draw(run).axes[3].get_lines() if line.get_marker() == "o"]
-    assert [float(dot.get_xdata()[0]) for dot in dots] == [row["accuracy"] for row in run.summary["table"]]
+    assert [np.asarray(dot.get_xdata()).item() for dot in dots] == [
+        row["accuracy"] for row in run.summary["table"]
+    ]
 
 
 def test_a_method_that_failed_does_not_flatten_the_others() -> None:

@@ -9,11 +9,13 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.errors import MissingExtraError
 from regtopk.report.frontier import TITLE, best_lr_of, describe_frontier, draw_frontier, frontier_of
 from regtopk.report.panels import (
+    LETTERS,
     NAMED,
     curves_of,
     describe,
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = (4.3, 3.2)
 INLINE_SCALE = 0.85  # panels of a page are drawn smaller and shown larger: their text stays legible
-BAR_INCHES = 0.24  # height of a row in a panel with bars
+BAR_INCHES = 0.7  # height of the axis below bars
+ROW_INCHES, NAME_INCHES = 0.1, 0.14  # height of a row of bars, and of each line of the name beside it
 LETTER_INCHES = 0.07  # width of a letter in a method's name
 LINE_INCHES = 0.2  # height of a line of the legend
 TITLE_INCHES = 0.25  # height of a panel's title
@@ -113,15 +116,16 @@ def _curves(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
 
 
 def _bars(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
-    """Final numbers; the panel grows with the number and the length of the methods' names beside them."""
+    """Final numbers; the panel grows with the number of methods and of lines of their names."""
     there = [
         r for r in run.summary["results"] if all(r[key] in (at, None) for key, at in panel.where.items())
     ]
     finals = {r["method"]: r["final"] for r in there}
     shown = {method: finals[method] for method in styles if method in finals}
-    width, height = PANEL_INCHES
-    longest = max(len(styles[method].label) for method in shown)
-    size = width + max(0.0, LETTER_INCHES * longest - 0.9), max(height, BAR_INCHES * len(shown) + 0.7)
+    labels = [fill(styles[method].label, LETTERS) for method in shown]
+    num_lines = 1 + max(label.count("\n") for label in labels)
+    height = BAR_INCHES + len(shown) * (ROW_INCHES + num_lines * NAME_INCHES)
+    size = PANEL_INCHES[0], max(PANEL_INCHES[1], height)
     said = "; ".join(f"{styles[m].label}: {format_number(fmean(values))}" for m, values in shown.items())
     return Drawing(panel.title, size, partial(draw_bars, panel, shown, styles), f"{panel.x_label}: {said}.")
 

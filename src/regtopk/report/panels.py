@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from regtopk.report.style import INK, OTHER, Style, format_number
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 LABEL_POINTS = 8.5  # size of the names of methods beside their marks
 LARGE = 10_000  # numbers from here on are written with powers of ten
+LETTERS = 28  # in a line of a method's name beside its mark
 MAX_CIRCLES = 25  # published points on one curve
 NAMED = "named: "  # marks whose id begins so get the rest of it as their title
 
@@ -116,7 +118,8 @@ def draw_bars(
         colour = styles[method].light
         axes.plot([min(values), max(values)], [row, row], color=colour, lw=2.5, alpha=0.5)
         axes.plot([fmean(values)], [row], "o", ms=6, color=colour, mew=0)
-    axes.set_yticks(range(len(finals)), [styles[method].label for method in finals], fontsize=LABEL_POINTS)
+    labels = [fill(styles[method].label, LETTERS) for method in finals]
+    axes.set_yticks(range(len(finals)), labels, fontsize=LABEL_POINTS)
     axes.set_ylim(len(finals) - 0.3, -0.7)
     axes.set_xlabel(panel.x_label)
     if panel.log_x:
@@ -135,8 +138,10 @@ def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], styl
 def mark_x(axes: "Axes", at: float, label: str) -> None:
     """Draw a dashed line up from a place of the x axis, with its name at the lower end."""
     axes.axvline(at, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
-    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate(label, (at, 0), (4, 4), **place, color=INK[0], fontsize=LABEL_POINTS)
+    axes.annotate(
+        label, (at, 0), (4, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
+        color=INK[0], fontsize=LABEL_POINTS,
+    )  # fmt: skip
 
 
 def label_log_axis(axis: "Axis", low: float, high: float) -> None:

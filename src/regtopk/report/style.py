@@ -100,7 +100,7 @@ def coloured_of(methods: Sequence[str], base: str | None) -> list[str]:
         return list(methods)
     algorithms = [Method.read(method).algorithm for method in methods]
     chosen = {methods[algorithms.index(name)] for name in READ_BY if name in algorithms}
-    chosen |= {base} & set(methods)
+    chosen |= {method for method in methods if method == base}
     for method in methods:
         if len(chosen) < FEW:
             chosen.add(method)
