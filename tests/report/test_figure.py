@@ -84,7 +84,7 @@ def test_one_order_everywhere() -> None:
     assert list(styles) == [row["measure"] for row in run.summary["table"]]
     labels = [style.label for style in styles.values()]
     bars = figure.axes[3]
-    assert [text.get_text() for text in bars.get_yticklabels()] == labels
+    assert [text.get_text().replace("\n", " ") for text in bars.get_yticklabels()] == labels
     assert bars.yaxis_inverted()  # the first is at the top
     *few, others = [text.get_text() for text in figure.subfigs[-1].legends[0].get_texts()]
     assert few == [label for label in labels if label in few] and others == "14 others"
