@@ -10,11 +10,16 @@ PARTS := distributed experiments slow_network algorithms kernels
 DEEP := tests/experiments/deep
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
-.PHONY: demo test test-others test-deep $(PARTS:%=test-%) lint format clean
+.PHONY: demo docs test test-others test-deep $(PARTS:%=test-%) lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
+
+# Warnings are errors: a link that leads nowhere, a page that the index does not name, a docstring that reads wrong.
+docs: .venv/.docs
+	.venv/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c docs . out/site
+	@echo "the site is in out/site/index.html"
 
 test: .venv/.installed
 	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target lint test-others test-deep $(PARTS:%=test-%)
@@ -46,6 +51,10 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.installed: .venv/bin/python$(VERSION) pyproject.toml constraints.txt
 	.venv/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)"
 	.venv/bin/pip install -qq --no-compile -e '.[dev,all]' -c constraints.txt
+	@touch $@
+
+.venv/.docs: .venv/.installed
+	.venv/bin/pip install -qq --no-compile -e '.[docs]' -c constraints.txt
 	@touch $@
 
 # Parts that start together would each compile the kernels, and the modules of what they import. This takes a core

@@ -194,6 +194,8 @@ def against(rounds: list[dict[str, dict[str, float]]], name: str, other: str, ke
 def table(report: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = [
+        "# The work of an exchange, on loopback",
+        "",
         f"J = {report['numel']:,}, {report['num_cpus']} CPUs ({report['machine']}), torch {report['torch']}:"
         f" `python {report['command']}`",
         "",

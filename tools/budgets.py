@@ -67,7 +67,7 @@ def draw_budgets(runs: Sequence[Run], picture: Path) -> None:
     """Draw one line per method, over all budgets."""
     curves = curves_of(runs)
     styles = styles_of(list(curves), value_code=runs[0].header["config"].get("value_code", ""))
-    drawing = Drawing(TITLE, SIZE_INCHES, partial(_draw, curves, styles), is_wide=True)
+    drawing = Drawing(TITLE, SIZE_INCHES, partial(_draw, curves, styles))
     save_png(draw_all([drawing], list(styles.values())), picture)
 
 

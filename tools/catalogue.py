@@ -19,6 +19,7 @@ from regtopk.simulate.driver import SimulatedDriver
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 NUM_WORKERS, LAYER, NUM_LAYERS, DENSITY = 8, 100, 10, 0.001
 USE = "Use it for: "
+PAGE_NAME, LINK = re.compile(r"docs/([\w-]+\.md)"), r"[\1](\1)"  # pages that docstrings name
 NOTES = re.compile("(Differs from|Checked against).*", re.DOTALL)  # the end of a class docstring
 
 
@@ -92,7 +93,7 @@ def describe(name: str) -> str:
             f"- **Keeps**: {kept or 'nothing'}.",
             f"- **Promises**: {promised or 'nothing'}.",
             f"- **Use it for**: {use_of(kind)}.",
-            *(f"- {' '.join(note.split())}" for note in notes),
+            *(f"- {PAGE_NAME.sub(LINK, ' '.join(note.split()))}" for note in notes),
             "",
         ]
     )
@@ -103,8 +104,8 @@ def catalogue() -> str:
     numel = NUM_LAYERS * LAYER * LAYER
     head = f"""# Algorithms
 
-Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`. The
-[README](../README.md#which-to-use-when) says which to try first, and
+Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`.
+[which-method.md](which-method.md) says which to try first, and
 [add-an-algorithm.md](add-an-algorithm.md) how to write one.
 
 How to read the sections:

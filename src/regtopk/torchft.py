@@ -69,9 +69,8 @@ class UpdateExchange(Counted):
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
-        parameters, optimizer, algorithm, every, outer, index_code, skip, dense_steps, buffers, writer,
-            collective, residual_dtype: as in `regtopk.UpdateExchange`. EF21 is refused: its sum of all
-            replicas' estimates would be wrong once one leaves.
+        parameters: this, and all that is not named here, is as in `regtopk.UpdateExchange`.
+        algorithm: not EF21: its sum of all replicas' estimates would be wrong once one leaves.
         weight: how much this replica counts, against the others that take part: w_n = weight / their sum.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The code of docs/training.md and of the README's diff, on real ranks."""
+"""The code of docs/training.md, docs/sharded.md and of the README's diff, on real ranks."""
 
 import contextlib
 import io
@@ -19,6 +19,7 @@ from tests.distributed.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+SHARDED = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -88,7 +89,7 @@ def follow_sharded(sources: list[str], folder: Path) -> tuple[str, torch.Tensor]
 
 
 def test_the_guides_sharded_model_trains_and_replicas_stay_equal(four_ranks: Ranks, tmp_path: Path) -> None:
-    results = four_ranks.run(follow_sharded, blocks(GUIDE, "python sharded"), tmp_path)
+    results = four_ranks.run(follow_sharded, blocks(SHARDED, "python sharded"), tmp_path)
     for told, parameters in results:
         of_gradients = "regtopk: 8 steps on 2 workers; this rank:"
         assert told == f"topk: 4 rounds of 2 steps on 2 workers; this rank: {of_gradients} {of_gradients}"

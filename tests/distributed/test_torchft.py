@@ -20,7 +20,7 @@ from regtopk.core import Algorithm, Conversation, Worker
 from regtopk.core.state import ResidualState
 from regtopk.errors import ArgumentError, ClusterError
 from tests.distributed.ranks import fork_process
-from tests.distributed.test_guide import GUIDE, blocks
+from tests.distributed.test_guide import ROOT, blocks
 
 pytest.importorskip(
     "torchft",
@@ -362,7 +362,7 @@ def _follow_the_guide() -> None:
     model = nn.Linear(20, 20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     names: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer}
-    (source,) = blocks(GUIDE, "python torchft")
+    (source,) = blocks((ROOT / "docs" / "elastic.md").read_text(encoding="utf-8"), "python torchft")
     try:
         exec(compile(source, "guide", "exec"), names)
         for _ in range(40):

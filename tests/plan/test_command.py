@@ -87,7 +87,13 @@ def test_a_page(tmp_path: Path) -> None:
     assert code == 0 and str(tmp_path / "page" / "index.html") in out
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     assert "4 workers, links of any bandwidth" in page and "100 Mbit/s, any number of workers" in page
+    assert "<p class=finding>Compression pays with 4 workers at 100 Mbit/s: " in page  # in bold
+    assert page.index("<th>speed-up</th>") < page.index("<th>density</th>")  # in sight on a phone
     config = json.loads((tmp_path / "page" / "config.json").read_text())
+    assert [(panel["mark"], panel["mark_label"]) for panel in config["panels"]] == [
+        (100.0, "100 Mbit/s"),
+        (4, "4 workers"),
+    ]
     assert config["command"].startswith("regtopk plan --bandwidth '100 Mbps' --workers 4 --params 11173962 ")
     records = [json.loads(x) for x in (tmp_path / "page" / "metrics.jsonl").read_text().splitlines()]
     assert max(r["num_workers"] for r in records if r["against"] == "workers") == 4096

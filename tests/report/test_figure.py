@@ -1,19 +1,19 @@
 """Figures stay readable with any number of methods; warnings of matplotlib are errors here."""
 
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-from matplotlib.text import Text
+from matplotlib.colors import to_hex
 
 from regtopk.report.figure import draw_all, drawings_of, styles_of_run
-from regtopk.report.frontier import Frontier, Point, frontier_of, spread_apart
+from regtopk.report.frontier import Frontier, Point, frontier_of
 from regtopk.report.page import write_report
+from regtopk.report.style import FEW, MAX_COLOURS, OTHER
 from regtopk.runs import Panel, Run, RunWriter, make_header
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
@@ -46,7 +46,8 @@ def make_run(num_methods: int, *, like: str = "topk:0.01:raw32:float32") -> Run:
         for step in (1, 2, 3):
             measured = {"accuracy": [value * step / 3 for value in final], "loss": [3.0 / step]}
             records.append({"method": method, "step": step, "payload_bytes": num_bytes * step, **measured})
-    table = [{"measure": r["method"], "accuracy": r["mean"], "diverged": None} for r in results]
+    ranked = sorted(results, key=lambda r: -r["mean"])
+    table = [{"measure": r["method"], "accuracy": r["mean"], "diverged": None} for r in ranked]
     header = make_header("fig3", title="t", about="a", command="c", config={"like": like}, panels=PANELS)
     summary = {"metric": "accuracy", "base": BASE, "results": results, "table": table}
     return Run(Path(), header, records, summary)
@@ -62,10 +63,6 @@ def inches(box: "Bbox", figure: "Figure") -> tuple[float, float]:
     return box.width / figure.dpi, box.height / figure.dpi
 
 
-def texts_of(axes: "Axes") -> list["Bbox"]:
-    return [Text.get_window_extent(text) for text in axes.texts]  # without the lines that lead to them
-
-
 @pytest.mark.parametrize("num_methods", [1, 2, 3, 6, 9, 13, 17, len(METHODS)])
 def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
     figure = draw(make_run(num_methods))
@@ -78,30 +75,48 @@ def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
     assert keys.x0 >= whole.x0 and keys.x1 <= whole.x1 and keys.y0 >= whole.y0
     for box in [axes.get_tightbbox() for axes in figure.axes]:
         assert box is not None and not box.overlaps(keys)
-    assert len(legend.get_texts()) == num_methods
+    assert len(legend.get_texts()) == (num_methods if num_methods <= MAX_COLOURS else FEW + 1)
 
 
-@pytest.mark.parametrize("num_methods", [2, 11, 20])
-def test_labels_of_points_do_not_overlap(num_methods: int) -> None:
-    axes = draw(make_run(num_methods)).axes[-1]
-    boxes = texts_of(axes)
-    assert len(boxes) == num_methods
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-    room = axes.get_window_extent()
-    assert all(room.x0 < box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 + 2 for box in boxes)
+def test_one_order_everywhere() -> None:
+    run = make_run(len(METHODS))
+    figure, styles = draw(run), styles_of_run(run)
+    assert list(styles) == [row["measure"] for row in run.summary["table"]]
+    labels = [style.label for style in styles.values()]
+    bars = figure.axes[3]
+    assert [text.get_text().replace("\n", " ") for text in bars.get_yticklabels()] == labels
+    assert bars.yaxis_inverted()  # the first is at the top
+    *few, others = [text.get_text() for text in figure.subfigs[-1].legends[0].get_texts()]
+    assert few == [label for label in labels if label in few] and others == "14 others"
+
+
+def test_all_but_a_few_are_grey() -> None:
+    lines = draw(make_run(len(METHODS))).axes[0].get_lines()
+    colours = [to_hex(str(line.get_color())) for line in lines]
+    assert colours.count(OTHER.light) == len(METHODS) - FEW
+    grey, told = ([line.get_zorder() for line in lines if (line.get_color() == OTHER.light) == is_grey]
+                  for is_grey in (True, False))  # fmt: skip
+    assert max(grey) < min(told)
+
+
+def test_bars_are_the_numbers_of_the_table() -> None:
+    run = make_run(3)
+    dots = [line for line in draw(run).axes[3].get_lines() if line.get_marker() == "o"]
+    assert [np.asarray(dot.get_xdata()).item() for dot in dots] == [
+        row["accuracy"] for row in run.summary["table"]
+    ]
 
 
 def test_a_method_that_failed_does_not_flatten_the_others() -> None:
     axes = draw(make_run(20)).axes[-1]
     assert axes.get_ylim()[0] > 50
-    assert [text.get_text() for text in axes.texts if "↓" in text.get_text()] == [
-        "consensus, score=regtopk, mu=5, 2bit  11.0 ↓"
-    ]
+    assert [line.get_marker() for line in axes.get_lines()].count("v") == 1
+    assert "11.0" in [text.get_text() for text in axes.texts]
 
 
 def test_budget_is_marked() -> None:
-    assert "the budget, 1,592" in draw(make_run(3)).axes[-1].get_xlabel()
-    assert "budget" not in draw(make_run(3, like="")).axes[-1].get_xlabel()
+    assert [text.get_text() for text in draw(make_run(3)).axes[-1].texts] == ["the budget, 1,592"]
+    assert not draw(make_run(3, like="")).axes[-1].texts
 
 
 def test_where_there_is_no_frontier() -> None:
@@ -124,23 +139,32 @@ def test_a_single_evaluation_is_drawn_as_a_point() -> None:
     assert [line.get_marker() for line in draw(run).axes[0].get_lines()] == ["o", "o"]
 
 
-def test_labels_are_spread_apart() -> None:
-    assert spread_apart([1.0, 5.0], 1.0, 0.0, 10.0) == [1.0, 5.0]
-    assert spread_apart([5.0, 5.0, 5.0], 1.0, 0.0, 10.0) == [4.0, 5.0, 6.0]
-    assert spread_apart([0.0, 0.0], 1.0, 0.0, 10.0) == [0.0, 1.0]
-    assert spread_apart([10.0, 10.0], 1.0, 0.0, 10.0) == [9.0, 10.0]
-
-
-def test_page_of_twenty_methods(tmp_path: Path) -> None:
-    run = make_run(20)
-    with RunWriter(tmp_path, run.header) as writer:
+def write(run: Run, folder: Path) -> str:
+    with RunWriter(folder, run.header) as writer:
         for record in run.records:
             writer.add(record)
         writer.finish(run.summary)
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert page.count("<figure") == len(PANELS) + 1 and page.count('<figure class="row">') == 1
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def test_page_of_twenty_methods(tmp_path: Path) -> None:
+    page = write(make_run(20), tmp_path)
+    assert page.count("<figure") == len(PANELS) + 1 and page.count('<figure class="tall">') == 1
+    assert '<div class="panels"><div class="legend">' in page  # it fills the place beside the tall one
+    assert "14 others</li>" in page
     assert f'<td title="{BASE}">' in page and "Top-k, 1 %, raw32, float32 (base)</td>" in page
     assert "<th>diverged</th>" not in page  # nothing to say
+    assert page.count("<title>other-7</title>") == len(PANELS)  # each curve, and the point, names itself
+
+
+def test_the_page_says_how_many_seeds_there_are(tmp_path: Path) -> None:
+    run = make_run(3)
+    assert "<p>2 seeds. Curves are medians" in write(run, tmp_path / "two")
+    run.summary["results"][0]["final"] = [90.5]
+    assert "<p>1 to 2 seeds. " in write(run, tmp_path / "some")
+    for result in run.summary["results"]:
+        result["final"] = [result["mean"]]
+    assert "<p>One seed: the spread is not known" in write(run, tmp_path / "one")
 
 
 def test_at_equal_bytes_a_method_is_drawn_with_its_best_lr_alone_and_the_base_always() -> None:

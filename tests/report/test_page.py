@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -133,6 +134,37 @@ def test_drawings_are_labelled(run_folder: Path) -> None:
     page = (run_folder / "index.html").read_text(encoding="utf-8")
     labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
     assert labels == ["Lines &lt; &amp; &gt;", "Steps"]
+    ends = "; ".join(f"{method}: 0.00203" for method in ("Top-k", "RegTop-k", "brand-new"))
+    assert f"<desc>loss against iteration. Where each method ends: {ends}.</desc>" in page
+
+
+def test_the_figures_file_is_labelled(run_folder: Path) -> None:
+    figure = ElementTree.fromstring((run_folder / "figure.svg").read_text(encoding="utf-8"))
+    assert (figure.get("role"), figure.get("aria-label")) == ("img", "A <title>")
+    assert (figure[0].tag, (figure[0].text or "")[:30]) == (
+        "{http://www.w3.org/2000/svg}desc",
+        "Lines < & >: loss against iter",
+    )
+
+
+def test_a_place_is_marked(tmp_path: Path) -> None:
+    panels = [replace(PANELS[1], mark=4.0, mark_label="you are here")]
+    header = make_header("e", title="t", about="a", command="c", config={}, panels=panels)
+    with RunWriter(tmp_path, header) as writer:
+        writer.add({"method": "topk", "iteration": 3, "step": 1.0})
+        writer.finish({"table": [{"measure": "topk"}], "notes": ["Note <this>."]})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "you are here" in page and "<p>Note &lt;this&gt;.</p>" in page
+
+
+def test_answers_stand_beside_the_names(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish(
+            {"table": [{"measure": "topk", "density": 0.5, "lr": 1.0, "accuracy": 90.0, "± std": 1.0}]}
+        )
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<th>([^<]*)</th>", page) == ["", "accuracy", "± std", "density", "lr"]
 
 
 def test_a_method_named_like_a_formula(tmp_path: Path) -> None:

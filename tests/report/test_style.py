@@ -2,7 +2,17 @@ from dataclasses import replace
 
 import pytest
 
-from regtopk.report.style import GRID, INK, METHODS, SPARE, format_number, label_of, styles_of
+from regtopk.report.style import (
+    GRID,
+    INK,
+    MAX_COLOURS,
+    METHODS,
+    OTHER,
+    SPARE,
+    format_number,
+    label_of,
+    styles_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +41,28 @@ def test_losses_have_four_digits() -> None:
 
 
 def test_methods_without_a_look_get_one_each() -> None:
-    methods = ["topk", *(f"new-{i}" for i in range(3 * len(SPARE)))]
+    methods = ["topk", *(f"new-{i}" for i in range(MAX_COLOURS - 1))]
     styles = styles_of(methods)
     assert styles["topk"] == METHODS["topk"]
     assert styles["new-0"].label == "new-0"
     looks = {(style.light, style.dashes) for style in styles.values()}
     assert len(looks) == len(methods)
+
+
+def test_of_many_methods_a_few_have_colours() -> None:
+    methods = [*(f"new-{i}" for i in range(20)), "regtopk:mu=1", "regtopk", "my-base", "dense", "topk"]
+    styles = styles_of(methods, base="my-base")
+    told = [method for method in methods if styles[method].light != OTHER.light]
+    assert told == [
+        "new-0",
+        "new-1",
+        "regtopk:mu=1",
+        "my-base",
+        "dense",
+        "topk",
+    ]  # the best, and what to read by
+    assert styles["new-9"] == replace(OTHER, label="new-9")
+    assert styles_of(methods[: MAX_COLOURS + 1])["new-8"] == replace(OTHER, label="new-8")
 
 
 def test_variants_share_a_colour() -> None:
@@ -55,8 +81,8 @@ def test_variants_share_a_colour() -> None:
 
 
 def test_many_variants_of_one_algorithm_differ() -> None:
-    styles = styles_of([f"global-topk:density=0.{number}" for number in range(1, 21)])
-    assert len({(style.light, style.dashes) for style in styles.values()}) == 20
+    styles = styles_of([f"global-topk:density=0.{number}" for number in range(1, MAX_COLOURS + 1)])
+    assert len({(style.light, style.dashes) for style in styles.values()}) == MAX_COLOURS
 
 
 def test_labels() -> None:
@@ -76,6 +102,6 @@ def test_labels_say_the_code_of_values_where_it_is_left_open() -> None:
 def test_light_colours_are_told_apart() -> None:
     # pages turn them into variables by replacing the text, so no two may be equal
     colours = [style.light for style in METHODS.values()] + [light for light, _ in SPARE]
-    colours += [INK[0], GRID[0]]
+    colours += [INK[0], GRID[0], OTHER.light]
     assert len(set(colours)) == len(colours)
     assert all(colour == colour.lower() for colour in colours)

@@ -203,9 +203,7 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 def description_of(config: CompareConfig) -> str:
     """What the page shows, and how runs are judged."""
     task, num_last = TASKS[config.task], config.plan.num_last
-    judged = "has the last evaluation"
-    if num_last > 1:
-        judged = "averages the last three evaluations; the last panel shows the very last"
+    judged = "are the last evaluation" if num_last == 1 else "average the last three evaluations"
     unit = f" It is the {task.metric_words}: smaller is better." if task.metric_words else ""
     recipe = OPTIMIZERS[config.optimizer]
     clips = (
@@ -215,8 +213,8 @@ def description_of(config: CompareConfig) -> str:
         else ""
     )
     return (
-        "All methods start from the same models and see the same batches. Lines are medians over seeds, "
-        f"shades the range. Bytes are what one worker contributes, frames included. The table {judged}."
+        "All methods start from the same models and see the same batches. Bytes are what one worker "
+        f"contributes, frames included. Final numbers {judged}."
         f"{unit}{clips}"
     )
 

@@ -29,26 +29,27 @@ def write_run(
     """
     here, bandwidth = plan.situation, format_bandwidth(plan.situation.link.bandwidth)
     axes = (
-        ("bandwidth", "mbit_per_s", LINKS, f"{here.num_workers} workers, links of any bandwidth"),
-        ("workers", "num_workers", "workers", f"{bandwidth}, any number of workers"),
-    )
+        ("bandwidth", "mbit_per_s", LINKS, f"{here.num_workers} workers, links of any bandwidth",
+         here.link.bandwidth / 1e6, bandwidth),
+        ("workers", "num_workers", "workers", f"{bandwidth}, any number of workers",
+         here.num_workers, f"{here.num_workers} workers"),
+    )  # fmt: skip
     panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
-        about=f"{verdict(plan)} Curves: speed-up over DDP without a hook, each method in its fastest way; "
-        "circles are the planned link.",
+        about="Curves: speed-up over DDP without a hook, each method in its fastest way.",
         command=command,
         config=summary["inputs"],
         panels=[
-            panel(title=title, x=x, x_label=x_label, where={"against": against})
-            for against, x, x_label, title in axes
+            panel(title=title, x=x, x_label=x_label, where={"against": against}, mark=mark, mark_label=label)
+            for against, x, x_label, title, mark, label in axes
         ],
     )
     with RunWriter(folder, header, force=force) as writer:
         for record in curves(plan, costs):
             writer.add(record)
-        writer.finish({**summary, "table": table(plan)})
+        writer.finish({**summary, "finding": verdict(plan), "table": table(plan)})
 
 
 def curves(plan: Plan, costs: Calibration) -> list[Record]:

@@ -3,7 +3,7 @@
 Workers and links are alike, and a link carries its bandwidth in both directions at once. A worker receives a
 message before it adds it up and passes it on, so the processor's time and the link's time are added. All
 parts of an exchange but the last hide behind the backward pass; what they take from the processor does not
-where training runs on that processor too. docs/when-it-pays.md has all that is assumed.
+where training runs on that processor too. docs/planning.md has all that is assumed.
 """
 
 from collections.abc import Sequence

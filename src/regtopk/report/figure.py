@@ -2,15 +2,30 @@
 
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from html import escape
 from pathlib import Path
+from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.errors import MissingExtraError
-from regtopk.report.frontier import TITLE, best_lr_of, draw_frontier, frontier_inches, frontier_of
-from regtopk.report.panels import draw_panel, line_of, methods_of
-from regtopk.report.style import GRID, INK, Style, styles_of
+from regtopk.report.frontier import TITLE, best_lr_of, describe_frontier, draw_frontier, frontier_of
+from regtopk.report.panels import (
+    LETTERS,
+    NAMED,
+    curves_of,
+    describe,
+    draw_bars,
+    draw_panel,
+    is_grey,
+    line_of,
+    methods_of,
+)
+from regtopk.report.style import GRID, INK, OTHER, Style, format_number, styles_of
 from regtopk.runs import Panel, Run
 
 if TYPE_CHECKING:
@@ -19,7 +34,8 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = (4.3, 3.2)
 INLINE_SCALE = 0.85  # panels of a page are drawn smaller and shown larger: their text stays legible
-BAR_INCHES = 0.24  # height of a row in a panel with bars
+BAR_INCHES = 0.7  # height of the axis below bars
+ROW_INCHES, NAME_INCHES = 0.1, 0.14  # height of a row of bars, and of each line of the name beside it
 LETTER_INCHES = 0.07  # width of a letter in a method's name
 LINE_INCHES = 0.2  # height of a line of the legend
 TITLE_INCHES = 0.25  # height of a panel's title
@@ -49,24 +65,30 @@ STYLE = {
 
 
 class Drawing(NamedTuple):
-    """One set of axes: its title, its size in inches, how it is drawn, and whether it has a row to itself."""
+    """One set of axes: its title, its size in inches, how it is drawn, and what it shows, in words."""
 
     title: str
     size: tuple[float, float]
     draw: Callable[["Axes"], None]
-    is_wide: bool = False
+    about: str = ""
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether it is higher than a panel of curves: it has a row for each of many methods."""
+        return self.size[1] > PANEL_INCHES[1]
 
 
 def styles_of_run(run: Run) -> dict[str, Style]:
-    """The look of each method that is drawn; at equal bytes labels say how values are coded."""
+    """The look of each method that is drawn, in order; at equal bytes labels say how values are coded."""
     config = run.header["config"]
     value_code = config.get("value_code", "") if config.get("like") else ""
     return styles_of(_drawn_methods(run), run.summary.get("base"), value_code)
 
 
 def _drawn_methods(run: Run) -> list[str]:
-    """All methods; at equal bytes, where there are many, each with its best lr only."""
-    methods = methods_of(run.records)
+    """All methods in the order of the table; at equal bytes, with many, each with its best lr only."""
+    rows = [row.get("measure") for row in run.summary["table"]]
+    methods = sorted(methods_of(run.records), key=lambda m: rows.index(m) if m in rows else len(rows))
     if not run.header["config"].get("like") or run.summary.get("metric") != "accuracy":
         return methods
     left_out = {r["method"] for r in run.summary["results"]} - best_lr_of(run)
@@ -76,34 +98,46 @@ def _drawn_methods(run: Run) -> list[str]:
 def drawings_of(run: Run) -> list[Drawing]:
     """The panels of a run and, where bytes were measured, accuracy against bytes."""
     styles = styles_of_run(run)
-    records = [record for record in run.records if record["method"] in styles]
     drawings = [
-        Drawing(panel.title, _panel_inches(panel, styles), partial(draw_panel, panel, records, styles))
+        _bars(run, panel, styles) if panel.marks == "bars" else _curves(run, panel, styles)
         for panel in run.panels
     ]
     frontier = frontier_of(run)
     if frontier is not None:
-        size = frontier_inches(frontier)
         draw = partial(draw_frontier, frontier, styles)
-        drawings.append(Drawing(TITLE, size, draw, is_wide=True))
+        drawings.append(Drawing(TITLE, PANEL_INCHES, draw, describe_frontier(frontier, styles)))
     return drawings
 
 
-def _panel_inches(panel: Panel, styles: Mapping[str, Style]) -> tuple[float, float]:
-    """A panel with bars grows with the number and the length of the methods' names beside them."""
-    width, height = PANEL_INCHES
-    if panel.marks != "bars":
-        return width, height
-    longest = max(len(style.label) for style in styles.values())
-    return width + max(0.0, LETTER_INCHES * longest - 0.9), max(height, BAR_INCHES * len(styles) + 0.7)
+def _curves(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
+    curves = curves_of(panel, run.records, styles)
+    draw = partial(draw_panel, panel, curves, styles)
+    return Drawing(panel.title, PANEL_INCHES, draw, describe(panel, curves, styles))
+
+
+def _bars(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
+    """Final numbers; the panel grows with the number of methods and of lines of their names."""
+    there = [
+        r for r in run.summary["results"] if all(r[key] in (at, None) for key, at in panel.where.items())
+    ]
+    finals = {r["method"]: r["final"] for r in there}
+    shown = {method: finals[method] for method in styles if method in finals}
+    labels = [fill(styles[method].label, LETTERS) for method in shown]
+    num_lines = 1 + max(label.count("\n") for label in labels)
+    height = BAR_INCHES + len(shown) * (ROW_INCHES + num_lines * NAME_INCHES)
+    size = PANEL_INCHES[0], max(PANEL_INCHES[1], height)
+    said = "; ".join(f"{styles[m].label}: {format_number(fmean(values))}" for m, values in shown.items())
+    return Drawing(panel.title, size, partial(draw_bars, panel, shown, styles), f"{panel.x_label}: {said}.")
 
 
 def draw_files(run: Run, png: Path, svg: Path) -> None:
     """Draw all panels with a legend, as PNG and as SVG."""
-    figure = draw_all(drawings_of(run), list(styles_of_run(run).values()))
+    drawings = drawings_of(run)
+    figure = draw_all(drawings, list(styles_of_run(run).values()))
     save_png(figure, png)
     figure.set_layout_engine("none")  # everything has its place now: laying it out again is slow
-    svg.write_text(_to_svg(figure, salt=run.panels[0].y), encoding="utf-8")
+    about = " ".join(f"{drawing.title}: {drawing.about}" for drawing in drawings)
+    svg.write_text(_to_svg(figure, run.header["title"], about, salt=run.panels[0].y), encoding="utf-8")
 
 
 def save_png(figure: "Figure", path: Path) -> None:
@@ -124,19 +158,20 @@ def draw_inline(drawing: Drawing, *, salt: str) -> str:
         salt: different for every drawing of a page, so that their ids do not clash.
     """
     matplotlib = _import_matplotlib()
-    width, height = drawing.size
-    scale = 1.0 if drawing.is_wide else INLINE_SCALE
+    width, height = (INLINE_SCALE * inches for inches in drawing.size)
     with matplotlib.rc_context(STYLE):
-        figure: Figure = matplotlib.figure.Figure((scale * width, scale * height), layout="constrained")
+        figure: Figure = matplotlib.figure.Figure((width, height), layout="constrained")
         drawing.draw(figure.subplots())
-    text = _to_svg(figure, salt=salt)
+    text = _to_svg(figure, drawing.title, drawing.about, salt=salt)
     return text[text.index("<svg") :]
 
 
 def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
-    """Rows of panels, the wide ones below them, and a strip for the legend at the bottom."""
+    """Rows of panels, and a strip for the legend at the bottom."""
     matplotlib = _import_matplotlib()
-    rows = _rows(drawings)
+    num_columns = 2 if len(drawings) == 4 else 3
+    rows = [drawings[at : at + num_columns] for at in range(0, len(drawings), num_columns)]
+    styles = legend_of(styles)
     width = max(LEGEND_INCHES, *(sum(drawing.size[0] for drawing in row) for row in rows))
     heights = [max(drawing.size[1] for drawing in row) + TITLE_INCHES for row in rows]
     longest = max(len(style.label) for style in styles)
@@ -154,19 +189,23 @@ def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
     return figure
 
 
-def _rows(drawings: Sequence[Drawing]) -> list[list[Drawing]]:
-    narrow = [drawing for drawing in drawings if not drawing.is_wide]
-    num_columns = 2 if len(narrow) == 4 else 3
-    rows = [narrow[at : at + num_columns] for at in range(0, len(narrow), num_columns)]
-    return rows + [[drawing] for drawing in drawings if drawing.is_wide]
+def legend_of(styles: Sequence[Style]) -> list[Style]:
+    """The looks that are told apart, and one for all that are grey."""
+    told = [style for style in styles if not is_grey(style)]
+    num_grey = len(styles) - len(told)
+    return [*told, replace(OTHER, label=f"{num_grey} others")] if num_grey else told
 
 
-def _to_svg(figure: "Figure", *, salt: str) -> str:
+def _to_svg(figure: "Figure", title: str, about: str, *, salt: str) -> str:
+    """The figure, with a label and a description for screen readers, and names under the pointer."""
     matplotlib = _import_matplotlib()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):  # the same bytes for the same run
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return buffer.getvalue()
+    text = re.sub(f'<g id="{NAMED}([^"]*)">', r"<g><title>\1</title>", buffer.getvalue())
+    text = text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+    start = text.index(">", text.index("<svg")) + 1
+    return f"{text[:start]}<desc>{escape(about)}</desc>{text[start:]}"
 
 
 def _import_matplotlib() -> Any:

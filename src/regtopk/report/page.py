@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.errors import OutputError
-from regtopk.report.figure import draw_files, draw_inline, drawings_of, styles_of_run
+from regtopk.report.figure import draw_files, draw_inline, drawings_of, legend_of, styles_of_run
 from regtopk.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
 from regtopk.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, parts_of, read_header, read_run, writing_to
 
@@ -19,6 +19,8 @@ HEADINGS = {
     "s a run": "s per run",
     "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
 }
+# what a reader looks for first stands beside the methods' names
+ANSWERS = ("speed-up", "step", "accuracy", "test_loss", "risk", "distance", "± std")
 
 LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
 DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0"}
@@ -30,25 +32,31 @@ main{max-width:72rem;margin:0 auto;padding:2.5rem 1.25rem 4rem}
 h1{font-size:1.9rem;line-height:1.2;margin:0 0 .4rem;letter-spacing:-.01em;overflow-wrap:anywhere}
 h2{font-size:1.3rem;margin:3rem 0 .3rem;padding-top:1.6rem;border-top:1px solid var(--grid)}
 h3{font-size:.95rem;font-weight:600;margin:0 0 .4rem}
-p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet)}
+p{max-width:46rem;margin:.3rem 0 1rem;color:var(--quiet);overflow-wrap:anywhere}
 .finding{max-width:60rem;color:var(--ink);font-weight:600;overflow-wrap:anywhere}
 pre{background:var(--raised);border:1px solid var(--grid);border-radius:.5rem;padding:.6rem .9rem;
  white-space:pre-wrap;overflow-wrap:anywhere;font:.8rem/1.5 ui-monospace,monospace;margin:.6rem 0 1.4rem}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1.2rem}
-.panels:has(>:nth-child(4):last-child:not(.row)),.panels:has(>.row:nth-child(5)){
+.panels:not(:has(.tall)):has(>:nth-child(4):last-child){
  grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr))}
 figure{margin:0;background:var(--raised);border:1px solid var(--grid);border-radius:.75rem;padding:1rem}
-.row{grid-column:1/-1}
+.tall{grid-row:span 2}
+.panels:has(.tall){grid-template-rows:auto 1fr}
+@media(min-width:45rem){.panels:not(:has(.tall~.tall))>.tall{grid-area:1/-2/3/-1}}
 figure svg{width:100%;height:auto;display:block;max-height:30rem}
+.tall svg{max-height:none}
 figure svg text{font-family:system-ui,sans-serif!important}
-.legend{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:1rem 0 .7rem;padding:0;list-style:none;
- font-size:.9rem}
+.legend{font-size:.9rem;margin:1rem 0 .7rem}
+.panels>.legend{margin:0;grid-column:1/-2}
+.panels:has(>:nth-child(5))>.legend{grid-column:auto}
+.legend ul{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:0 0 .6rem;padding:0;list-style:none}
 .key{width:1.9rem;height:.7rem;margin-right:.45rem;vertical-align:-.05rem}
 .wide{overflow-x:auto;margin:1.4rem 0}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.8rem}
 th,td{text-align:right;padding:.4rem .35rem;border-bottom:1px solid var(--grid);white-space:nowrap}
 th{font-weight:600;color:var(--quiet);white-space:normal;vertical-align:bottom}
-th:first-child,td:first-child{text-align:left;padding-left:0}
+th:first-child,td:first-child{text-align:left;padding-left:0;position:sticky;left:0;background:var(--ground)}
+@media(max-width:40rem){td:first-child{white-space:normal;min-width:9rem}}
 details{margin-top:1rem;color:var(--quiet);font-size:.9rem}
 summary{cursor:pointer}
 footer{margin-top:3rem;padding-top:1rem;border-top:1px solid var(--grid);color:var(--quiet);font-size:.85rem}
@@ -94,7 +102,7 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
     for run in runs:
         if not is_single:
             body.append(_opening("h2", run.header, run.summary))
-        body += [_legend(run), _panels(run), _table(run), _settings(run)]
+        body += [_panels(run), _table(run), _settings(run)]
     versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -127,8 +135,23 @@ def _variables(colours: dict[str, str]) -> str:
 
 
 def _legend(run: Run) -> str:
-    keys = [f"<li>{_key(style)}{escape(style.label)}</li>" for style in styles_of_run(run).values()]
-    return f'<ul class="legend">{"".join(keys)}</ul>'
+    """The methods' lines, and what there is to know of the spread."""
+    styles = list(styles_of_run(run).values())
+    keys = [f"<li>{_key(style)}{escape(style.label)}</li>" for style in legend_of(styles)]
+    said = [_seeds(run.summary.get("results", []))]
+    if len(keys) < len(styles):
+        said.append("Grey: the others; the table names them, and the pointer does.")
+    return f'<div class="legend"><ul>{"".join(keys)}</ul><p>{" ".join(said)}</p></div>'
+
+
+def _seeds(results: Sequence[Mapping[str, Any]]) -> str:
+    nums = {len(result["final"]) for result in results}
+    if not nums:
+        return ""
+    if nums == {1}:
+        return "One seed: the spread is not known, and small differences mean nothing."
+    several = f"{min(nums)} to {max(nums)}" if len(nums) > 1 else f"{max(nums)}"
+    return f"{several} seeds. Curves are medians and dots means over them; shades and bars are their range."
 
 
 def _key(style: Style) -> str:
@@ -141,14 +164,17 @@ def _key(style: Style) -> str:
 
 
 def _panels(run: Run) -> str:
+    """The drawings; the legend stands above them, or fills the place beside a tall one."""
     figures = []
-    styles = styles_of_run(run)
-    for number, drawing in enumerate(drawings_of(run)):
+    styles, drawings = styles_of_run(run), drawings_of(run)
+    for number, drawing in enumerate(drawings):
         picture = draw_inline(drawing, salt=f"{run.header['experiment']}{number}")
-        kind, title = ' class="row"' if drawing.is_wide else "", escape(drawing.title)
-        labelled = picture.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
-        figures.append(f"<figure{kind}><h3>{title}</h3>{_adaptive(labelled, styles)}</figure>")
-    return f'<div class="panels">{"".join(figures)}</div>'
+        kind = ' class="tall"' if drawing.is_tall else ""
+        title = f"<h3>{escape(drawing.title)}</h3>"
+        figures.append(f"<figure{kind}>{title}{_adaptive(picture, styles)}</figure>")
+    if any(drawing.is_tall for drawing in drawings):
+        return f'<div class="panels">{_legend(run)}{"".join(figures)}</div>'
+    return f'{_legend(run)}<div class="panels">{"".join(figures)}</div>'
 
 
 def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
@@ -161,14 +187,15 @@ def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
 
 
 def _table(run: Run) -> str:
-    """All rows, and the columns that are not empty; a method's line stands before its name."""
+    """All rows, and the columns that are not empty, answers first; a method's line is before its name."""
     rows, styles = run.summary["table"], styles_of_run(run)
-    columns = columns_of(rows)
+    columns = sorted(columns_of(rows), key=lambda column: (column != "measure", column not in ANSWERS))
     head = "".join(f"<th>{escape(label_of(heading_of(column)))}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(_cell(key, row.get(key), styles) for key in columns)}</tr>" for row in rows)
-    ran_on = f"<p>{escape(hardware_and_time(run.summary))}</p>" if "hardware" in run.summary else ""
+    said = [hardware_and_time(run.summary)] if "hardware" in run.summary else run.summary.get("notes", [])
+    notes = "".join(f"<p>{escape(note)}</p>" for note in said)
     return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{ran_on}'
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{notes}'
     )
 
 

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from regtopk.report.style import Style
+from regtopk.report.style import INK, OTHER, Style, format_number
 from regtopk.runs import Panel, Record
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 LABEL_POINTS = 8.5  # size of the names of methods beside their marks
 LARGE = 10_000  # numbers from here on are written with powers of ten
+LETTERS = 28  # in a line of a method's name beside its mark
 MAX_CIRCLES = 25  # published points on one curve
+NAMED = "named: "  # marks whose id begins so get the rest of it as their title
 
 
 def methods_of(records: Sequence[Record]) -> list[str]:
@@ -28,13 +31,39 @@ def line_of(style: Style) -> dict[str, Any]:
     return {"color": style.light, "lw": style.width, "alpha": style.opacity, "ls": dashes}
 
 
-def draw_panel(panel: Panel, records: Sequence[Record], styles: Mapping[str, Style], axes: "Axes") -> None:
-    """Draw what the panel shows of the records, and its axes."""
+def named(style: Style) -> dict[str, Any]:
+    """What a mark of a method is known by in a drawing, and how far above other marks it lies.
+
+    Grey lies below; of the rest the wide lines do, so that none hides another.
+    """
+    return {"gid": f"{NAMED}{style.label}", "zorder": 2 if is_grey(style) else 3 - style.width / 10}
+
+
+def is_grey(style: Style) -> bool:
+    """Whether this is one of many."""
+    return style.light == OTHER.light
+
+
+def curves_of(
+    panel: Panel, records: Sequence[Record], styles: Mapping[str, Style]
+) -> dict[str, list[Record]]:
+    """What the panel shows of each method, in the order of the styles."""
     shown = [record for record in records if _is_shown(record, panel)]
-    curves = {m: [record for record in shown if record["method"] == m] for m in methods_of(shown)}
-    if panel.marks == "bars":
-        _draw_bars(axes, panel, curves, styles)
-        return
+    curves = {m: [record for record in shown if record["method"] == m] for m in styles}
+    return {method: curve for method, curve in curves.items() if curve}
+
+
+def describe(panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style]) -> str:
+    """The panel in words, for those who cannot see it."""
+    ends = {method: median(_per_seed(curve[-1][panel.y])) for method, curve in curves.items()}
+    said = "; ".join(f"{styles[method].label}: {format_number(end)}" for method, end in ends.items())
+    return f"{panel.y_label} against {panel.x_label}. Where each method ends: {said}."
+
+
+def draw_panel(
+    panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style], axes: "Axes"
+) -> None:
+    """Draw the methods' curves, and their axes."""
     for method, curve in curves.items():
         _draw_curve(axes, panel, curve, styles[method])
     axes.set_xlabel(panel.x_label)
@@ -45,6 +74,8 @@ def draw_panel(panel: Panel, records: Sequence[Record], styles: Mapping[str, Sty
     if panel.log_y:
         axes.set_yscale("log")
     axes.set_ylim(bottom=panel.y_min)
+    if panel.mark is not None:
+        mark_x(axes, panel.mark, panel.mark_label)
     if panel.log_x:
         label_log_axis(axes.xaxis, *axes.get_xlim())
     if panel.log_y:
@@ -68,8 +99,8 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
         _draw_stems(axes, panel, x, y, style)
         return
     mark = "o" if len(x) == 1 else ""
-    axes.plot(x, y, marker=mark, zorder=3 - style.width / 10, **line_of(style))
-    if any(len(values) > 1 for values in seeds):
+    axes.plot(x, y, marker=mark, **named(style), **line_of(style))
+    if any(len(values) > 1 for values in seeds) and not is_grey(style):
         low, high = [min(values) for values in seeds], [max(values) for values in seeds]
         axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
     if panel.dots is not None:
@@ -79,18 +110,17 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
         axes.plot(*at, "o", ms=5, mfc="none", mec=style.light, mew=0.9, zorder=3)
 
 
-def _draw_bars(
-    axes: "Axes", panel: Panel, curves: Mapping[str, Sequence[Record]], styles: Mapping[str, Style]
+def draw_bars(
+    panel: Panel, finals: Mapping[str, Sequence[float]], styles: Mapping[str, Style], axes: "Axes"
 ) -> None:
-    """One row per method: the median over seeds of its last record, and the range."""
-    seeds = {method: _per_seed(curve[-1][panel.y]) for method, curve in curves.items()}
-    ranked = sorted(seeds, key=lambda method: median(seeds[method]))
-    for row, method in enumerate(ranked):
-        style, values = styles[method], seeds[method]
-        axes.plot([min(values), max(values)], [row, row], color=style.light, lw=2.5, alpha=0.5)
-        axes.plot([median(values)], [row], "o", ms=6, color=style.light, mew=0)
-    axes.set_yticks(range(len(ranked)), [styles[method].label for method in ranked], fontsize=LABEL_POINTS)
-    axes.set_ylim(-0.7, len(ranked) - 0.3)
+    """One row per method, in the order of the table: the mean over seeds and the range."""
+    for row, (method, values) in enumerate(finals.items()):
+        colour = styles[method].light
+        axes.plot([min(values), max(values)], [row, row], color=colour, lw=2.5, alpha=0.5)
+        axes.plot([fmean(values)], [row], "o", ms=6, color=colour, mew=0)
+    labels = [fill(styles[method].label, LETTERS) for method in finals]
+    axes.set_yticks(range(len(finals)), labels, fontsize=LABEL_POINTS)
+    axes.set_ylim(len(finals) - 0.3, -0.7)
     axes.set_xlabel(panel.x_label)
     if panel.log_x:
         axes.set_xscale("log")
@@ -103,6 +133,15 @@ def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], styl
     at, lengths = [at for at, _ in taken], [length for _, length in taken]
     axes.vlines(at, floor, lengths, color=style.light, lw=0.9, alpha=0.6)
     axes.plot(at, lengths, "o", ms=4, color=style.light, mew=0)
+
+
+def mark_x(axes: "Axes", at: float, label: str) -> None:
+    """Draw a dashed line up from a place of the x axis, with its name at the lower end."""
+    axes.axvline(at, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        label, (at, 0), (4, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
+        color=INK[0], fontsize=LABEL_POINTS,
+    )  # fmt: skip
 
 
 def label_log_axis(axis: "Axis", low: float, high: float) -> None:

@@ -41,6 +41,10 @@ METHODS = {
     "global-topk": Style("global Top-k (oracle)", "#0d8a63", "#4fd6a6", DOTS, width=2.6),
     "randomk": Style("Random-k", "#a8790a", "#e8bd4f"),
 }
+MAX_COLOURS = 8  # of more methods, FEW have a colour: what all are read by, the base and the best
+FEW = 6
+READ_BY = ("dense", "topk", "regtopk")
+OTHER = Style("", "#aeb6c2", "#5a6472", width=0.9)
 # for methods without a look of their own: (on light, on dark)
 SPARE = (
     ("#c2366f", "#ff86b3"),
@@ -65,40 +69,54 @@ GRID = ("#dfe3e9", "#333a45")
 def styles_of(methods: Sequence[str], base: str | None = None, value_code: str = "") -> dict[str, Style]:
     """Each method's look: one colour for all variants of an algorithm, which differ by their dashes.
 
+    Of many methods all but a few are grey.
+
     Args:
-        methods: as specified, NAME or NAME:OPTION=VALUE:...
+        methods: as specified, NAME or NAME:OPTION=VALUE:..., the best first.
         base: the one that others are compared with.
         value_code: of methods whose words do not say, if that is worth telling.
     """
     families: dict[str, list[str]] = {}
-    for method in sorted(methods, key=lambda method: (method != base, method not in METHODS)):
+    for method in sorted(
+        coloured_of(methods, base), key=lambda method: (method != base, method not in METHODS)
+    ):
         families.setdefault(Method.read(method).algorithm, []).append(method)
-    styles, num_spare = {}, 0
-    for name in dict.fromkeys(Method.read(method).algorithm for method in methods):
-        for number, method in enumerate(families[name]):
+    looks, spare = {}, iter(SPARE)
+    for name, family in families.items():
+        for number, method in enumerate(family):
             nth = number % len(DASHES)
             if number == 0 and name in METHODS:
                 first = METHODS[name]
             elif nth == 0:
-                first = _spare(num_spare)
-                num_spare += 1
-            is_open = value_code and "value_code" not in Method.read(method).options
-            label = label_of(f"{method}:value_code={value_code}" if is_open else method)
-            label += " (base)" if method == base else ""
-            styles[method] = replace(first if nth == 0 else _variant(first, nth), label=label)
-    return {method: styles[method] for method in methods}
+                first = Style("", *next(spare))
+            looks[method] = first if nth == 0 else _variant(first, nth)
+    labels = {method: _label(method, base, value_code) for method in methods}
+    return {method: replace(looks.get(method, OTHER), label=label) for method, label in labels.items()}
+
+
+def coloured_of(methods: Sequence[str], base: str | None) -> list[str]:
+    """All methods; of many, the first of those that all are read by, the base and the best."""
+    if len(methods) <= MAX_COLOURS:
+        return list(methods)
+    algorithms = [Method.read(method).algorithm for method in methods]
+    chosen = {methods[algorithms.index(name)] for name in READ_BY if name in algorithms}
+    chosen |= {method for method in methods if method == base}
+    for method in methods:
+        if len(chosen) < FEW:
+            chosen.add(method)
+    return [method for method in methods if method in chosen]
+
+
+def _label(method: str, base: str | None, value_code: str) -> str:
+    is_open = value_code and "value_code" not in Method.read(method).options
+    label = label_of(f"{method}:value_code={value_code}" if is_open else method)
+    return f"{label} (base)" if method == base else label
 
 
 def _variant(style: Style, number: int) -> Style:
     """The same colour, thin and with other dashes."""
     others = [dashes for dashes in DASHES if dashes != style.dashes]
     return Style(style.label, style.light, style.dark, others[number - 1])
-
-
-def _spare(number: int) -> Style:
-    """A look for what has none of its own: other colours first, then other dashes."""
-    light, dark = SPARE[number % len(SPARE)]
-    return Style("", light, dark, DASHES[number // len(SPARE) % len(DASHES)])
 
 
 def label_of(text: str) -> str:

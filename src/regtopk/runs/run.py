@@ -30,9 +30,10 @@ class Panel:
         x_label, y_label: along the axes.
         where: only records with these values, or with None there, are drawn.
         log_x, log_y: logarithmic axes; values <= 0 are left out.
-        marks: "line", "stems" for lengths of single steps, or "bars" for the last y of each method.
+        marks: "line", "stems" for lengths of single steps, or "bars" for the final numbers in the summary.
         dots: a second field, drawn as circles over the curve (published points).
         x_max, y_min: where the axes end.
+        mark, mark_label: a place of the x axis to mark, and its name.
     """
 
     title: str
@@ -47,6 +48,8 @@ class Panel:
     dots: str | None = None
     x_max: float | None = None
     y_min: float | None = None
+    mark: float | None = None
+    mark_label: str = ""
 
 
 @dataclass(frozen=True)
