@@ -82,7 +82,12 @@ def train(
     if method == "updates":
         topk = regtopk.TopK(density=options.density, value_code="4bit")
         exchange = regtopk.UpdateExchange(
-            model, optimizer, topk, every=options.every, process_group=mesh["replicate"]
+            model,
+            optimizer,
+            topk,
+            every=options.every,
+            fragments=options.fragments,
+            process_group=mesh["replicate"],
         )
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     start = time.perf_counter()
@@ -179,6 +184,7 @@ def main() -> None:
     parser.add_argument("--tested", type=int, default=2048, help="windows of the test part")
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--fragments", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

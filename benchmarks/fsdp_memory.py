@@ -32,7 +32,7 @@ REPLICAS = 2
 TOPK = regtopk.TopK(density=0.01, value_code="4bit")
 ON_CPU = "theta_start on the CPU"
 PARTS = {  # the names of what holds each kind of memory
-    "the state before, to take a step back": ("state_before",),
+    "gradient, until backward is over": ("_flats",),
     "residual": ("residual",),
     "theta_start": ("_flat",),
     ON_CPU: ("_kept",),
