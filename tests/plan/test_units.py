@@ -24,7 +24,7 @@ from regtopk.plan.units import (
         ("25 Gbit/s", 2.5e10),
         ("25 Gbps", 2.5e10),
         ("56k", 56e3),
-        ("1e6", 1e6),
+        ("1e6 bit/s", 1e6),
         ("9_600 bit/s", 9600.0),
         ("1,000 bits/s", 1000.0),
         ("12.5 MB/s", 1e8),
@@ -39,7 +39,9 @@ def test_bandwidths(text: str, bits_per_s: float) -> None:
     assert parse_bandwidth(text) == pytest.approx(bits_per_s)
 
 
-NONSENSE = "fast||-100 Mbps|0|nan|inf Gbps|100 MB|100 mb|10 ms|1 Gbit/h|100 Mbps 2|1,5G|10,00 Mbps|1 Mib/s"
+NONSENSE = (
+    "fast||1000|1e9|-100 Mbps|0|nan|inf Gbps|100 MB|100 mb|10 ms|1 Gbit/h|100 Mbps 2|1,5G|10,00 Mbps|1 Mib/s"
+)
 
 
 @pytest.mark.parametrize("text", NONSENSE.split("|"))
@@ -52,7 +54,8 @@ def test_nonsense_bandwidths(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("10ms", 0.01), ("50us", 50e-6), ("50 µs", 50e-6), ("0.2", 0.2), ("1min", 60.0)]
+    ("text", "seconds"),
+    [("10ms", 0.01), ("50us", 50e-6), ("50 µs", 50e-6), ("0.2s", 0.2), ("1min", 60.0)],
 )
 def test_times(text: str, seconds: float) -> None:
     assert parse_time("latency", text) == pytest.approx(seconds)
@@ -65,7 +68,7 @@ def test_no_latency(text: str) -> None:
         parse_time("step time", text)
 
 
-@pytest.mark.parametrize("text", ["soon", "0,5ms", "-1ms", "nan s", "10 Mbps"])
+@pytest.mark.parametrize("text", ["soon", "0.2", "100", "0,5ms", "-1ms", "nan s", "10 Mbps"])
 def test_nonsense_times(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"latency must be a time of at least 0 such as .*got"):
         parse_time("latency", text, may_be_zero=True)

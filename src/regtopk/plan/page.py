@@ -158,8 +158,23 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
         "best": row(plan.best),
         "break_even_bits_per_s": plan.break_even_bits_per_s,
         "pays": plan.pays,
-        "notes": notes(plan, inputs["memory_bytes"]),
+        "notes": [assumed(inputs), *notes(plan, inputs["memory_bytes"])],
     }
+
+
+def assumed(inputs: Mapping[str, Any]) -> str:
+    """What the answer rests on."""
+    machine = inputs["calibration"]
+    latency = format_time(inputs["latency_s"]) if inputs["latency_s"] else "no time"
+    said = (
+        f"Assumed: a message takes {latency} one way; a step without communication takes "
+        f"{format_time(inputs['step_time_s'])}; {machine.get('local_workers') or 1} worker(s) per machine, "
+        f"each with {machine.get('num_threads')} threads; vectors are selected and coded on "
+        f"{machine.get('device') or 'cpu'}; collectives are gloo's. fp16 and powersgd are torch's own hooks."
+    )
+    if machine.get("device") == "cuda":
+        said += " NCCL, and faster links inside a machine, are not in this model."
+    return said
 
 
 def notes(plan: Plan, memory_bytes: float) -> list[str]:

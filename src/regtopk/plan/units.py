@@ -21,17 +21,17 @@ _TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 999.
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of "100 Mbps", "100mbit", "100 Mbit/s", "1.5G", "25e9" or, in bytes, "12.5 MB/s".
+    """Bits per second of "100 Mbps", "100mbit", "100 Mbit/s", "1.5G" or, in bytes, "12.5 MB/s".
 
     "B" is a byte, "b" and "bit" are bits. "MB" and "mb" without "per second" are refused, since half of those
-    who write them mean bytes.
+    who write them mean bytes. So is a number without a unit, since most mean megabits.
     """
     number, unit = _split(text)
     found = _BANDWIDTH_UNIT.fullmatch(unit)
     prefix, binary, what, per_second = found.groups() if found else ("", "", "b", None)
     is_byte = what == "B" or (what or "").lower().startswith("byte")
     is_unclear = per_second is None and what is not None and not what.lower().startswith("bit")
-    if is_unclear or (binary and not (is_byte and prefix)):
+    if not unit or is_unclear or (binary and not (is_byte and prefix)):
         number = math.nan
     bits = (_BINARY if binary else _PREFIXES)[prefix.lower()] * (8 if is_byte else 1)
     rule = "a number above 0 with a unit such as 100Mbit/s, 1.5G (bits per second) or 12.5MB/s (bytes)"
@@ -39,10 +39,11 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
-    """Seconds of "10ms", "50us", "0.2 s", or of a number without a unit: "0.2"."""
-    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2 (seconds)"
+    """Seconds of "10ms", "50us" or "0.2 s"; a number without a unit is refused, but for 0."""
+    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2s, with its unit"
     number, unit = _split(text)
-    per_second = _PER_SECOND.get(unit or "s", math.nan)  # dividing, 50us are 5e-5 to the bit
+    unit = "s" if number == 0 and not unit else unit
+    per_second = _PER_SECOND.get(unit, math.nan)  # dividing, 50us are 5e-5 to the bit
     return _checked(name, number / per_second, text, rule, may_be_zero=may_be_zero)
 
 
