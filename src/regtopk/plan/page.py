@@ -12,6 +12,7 @@ from regtopk.plan.methods import DENSE, POWERSGD, TORCH, Method
 from regtopk.plan.predict import ROUND_SHARE, ROUNDS, Plan, Prediction, predict
 from regtopk.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.runs import Panel, Record, RunWriter, make_header
+from regtopk.words import counted
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
@@ -165,12 +166,13 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
 def assumed(inputs: Mapping[str, Any]) -> str:
     """What the answer rests on."""
     machine = inputs["calibration"]
-    latency = format_time(inputs["latency_s"]) if inputs["latency_s"] else "no time"
+    workers, threads = machine.get("local_workers") or 1, machine.get("num_threads") or 1
+    latency = format_time(inputs["latency_s"]) if inputs["latency_s"] else "0"
     said = (
-        f"Assumed: a message takes {latency} one way; a step without communication takes "
-        f"{format_time(inputs['step_time_s'])}; {machine.get('local_workers') or 1} worker(s) per machine, "
-        f"each with {machine.get('num_threads')} threads; vectors are selected and coded on "
-        f"{machine.get('device') or 'cpu'}; collectives are gloo's. fp16 and powersgd are torch's own hooks."
+        f"Assumed: latency {latency} one way; {format_time(inputs['step_time_s'])} for a step without "
+        f"communication; {counted(workers, 'worker')} per machine, with {counted(threads, 'thread')} each; "
+        f"vectors selected and coded on {machine.get('device') or 'cpu'}; gloo's collectives. fp16 and powersgd "
+        "are torch's own hooks."
     )
     if machine.get("device") == "cuda":
         said += " NCCL, and faster links inside a machine, are not in this model."
