@@ -171,8 +171,8 @@ def assumed(inputs: Mapping[str, Any]) -> str:
     said = (
         f"Assumed: latency {latency} one way; {format_time(inputs['step_time_s'])} for a step without "
         f"communication; {counted(workers, 'worker')} per machine, with {counted(threads, 'thread')} each; "
-        f"vectors selected and coded on {machine.get('device') or 'cpu'}; gloo's collectives. fp16 and powersgd "
-        "are torch's own hooks."
+        f"vectors selected and coded on {machine.get('device') or 'cpu'}; gloo's collectives. fp16 and "
+        "powersgd are torch's own hooks."
     )
     if machine.get("device") == "cuda":
         said += " NCCL, and faster links inside a machine, are not in this model."
