@@ -2,7 +2,7 @@
 
 A mod for the ClientApp and a strategy for the ServerApp; both are needed::
 
-    app = ClientApp(mods=[SparseMod(TopK(density=0.01, value_code="4bit"), "state")])
+    app = ClientApp(mods=[SparseMod(TopK(density=0.01, value_code="4bit"))])
     strategy = SparseFedAvg(fraction_train=0.25, fraction_evaluate=0.0)
 
 The rest of both apps is as with FedAvg: a client gets all arrays of the model, and returns all of them.
@@ -10,6 +10,7 @@ The rest of both apps is as with FedAvg: a client gets all arrays of the model, 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 from logging import WARNING
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ class SparseMod:
 
     Args:
         algorithm: what chooses the entries of an update; see `regtopk.federated.check_algorithm`.
-        folder: where this client's file is, on its own disk or on one that all clients share.
+        folder: where this client's file is; the "state-folder" of its SuperNode's node-config if None.
+            Clients may share a folder.
         name: a callable of the context: the client's name; its partition-id if not given.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
 
@@ -87,18 +89,23 @@ class SparseMod:
     def __init__(
         self,
         algorithm: Algorithm[Any],
-        folder: str | Path,
+        folder: str | Path | None = None,
         *,
         name: Callable[[Context], str] = partition_of,
         index_code: str = "elias-fano",
     ) -> None:
         check_algorithm(algorithm)
-        self.algorithm, self.folder, self.name, self.index_code = algorithm, Path(folder), name, index_code
+        self.algorithm, self.folder, self.name, self.index_code = algorithm, folder, name, index_code
 
     def client(self, context: Context) -> Client:
         """This client, with what it has on its disk."""
         name = self.name(context)
-        path = self.folder / f"client-{quote(name, safe='')}.pt"
+        folder = context.node_config.get("state-folder") if self.folder is None else self.folder
+        if folder is None:
+            raise ClusterError(
+                "SparseMod must have a folder, or node-config a state-folder, for what was not sent; got none"
+            )
+        path = Path(str(folder)) / f"client-{quote(name, safe='')}.pt"
         return Client(self.algorithm, path, name=name, run=str(context.run_id), index_code=self.index_code)
 
     def __call__(
@@ -208,6 +215,7 @@ def _of_instruction(instruction: Instruction, key: str) -> RecordDict:
     clients = list(instruction.accepted)
     note: dict[str, Any] = {
         "round": instruction.round,
+        "has-model": instruction.model is not None,
         "checksum": instruction.checksum,
         "clients": clients,
         "tokens": [instruction.accepted[name].token for name in clients],
@@ -223,6 +231,7 @@ def _of_instruction(instruction: Instruction, key: str) -> RecordDict:
         note["frame-shares"] = [share for past in instruction.missed for share in past.shares]
         together = torch.cat([torch.zeros(0, dtype=torch.uint8), *frames])
         arrays = _record({FRAMES: together, **instruction.whole})
+    note = {name: value for name, value in note.items() if value != []}  # Flower cannot count empty lists
     return RecordDict({key: arrays, NOTE: ConfigRecord(note)})
 
 
@@ -231,18 +240,18 @@ def _to_instruction(content: RecordDict) -> tuple[str, Instruction]:
         raise ClusterError("the ServerApp must run a SparseFedAvg with SparseMod, got a message of another")
     (key,) = _only(content.array_records)
     note, arrays = content[NOTE], content[key].to_torch_state_dict()
+    lists = "clients", "tokens", "shares", "whole", "frame-counts", "frame-lengths", "frame-shares"
+    clients, tokens, shares, names, counts, lengths, frame_shares = (note.get(name, []) for name in lists)
     accepted = {
-        client: Accepted(token, share)
-        for client, token, share in zip(note["clients"], note["tokens"], note["shares"], strict=True)
+        client: Accepted(token, share) for client, token, share in zip(clients, tokens, shares, strict=True)
     }
-    if "whole" in note:
-        whole = {name: arrays[name] for name in note["whole"]}
+    if note["has-model"]:
+        whole = {name: arrays[name] for name in names}
         return key, Instruction(note["round"], accepted, whole, dict(arrays), (), note["checksum"])
-    frames = iter(arrays.pop(FRAMES).split(list(note["frame-lengths"])))
-    shares = iter(note["frame-shares"])
+    sent = iter(zip(arrays.pop(FRAMES).split(list(lengths)), frame_shares, strict=True))
     missed = []
-    for count in note["frame-counts"]:
-        each = [(next(frames), next(shares)) for _ in range(count)]
+    for count in counts:
+        each = list(islice(sent, count))
         missed.append(PastRound(tuple(frame for frame, _ in each), tuple(share for _, share in each)))
     return key, Instruction(note["round"], accepted, dict(arrays), None, tuple(missed), note["checksum"])
 
