@@ -244,7 +244,10 @@ class Federation:
 
     def memory(self, client: int) -> dict[str, Any] | None:
         path = self.folder / f"client-{client}.pt"
-        return torch.load(path) if path.exists() else None
+        if not path.exists():
+            return None
+        with path.open("rb") as file:  # which another file may take the place of meanwhile
+            return {**torch.load(file), "written": os.fstat(file.fileno()).st_mtime_ns}
 
     def logs(self) -> str:
         return "\n".join(f"{path}\n{path.read_text()[-4000:]}" for path in self.folder.glob("*.log"))
@@ -277,7 +280,7 @@ def watch(federation: Federation, upto: int, seen: dict[int, list[dict[str, Any]
         assert is_running and time.monotonic() < deadline, federation.logs()
         for client, memories in seen.items():
             memory = federation.memory(client)
-            if memory is not None and (not memories or memories[-1]["sent"] != memory["sent"]):
+            if memory is not None and (not memories or memories[-1]["written"] != memory["written"]):
                 memories.append(memory)
         time.sleep(0.1)
 
