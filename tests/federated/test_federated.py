@@ -119,13 +119,19 @@ def test_what_the_server_did_not_get_goes_back_into_the_residual(tmp_path: Path)
     assert federation.end(reply) == []
 
 
-def test_a_round_that_is_answered_twice_counts_once(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, TopK(k=5))
-    instruction, update = federation.ask("a")["a"], exact(federation.generator)
-    federation.train("a", instruction, update)  # killed after it had saved, before it had replied
-    reply = federation.train("a", instruction, update)
-    assert torch.equal(sent_by(reply) + federation.residual("a"), 2 * update)
-    assert federation.end(reply) == []
+def test_a_round_that_is_made_twice_counts_once(tmp_path: Path) -> None:
+    for algorithm in (TopK(k=1), RegTopK(k=1)):
+        federation = Federation(tmp_path / algorithm.name, algorithm)
+        kept = torch.zeros(J)
+        for _ in range(3):
+            instruction = federation.ask("a")["a"]
+            assert (instruction.model is None) == (federation.round > 1)
+            federation.train("a", instruction, exact(federation.generator))  # killed before it had replied
+            update = exact(federation.generator)
+            reply = federation.train("a", instruction, update)
+            assert torch.equal(sent_by(reply) + federation.residual("a"), kept + update)
+            kept = federation.residual("a")
+            assert federation.end(reply) == []
 
 
 def test_all_clients_in_every_round_is_the_cluster_of_the_paper(tmp_path: Path) -> None:
@@ -188,7 +194,8 @@ def test_an_older_model_that_does_not_lead_here_is_refused_and_sent_whole_next(t
     update = torch.linspace(-1, 1, J)
     federation.end(federation.train("a", federation.ask("a")["a"], update))
     kept = torch.load(tmp_path / "a.pt")
-    torch.save({**kept, "model": kept["model"] + 1}, tmp_path / "a.pt")
+    kept["now"]["model"] += 1
+    torch.save(kept, tmp_path / "a.pt")
     with pytest.raises(StateError, match="another checksum"):
         federation.train("a", federation.ask("a")["a"], update)
     federation.end()

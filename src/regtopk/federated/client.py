@@ -2,7 +2,7 @@
 
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -42,13 +42,13 @@ class _Sent:
 
 @dataclass
 class _Memory:
-    """What a client keeps: the algorithm's state, and the model its last round began with."""
+    """What a client keeps of a round: the algorithm's state after it, and the model that it began with."""
 
-    state: Any
     names: tuple[str, ...]
     layout: Layout
+    state: Any
     model: Tensor
-    sent: _Sent | None = None
+    sent: _Sent | None
 
 
 class Client:
@@ -59,6 +59,7 @@ class Client:
 
     What was sent stays known until the server's next instruction. If that says that the reply was accepted,
     it is forgotten. Otherwise it goes back into the residual, e := e + x: a lost reply is late, not lost.
+    If the client is asked for the same round once more, it goes back to where it was before that round.
 
     RegTop-k learns from the aggregate of the round before, theta^{r-1} - theta^r. It has one if the client
     took part in that round and its reply was accepted. Otherwise it knows nothing and selects as Top-k does.
@@ -81,7 +82,7 @@ class Client:
     @property
     def residual(self) -> Tensor | None:
         """What is kept of updates that were not sent, (J,); None before the first round."""
-        memory = self._load()
+        memory, _ = self._load()
         return None if memory is None else memory.state.residual
 
     @torch.no_grad()
@@ -93,7 +94,7 @@ class Client:
         """
         if instruction.model is not None:
             return instruction.model
-        memory = self._load()
+        memory = self._before(instruction)
         if memory is None:
             raise StateError(f"client {self.name!r} must have an older model to add rounds to, got none")
         flat = memory.model
@@ -126,26 +127,35 @@ class Client:
         update = start - to_flat(trained, layout)
         if not bool(update.isfinite().all()):
             raise GradientError(f"update of client {self.name!r} must be finite, got NaN or inf")
-        memory = self._load()
-        if memory is None:
-            state = self.algorithm.init(self._worker(layout, instruction.round, 1.0))
-            memory = _Memory(state, tuple(model), layout, start)
-        elif memory.layout != layout:
+        before = self._before(instruction)
+        if before is not None and before.layout != layout:
             raise StateError(f"arrays must stay those in {self.path}, got other names or shapes")
-        share = self._settle(memory, instruction, start)
+        if before is None:
+            state = self.algorithm.init(self._worker(layout, instruction.round, 1.0))
+            now = _Memory(tuple(model), layout, state, start, None)
+        else:
+            now = replace(before, state=before.state.clone())
+        share = self._settle(now, instruction, start)
         worker = self._worker(layout, instruction.round, share)
-        sparse = first_request(self.algorithm, update, memory.state, worker)
-        sent = Reply(
+        sparse = first_request(self.algorithm, update, now.state, worker)
+        reply = Reply(
             self.name,
             instruction.round,
             encode(sparse, self.index_code),
             {name: trained[name] for name in instruction.whole},
         )
-        indices, values = sparse.without_padding()
-        memory.sent = _Sent(instruction.round, sent.token, indices, values)
-        memory.model, memory.names = start, tuple(model)
-        self._save(memory)
-        return sent
+        now.sent = _Sent(instruction.round, reply.token, *sparse.without_padding())
+        now.model, now.names = start, tuple(model)
+        self._save(now, before)
+        return reply
+
+    def _before(self, instruction: Instruction) -> _Memory | None:
+        """The memory as it was when the round began; another attempt at it does not count."""
+        now, before = self._load()
+        accepted = instruction.accepted.get(self.name)
+        if now is None or now.sent is None or now.sent.round != instruction.round:
+            return now
+        return now if accepted is not None and accepted.token == now.sent.token else before
 
     def _settle(self, memory: _Memory, instruction: Instruction, start: Tensor) -> float:
         """Take back what did not arrive, and learn from what did; the share w_n that the client had last."""
@@ -170,18 +180,19 @@ class Client:
             torch.tensor(share), self._index, 1, round - 1, layout=layout, index_code=self.index_code
         )
 
-    def _load(self) -> _Memory | None:
+    def _load(self) -> tuple[_Memory | None, _Memory | None]:
+        """The memory after the last round, and the one before it; None where there is none."""
         if not self.path.is_file():
-            return None
+            return None, None
         try:
             saved = torch.load(self.path, weights_only=True)
-            is_ours = saved["format"] == FORMAT
+            file_format = saved["format"]
         except Exception as error:
             raise StateError(f"{self.path} must hold the memory of a client, got {error}") from error
-        if not is_ours:
-            raise StateError(f"{self.path} must be of format {FORMAT}, got {saved['format']}")
+        if file_format != FORMAT:
+            raise StateError(f"{self.path} must be of format {FORMAT}, got {file_format}")
         if saved["run"] != self.run:
-            return None
+            return None, None
         options = repr(self.algorithm.options())
         if (saved["client"], saved["algorithm"]) != (self.name, options):
             raise StateError(
@@ -189,23 +200,28 @@ class Client:
                 f"got client {saved['client']!r} with {saved['algorithm']}"
             )
         layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
-        state = self.algorithm.init(self._worker(layout, 1, 1.0))
-        state.load_state_dict(saved["state"])
-        sent = None if saved["sent"] is None else _Sent(**saved["sent"])
-        return _Memory(state, tuple(saved["names"]), layout, saved["model"], sent)
+        now, before = (
+            None if part is None else self._unpacked(part, tuple(saved["names"]), layout)
+            for part in (saved["now"], saved["before"])
+        )
+        return now, before
 
-    def _save(self, memory: _Memory) -> None:
-        """Write the memory: the new one is whole, or the old one stays."""
+    def _unpacked(self, part: dict[str, Any], names: tuple[str, ...], layout: Layout) -> _Memory:
+        state = self.algorithm.init(self._worker(layout, 1, 1.0))
+        state.load_state_dict(part["state"])
+        return _Memory(names, layout, state, part["model"], _Sent(**part["sent"]))
+
+    def _save(self, now: _Memory, before: _Memory | None) -> None:
+        """Write both memories: the new file is whole, or the old one stays."""
         saved = {
             "format": FORMAT,
             "run": self.run,
             "client": self.name,
             "algorithm": repr(self.algorithm.options()),
-            "names": list(memory.names),
-            "layout": [(layer.name, list(layer.shape), layer.kind) for layer in memory.layout.layers],
-            "state": memory.state.state_dict(),
-            "model": memory.model,
-            "sent": None if memory.sent is None else vars(memory.sent),
+            "names": list(now.names),
+            "layout": [(layer.name, list(layer.shape), layer.kind) for layer in now.layout.layers],
+            "now": _packed(now),
+            "before": None if before is None else _packed(before),
         }
         content = io.BytesIO()
         torch.save(saved, content)
@@ -220,3 +236,7 @@ class Client:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _packed(memory: _Memory) -> dict[str, Any]:
+    return {"state": memory.state.state_dict(), "model": memory.model, "sent": vars(memory.sent)}
