@@ -11,9 +11,11 @@ models, and 16 more for each frame that the server passes on. Flower's own recor
 The learning rate is searched for each method by itself, on 5,000 training images that no client has, with the
 seeds of --pick. Then the method runs with the seeds of --claim, and the test images are looked at.
 
-    python benchmarks/federated.py [--jobs 2] [--rounds 100] [--json] [--out FILE]
+    python benchmarks/federated.py [--jobs 2] [--rounds 100] [--journal FILE] [--json] [--out FILE]
 """
 
+import argparse
+import json
 import multiprocessing
 import random
 import statistics
@@ -72,7 +74,7 @@ class Task:
 
     def train(self, client: int, round: int, model: Model) -> Model:
         self.model.load_state_dict(model)
-        parameters = list(self.model.parameters())
+        parameters: list[Tensor] = list(self.model.parameters())
         part = self.parts[client]
         draw = torch.Generator().manual_seed(1_000_000 * self.seed + 1_000 * round + client)
         for batch in part[torch.randperm(len(part), generator=draw)[: NUM_STEPS * BATCH]].split(BATCH):
@@ -88,7 +90,7 @@ class Task:
         images = self.images
 
         def right(x: Tensor, labels: Tensor) -> float:
-            return 100 * (self.model(x).argmax(1) == labels).float().mean().item()
+            return 100 * float((self.model(x).argmax(1) == labels).float().mean())
 
         return {
             "held_out": right(images.train[self.held_out], images.train_labels[self.held_out]),
@@ -163,6 +165,7 @@ def run(method: str, lr: float, seed: int, num_rounds: int, images: Images) -> d
         "method": method,
         "lr": lr,
         "seed": seed,
+        "rounds": num_rounds,
         **{name: statistics.mean(each[name] for each in found) for name in ("held_out", "test")},
         "up_bytes": parts.up_bytes,
         "down_bytes": parts.down_bytes,
@@ -170,10 +173,11 @@ def run(method: str, lr: float, seed: int, num_rounds: int, images: Images) -> d
     }
 
 
+Job = tuple[str, float, int, int]  # method, learning rate, seed, number of rounds
 _images: Images | None = None
 
 
-def run_here(job: tuple[str, float, int, int]) -> dict[str, Any]:
+def run_here(job: Job) -> dict[str, Any]:
     global _images
     torch.set_num_threads(1)
     if _images is None:
@@ -181,35 +185,41 @@ def run_here(job: tuple[str, float, int, int]) -> dict[str, Any]:
     return run(*job, _images)
 
 
-def measure(arguments: Any) -> dict[str, Any]:
+class Runs:
+    """Makes runs side by side; those in the journal are not made again."""
+
+    def __init__(self, pool: ProcessPoolExecutor, num_rounds: int, journal: Path | None) -> None:
+        self.pool, self.num_rounds, self.journal = pool, num_rounds, journal
+        lines = journal.read_text().splitlines() if journal is not None and journal.exists() else []
+        self.made = {job_of(one): one for one in map(json.loads, lines)}
+
+    def __call__(self, settings: list[tuple[str, float, int]]) -> list[dict[str, Any]]:
+        jobs = [(*setting, self.num_rounds) for setting in settings]
+        for one in self.pool.map(run_here, [job for job in jobs if job not in self.made]):
+            self.made[job_of(one)] = one
+            if self.journal is not None:
+                with self.journal.open("a") as file:
+                    print(json.dumps(one), file=file)
+        return [self.made[job] for job in jobs]
+
+
+def job_of(one: dict[str, Any]) -> Job:
+    return one["method"], one["lr"], one["seed"], one["rounds"]
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    lrs = arguments.lrs
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
-
-        def runs(jobs: list[tuple[str, float, int, int]]) -> list[dict[str, Any]]:
-            done = []
-            for one in pool.map(run_here, jobs):
-                print(one, flush=True) if arguments.verbose else None
-                done.append(one)
-            return done
-
-        methods = arguments.methods or list(METHODS)
-        picking = runs(
-            [(m, lr, s, arguments.rounds) for m in methods for lr in arguments.lrs for s in arguments.pick]
-        )
+        runs = Runs(pool, arguments.rounds, arguments.journal)
+        picking = runs([(method, lr, seed) for method in METHODS for lr in lrs for seed in arguments.pick])
         best = {}
-        for method in methods:
-            of_method = [one for one in picking if one["method"] == method]
-            best[method] = max(
-                arguments.lrs,
-                key=lambda lr: statistics.mean(one["held_out"] for one in of_method if one["lr"] == lr),
-            )
-        claiming = runs([(m, best[m], s, arguments.rounds) for m in methods for s in arguments.claim])
-    return {
-        "rounds": arguments.rounds,
-        "lrs": arguments.lrs,
-        "torch": torch.__version__,
-        "picking": picking,
-        "claiming": claiming,
-    }
+        for method in METHODS:
+            found = {
+                lr: [x["held_out"] for x in picking if (x["method"], x["lr"]) == (method, lr)] for lr in lrs
+            }
+            best[method] = max(lrs, key=lambda lr: statistics.mean(found[lr]))
+        claiming = runs([(method, best[method], seed) for method in METHODS for seed in arguments.claim])
+    return {"lrs": lrs, "torch": torch.__version__, "picking": picking, "claiming": claiming}
 
 
 def show(report: dict[str, Any]) -> None:
@@ -236,11 +246,10 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--lrs", type=float, nargs="+", default=[0.05, 0.1, 0.2])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[0.025, 0.05, 0.1, 0.2])
     parser.add_argument("--pick", type=int, nargs="+", default=[100, 101])
     parser.add_argument("--claim", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--methods", nargs="+", choices=METHODS)
-    parser.add_argument("--verbose", action="store_true", help="print every run")
+    parser.add_argument("--journal", type=Path, help="keep every run in this file, and make none of it again")
     arguments = parser.parse_args()
     give(measure(arguments), arguments, show)
 
