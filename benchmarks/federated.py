@@ -49,9 +49,6 @@ METHODS: dict[str, Algorithm[Any] | None] = {
     "Top-k 0.1 %, 4 bits": TopK(density=0.001, value_code="4bit"),
 }
 
-# All clients are in one process here: what a round changed is decoded once, not by each of them.
-PastRound.aggregate = lru_cache(maxsize=64)(PastRound.aggregate)  # type: ignore[method-assign]
-
 
 def make_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
@@ -182,6 +179,8 @@ def run_here(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     if _images is None:
         _images = standardised(load_images("fashion-mnist", None, "cpu"))
+        # All clients are in one process here: what a round changed is decoded once, not by each of them.
+        PastRound.aggregate = lru_cache(maxsize=64)(PastRound.aggregate)  # type: ignore[method-assign]
     return run(*job, _images)
 
 
@@ -235,7 +234,10 @@ def show(report: dict[str, Any]) -> None:
                 statistics.mean(sum(one[kind] for kind in kinds) for one in some)
                 for some in (runs, dense or runs)
             )
-            sizes.append(f"{mean / 1e6:.4g} MB, 1/{mean_dense / mean:.3g}")
+            times = mean_dense / mean
+            sizes.append(
+                f"{mean / 1e6:.3g} MB" + ("" if times == 1 else f", 1/{times:.{0 if times > 9 else 1}f}")
+            )
         spread = f"± {statistics.stdev(accuracy):.1f} ({min(accuracy):.1f} to {max(accuracy):.1f})"
         print(
             f"| {method} | {runs[0]['lr']} | {statistics.mean(accuracy):.1f} {spread} | {' | '.join(sizes)} |"
