@@ -26,3 +26,8 @@ def test_accuracies_on_the_page_are_those_recorded() -> None:
         extent = f"{min(found):.1f} to {max(found):.1f}"
         (lr,) = {run["lr"] for run in runs if run["method"] == method}
         assert f"| {method} | {lr} | {mean:.1f} ± {spread:.1f} ({extent}) |" in page
+    for num_rounds in (28, 6):
+        file = ROOT / f"benchmarks/results/federated-fedavg-{num_rounds}-rounds.json"
+        found = [run["test"] for run in json.loads(file.read_text(encoding="utf-8"))["claiming"]]
+        mean, spread = statistics.mean(found), statistics.stdev(found)
+        assert f"| {mean:.1f} ± {spread:.1f} in {num_rounds} rounds |" in page
