@@ -10,7 +10,7 @@ PARTS := distributed experiments slow_network algorithms kernels
 DEEP := tests/experiments/deep
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
-.PHONY: demo docs test test-others test-deep $(PARTS:%=test-%) lint format clean
+.PHONY: demo docs test test-others test-deep $(PARTS:%=test-%) test-flower lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -33,6 +33,16 @@ test-deep: .venv/.compiled
 test-others: .venv/.compiled
 	.venv/bin/pytest $(PARTS:%=--ignore=tests/%)
 
+# Flower's SuperLink and SuperNodes on loopback; a few minutes, because they start a process for every message.
+test-flower: .venv-flower/.installed
+	.venv-flower/bin/pytest tests/integrations/test_flower.py
+
+.venv-flower/.installed: pyproject.toml constraints-flower.txt
+	$(PYTHON) -m venv .venv-flower
+	.venv-flower/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints-flower.txt)"
+	.venv-flower/bin/pip install -qq --no-compile -e '.[experiments,flower]' pytest -c constraints-flower.txt
+	@touch $@
+
 lint: .venv/.installed
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -43,7 +53,7 @@ format: .venv/.installed
 	.venv/bin/ruff format
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out src/*.egg-info
+	rm -rf .venv .venv-flower .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out src/*.egg-info
 
 # torch goes in first and alone: the pinned build, whichever index or wheel folder pip is set up to use.
 # Modules are compiled when they are first imported, a third of all that pip would compile. They must be kept then.

@@ -13,7 +13,7 @@ import regtopk
 from regtopk.__main__ import main
 
 SOURCE = Path(regtopk.__file__).parent
-EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft")
+EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft", "flwr")
 
 # arrows run down: a part may import itself and what stands lower, never its neighbours
 LEVELS = {
@@ -22,11 +22,13 @@ LEVELS = {
     "experiments": 7,
     "report": 7,
     "plan": 7,
+    "integrations": 5,
     "torchft": 5,
     "runs": 5,
     "method": 4,
     "simulate": 4,
     "distributed": 4,
+    "federated": 4,
     "algorithms": 3,
     "rounds": 3,
     "wire": 3,

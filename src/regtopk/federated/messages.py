@@ -1,0 +1,135 @@
+"""What server and clients tell each other in a round, and how a model becomes a flat vector."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from regtopk.core.worker import Layout
+from regtopk.errors import StateError
+from regtopk.wire import decode
+
+Model = dict[str, Tensor]
+Skip = Callable[[str], bool]
+
+
+def is_statistic(name: str) -> bool:
+    """Whether an array is a running statistic of a batch norm, going by its name."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def whole_names(model: Mapping[str, Tensor], skip: Skip) -> tuple[str, ...]:
+    """The arrays that travel whole: those to be skipped, and those that are not float32."""
+    return tuple(name for name, array in model.items() if array.dtype != torch.float32 or skip(name))
+
+
+def layout_of(model: Mapping[str, Tensor], whole: Sequence[str]) -> Layout:
+    """Where the arrays that are exchanged sparsely lie in the flat vector."""
+    shapes = [(name, tuple(array.shape), "other") for name, array in model.items() if name not in whole]
+    return Layout.of_shapes(shapes)
+
+
+def to_flat(model: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """The flat vector of a model, (J,) float32, of its own memory.
+
+    Raises:
+        StateError: an array is missing or of another shape or type.
+    """
+    for layer in layout.layers:
+        array = model.get(layer.name)
+        found = None if array is None else (tuple(array.shape), array.dtype)
+        if found != (layer.shape, torch.float32):
+            raise StateError(f"array {layer.name!r} must be float32 of shape {layer.shape}, got {found}")
+    return torch.cat([model[layer.name].reshape(-1) for layer in layout.layers])
+
+
+def from_flat(flat: Tensor, layout: Layout, whole: Mapping[str, Tensor], names: Sequence[str]) -> Model:
+    """The model with its arrays in the given order; the inverse of `to_flat`."""
+    model = dict(whole)
+    for layer in layout.layers:
+        model[layer.name] = flat[layer.start : layer.start + layer.numel].view(layer.shape)
+    return {name: model[name] for name in names}
+
+
+def checksum(flat: Tensor) -> int:
+    """Of the bytes of a vector: two that have the same are taken to be the same."""
+    return crc32(flat.numpy().tobytes())
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client answers in a round.
+
+    Args:
+        client: its name, which stays when its process is started anew.
+        round: the round that it was asked in.
+        frame: what it sends of its update, as `wire.encode` makes it.
+        whole: the arrays that travel whole, as they are after training.
+    """
+
+    client: str
+    round: int
+    frame: Tensor
+    whole: Model = field(default_factory=dict)
+
+    @property
+    def token(self) -> str:
+        """Names the reply in what the server acknowledges: another round or frame has another one."""
+        return f"{self.round}-{hashlib.sha256(self.frame.numpy().tobytes()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The last reply of a client that became part of the model: its token, and the share w_n it had."""
+
+    token: str
+    share: float
+
+
+@dataclass(frozen=True)
+class PastRound:
+    """What a round changed: accepted frames, in the order they are summed in, and their shares w_n."""
+
+    frames: tuple[Tensor, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes to tell it; 8 bytes for a share and 8 for a length."""
+        return sum(len(frame) + 16 for frame in self.frames)
+
+    def aggregate(self, numel: int) -> Tensor:
+        """sum_n w_n x_n, (J,).
+
+        Only single additions and products of float32, in a fixed order: the same bits everywhere.
+        """
+        total = torch.zeros(numel)
+        for frame, share in zip(self.frames, self.shares, strict=True):
+            sparse = decode(frame, numel)
+            total.index_add_(0, sparse.indices, share * sparse.values)
+        return total
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What the server tells a client when it asks it to train.
+
+    Args:
+        round: r, from 1.
+        accepted: what became of clients' last replies, by client.
+        whole: the arrays that travel whole.
+        model: all arrays, those among them; None if the client can make the others from what it missed.
+        missed: the rounds since the client last took part, that one included; they lead from the model it had
+            then to this round's.
+        checksum: of this round's flat vector.
+    """
+
+    round: int
+    accepted: dict[str, Accepted]
+    whole: Model
+    model: Model | None
+    missed: tuple[PastRound, ...] = ()
+    checksum: int = 0

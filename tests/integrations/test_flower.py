@@ -1,0 +1,338 @@
+"""Flower's own SuperLink and SuperNodes on loopback, a client that is killed, and the example of the docs."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install 'regtopk[flower]'")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from regtopk import DGC, RegTopK, TopK
+from regtopk.errors import ArgumentError, ClusterError, WireFormatError
+from regtopk.integrations.flower import SparseFedAvg, SparseMod
+
+APP = Path(__file__).parents[2] / "examples/flower"
+COMMANDS = Path(sys.executable).parent
+NUM_ROUNDS = 5
+PATIENCE_S = 900.0  # a safeguard: Flower starts processes for every message, which a loaded machine delays
+
+
+Damage = Callable[[int, Message], None]
+
+
+class OneProcess(Grid):  # what Flower sends, handed over by a call
+    def __init__(self, apps: dict[int, ClientApp], folder: Path, damage: Damage | None = None) -> None:
+        self.apps, self.folder, self.damage = apps, folder, damage
+        self.told: list[Message] = []
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.apps)
+
+    def send_and_receive(self, messages: Iterable[Message], **options: Any) -> Iterable[Message]:
+        replies = []
+        for message in messages:
+            self.told.append(message)
+            node = message.metadata.dst_node_id
+            content = RecordDict(dict(message.content))
+            copy = Message(content, message_type=message.metadata.message_type, dst_node_id=node)
+            config = {"partition-id": node, "state-folder": str(self.folder)}
+            context = Context(1, node, config, RecordDict(), {})
+            reply = self.apps[node](copy, context)
+            if self.damage is not None:
+                self.damage(node, reply)
+            replies.append(reply)
+        return replies
+
+
+@pytest.fixture
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's processes say here for whom they make messages."""
+    identity = pytest.importorskip("flwr.supercore.task_identity").TaskIdentity
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(identity, name, 1)
+
+
+def app_that_adds(step: float, num_examples: int, mods: list[Any]) -> ClientApp:
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays = {name: Array(array.numpy() + step) for name, array in message.content["arrays"].items()}
+        metrics = MetricRecord({"num-examples": num_examples, "step": step})
+        return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def initial() -> ArrayRecord:
+    return ArrayRecord(OrderedDict(w=torch.zeros(300, 4), b=torch.ones(2)))
+
+
+def run(strategy: FedAvg, grid: Grid, num_rounds: int) -> Tensor:
+    arrays = strategy.start(grid, initial(), num_rounds=num_rounds, evaluate_fn=None).arrays
+    return torch.cat([array.flatten() for array in arrays.to_torch_state_dict().values()])
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_with_all_entries_it_is_fedavg(tmp_path: Path) -> None:
+    """Of what is sent whole nothing is kept, and the result is Flower's own, unequal weights included."""
+    found = []
+    for strategy, mods in (
+        (FedAvg(fraction_evaluate=0.0), []),
+        (SparseFedAvg(fraction_evaluate=0.0), [SparseMod(TopK(density=1.0))]),
+    ):
+        apps = {node: app_that_adds(step, size, mods) for node, step, size in ((7, 1.0, 3), (4, -2.0, 1))}
+        found.append(run(strategy, OneProcess(apps, tmp_path), 2))
+    assert torch.equal(found[0], found[1])
+    assert found[1][0] == 2 * (0.75 * 1.0 - 0.25 * 2.0)
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_bytes_of_both_directions_are_counted(tmp_path: Path) -> None:
+    mods = [SparseMod(RegTopK(density=0.01))]
+    grid = OneProcess({node: app_that_adds(1.0, 1, mods) for node in (1, 2)}, tmp_path)
+    strategy = SparseFedAvg(fraction_evaluate=0.0)
+    run(strategy, grid, 3)
+    sizes = [sum(record.count_bytes() for record in told.content.values()) for told in grid.told]
+    assert strategy.sent_bytes == sum(sizes)
+    assert min(sizes[:2]) > 4 * 1202  # the model
+    assert max(sizes[2:]) < 4 * 1202 / 3  # what changed
+    assert 0 < strategy.received_bytes < 6 * 4 * 1202 / 5
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize("is_fatal", [False, True])
+def test_a_damaged_frame_is_refused_and_counted(tmp_path: Path, is_fatal: bool) -> None:
+    def damage(node: int, reply: Message) -> None:
+        if node == 2:
+            frame = reply.content["arrays"]["regtopk.frames"].numpy()
+            frame[-1] ^= 1
+            reply.content["arrays"]["regtopk.frames"] = Array(frame)
+
+    mods = [SparseMod(TopK(density=1.0))]
+    apps = {1: app_that_adds(1.0, 1, mods), 2: app_that_adds(5.0, 1, mods)}
+    strategy = SparseFedAvg(fraction_evaluate=0.0, raise_on_refused=is_fatal)
+    if is_fatal:
+        with pytest.raises(WireFormatError, match="checksum"):
+            run(strategy, OneProcess(apps, tmp_path, damage), 1)
+        return
+    assert run(strategy, OneProcess(apps, tmp_path, damage), 3)[0] == 3.0
+    assert strategy.num_refused == 3
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_a_reply_without_the_mod_is_refused(tmp_path: Path) -> None:
+    apps = {1: app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))]), 2: app_that_adds(5.0, 1, [])}
+    strategy = SparseFedAvg(fraction_evaluate=0.0)
+    assert run(strategy, OneProcess(apps, tmp_path), 1)[0] == 1.0
+    assert strategy.num_refused == 1
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_what_cannot_work_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="'dgc'"):
+        SparseMod(DGC(density=0.01))
+    app = app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))])
+    with pytest.raises(ClusterError, match="must run a SparseFedAvg"):
+        run(FedAvg(fraction_evaluate=0.0), OneProcess({1: app, 2: app}, tmp_path), 1)
+    told = RecordDict(
+        {"arrays": initial(), "regtopk": ConfigRecord({"round": 1, "has-model": True, "checksum": 0})}
+    )
+    message = Message(told, message_type="train", dst_node_id=1)
+    for config, rule in (({}, "partition-id"), ({"partition-id": 0}, "state-folder")):
+        with pytest.raises(ClusterError, match=rule):
+            app(message, Context(1, 1, config, RecordDict(), {}))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Federation:
+    """A SuperLink and the SuperNodes of two clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = f"127.0.0.1:{free_port()}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.environment = {
+            **os.environ,
+            "FLWR_HOME": str(folder / "home"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{COMMANDS}{os.pathsep}{os.environ['PATH']}",  # Flower's commands start one another
+        }
+        (folder / "home").mkdir()
+        (folder / "home/config.toml").write_text(
+            f'[superlink.loopback]\naddress = "{self.address}"\ninsecure = true\n'
+        )
+        host, port = self.address.split(":")
+        where = "--insecure", "--host", host, "--port", port
+        self.start("flower-superlink", *where, "--disable-runtime-dependency-installation")
+
+    def start(self, command: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a command in a session of its own, so that it can be killed with all that it starts."""
+        with (self.folder / f"{command}-{len(self.processes)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [COMMANDS / command, *arguments],
+                env=self.environment,
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def start_client(self, client: int) -> subprocess.Popen[bytes]:
+        config = f'partition-id={client} num-partitions=2 state-folder="{self.folder}"'
+        where = "--insecure", "--superlink", self.address, "--port", str(free_port())
+        return self.start("flower-supernode", *where, "--node-config", config)
+
+    def submit(self) -> None:
+        config = f'num-rounds={NUM_ROUNDS} log="{self.folder / "log.jsonl"}"'
+        host, port = self.address.split(":")
+        deadline = time.monotonic() + PATIENCE_S
+        with socket.socket() as knock:
+            while knock.connect_ex((host, int(port))) != 0:
+                assert self.is_running() and time.monotonic() < deadline, self.logs()
+                time.sleep(0.5)
+        self.start("flwr", "run", str(APP), "loopback", "--stream", "--run-config", config)
+
+    def is_running(self) -> bool:
+        """Whether no process has ended by itself; `flwr run` does when the ServerApp has ended or failed."""
+        return all(process.poll() in (None, -signal.SIGKILL) for process in self.processes)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        log = self.folder / "log.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def memory(self, client: int) -> dict[str, Any] | None:
+        path = self.folder / f"client-{client}.pt"
+        if not path.exists():
+            return None
+        with path.open("rb") as file:  # which another file may take the place of meanwhile
+            return {**torch.load(file)["now"], "written": os.fstat(file.fileno()).st_mtime_ns}
+
+    def logs(self) -> str:
+        return "\n".join(f"{path}\n{path.read_text()[-4000:]}" for path in self.folder.glob("*.log"))
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """kill -9, of the process and of all that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def federation_in(folder: Path) -> Iterator[Federation]:
+    federation = Federation(folder)
+    try:
+        yield federation
+    finally:
+        for process in federation.processes:
+            if process.returncode is None:
+                kill(process)
+
+
+def watch(federation: Federation, upto: int, seen: dict[int, list[dict[str, Any]]]) -> None:
+    """Wait for the end of a round, and keep every memory that the clients write meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        is_running = federation.is_running()  # asked first: a run may end while it is read
+        if any(line["round"] == upto for line in federation.rounds()):
+            return
+        assert is_running and time.monotonic() < deadline, federation.logs()
+        for client, memories in seen.items():
+            memory = federation.memory(client)
+            if memory is not None and (not memories or memories[-1]["written"] != memory["written"]):
+                memories.append(memory)
+        time.sleep(0.1)
+
+
+def sent_in(memory: dict[str, Any]) -> Tensor:
+    sent = memory["sent"]
+    return torch.zeros_like(memory["model"]).scatter_(0, sent["indices"], sent["values"])
+
+
+def update_of(memory: dict[str, Any], client: int) -> Tensor:
+    """What training changed in the round of a memory: the client's app, made once more."""
+    from digits_app.task import digits_of, make_model, train
+
+    model = make_model()
+    torch.nn.utils.vector_to_parameters(memory["model"].clone(), model.parameters())
+    train(model, *digits_of(client, 2), seed=memory["sent"]["round"])
+    start: Tensor = memory["model"]
+    return start - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.slow
+def test_a_killed_client_comes_back_with_its_residual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(APP))
+    seen: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    with federation_in(tmp_path) as federation:
+        federation.start_client(0)
+        doomed = federation.start_client(1)
+        federation.submit()
+        watch(federation, 2, seen)
+        kill(doomed)
+        before = federation.memory(1)
+        assert before is not None
+        federation.start_client(1)
+        watch(federation, NUM_ROUNDS, seen)
+        rounds, after = federation.rounds(), federation.memory(1)
+    assert after is not None
+    assert before["sent"]["round"] == 2
+    assert after["sent"]["round"] > 2, "the killed client must have come back"
+    assert before["state"]["residual"].norm() > 0
+    for client, memories in seen.items():
+        assert len(memories) >= 3
+        before_round, residual, last_round = torch.zeros(()), torch.zeros(()), 0
+        for memory in memories:
+            if memory["sent"]["round"] != last_round:  # otherwise Flower ran it again, and the first is void
+                before_round, last_round = residual, memory["sent"]["round"]
+            residual = before_round + update_of(memory, client) - sent_in(memory)
+            assert torch.equal(memory["state"]["residual"], residual)
+    assert [line["round"] for line in rounds] == list(range(NUM_ROUNDS + 1))
+    assert rounds[-1]["accuracy"] > rounds[0]["accuracy"] + 0.2
+    dense = 4 * len(before["model"])
+    assert rounds[-1]["received-bytes"] < dense / 10  # of all rounds and clients together
+    assert rounds[-1]["sent-bytes"] < (3 + 0.5) * dense  # the model once for each process of a client
+    assert rounds[-1]["refused"] == 0
