@@ -10,7 +10,12 @@ PARTS := distributed experiments slow_network algorithms kernels
 DEEP := tests/experiments/deep
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
-.PHONY: demo docs test test-others test-deep $(PARTS:%=test-%) test-flower lint format clean
+# Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
+# CI runs, has Accelerate and Lightning. transformers and ray take half a gigabyte, and to kill ranks takes minutes:
+# `make test-integrations` installs and does both. A CI that has the time runs it after `make test`.
+KILLED := tests/integrations/test_killed.py
+
+.PHONY: demo docs test test-others test-deep test-integrations $(PARTS:%=test-%) test-flower lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -31,7 +36,10 @@ test-deep: .venv/.compiled
 	.venv/bin/pytest $(DEEP)
 
 test-others: .venv/.compiled
-	.venv/bin/pytest $(PARTS:%=--ignore=tests/%)
+	.venv/bin/pytest $(PARTS:%=--ignore=tests/%) --ignore=$(KILLED)
+
+test-integrations: .venv/.compiled .venv/.integrations
+	.venv/bin/pytest tests/integrations
 
 # Flower's SuperLink and SuperNodes on loopback; a few minutes, because they start a process for every message.
 test-flower: .venv-flower/.installed
@@ -65,6 +73,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .venv/.docs: .venv/.installed
 	.venv/bin/pip install -qq --no-compile -e '.[docs]' -c constraints.txt
+	@touch $@
+
+.venv/.integrations: .venv/.installed
+	.venv/bin/pip install -qq --no-compile -e '.[integrations]' -c constraints.txt
 	@touch $@
 
 # Parts that start together would each compile the kernels, and the modules of what they import. This takes a core

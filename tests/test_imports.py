@@ -13,7 +13,10 @@ import regtopk
 from regtopk.__main__ import main
 
 SOURCE = Path(regtopk.__file__).parent
-EXTRAS = ("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft", "flwr")
+EXTRAS = [
+    *("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft", "flwr"),
+    *("accelerate", "lightning", "ray", "transformers"),
+]
 
 # arrows run down: a part may import itself and what stands lower, never its neighbours
 LEVELS = {

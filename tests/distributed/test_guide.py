@@ -5,11 +5,9 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -129,16 +127,3 @@ def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     assert here[2][0].startswith("topk: 4 rounds of 2 steps on 2 workers")
     for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
         assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])
-
-
-@pytest.mark.filterwarnings("default")  # what these libraries warn of is theirs
-@pytest.mark.parametrize("library", ["accelerate", "lightning"])
-def test_recipe_runs(new_ranks: Ranks, tmp_path: Path, library: str) -> None:
-    if find_spec(library) is None:
-        pytest.skip(f"{library} is not installed: pip install 'regtopk[recipes]'")
-    (source,) = blocks(GUIDE, f"python {library}")
-    (tmp_path / "recipe.py").write_text(source, encoding="utf-8")
-    printed, printed_elsewhere = new_ranks.run_script(tmp_path / "recipe.py", timeout_s=300)
-    summary = r"regtopk: 2[89] steps on 2 workers; this rank:\n.*\n  dense .* times as much\n"
-    assert re.search(summary, printed)
-    assert "regtopk:" not in printed_elsewhere

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import regtopk
-from regtopk.errors import ClusterError
+from regtopk.errors import ClusterError, StateError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import flat_parameters, loss_of, make_net, same
 
@@ -78,3 +78,11 @@ def test_forgotten_under_a_launcher(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(name, "4")
     with pytest.raises(ClusterError, match="model must be a DistributedDataParallel, got Net: wrap it first"):
         regtopk.attach(make_net(), REGTOPK)
+
+
+def test_updates_of_several_ranks_are_refused() -> None:
+    exchange = regtopk.attach(make_net(), REGTOPK)
+    with pytest.raises(
+        StateError, match="must be of an exchange of gradients, got one of updates: load it in"
+    ):
+        exchange.load_state_dict({**exchange.state_dict(), "updates": {}})

@@ -106,6 +106,11 @@ def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
     Raises:
         StateError: it does not fit, or is damaged.
     """
+    if isinstance(saved, dict) and "updates" in saved:
+        raise StateError(
+            "the saved state must be of an exchange of gradients, got one of updates: load it into an "
+            "UpdateExchange, which needs a process group"
+        )
     _check_keys(saved, may_hold=frozenset({"lost"}))
     try:
         return _loaded(buckets, saved, keeps_buckets)

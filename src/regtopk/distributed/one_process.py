@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +49,14 @@ class OneProcess(ExchangeBase):
 
     def detach(self) -> None:
         """Nothing to do: the model trains as without an exchange."""
+
+    def finish(self) -> None:
+        """Nothing to do: there is one model."""
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Nothing to do: there is one model."""
+        yield
 
 
 class Alone(Collectives):

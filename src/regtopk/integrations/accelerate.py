@@ -1,0 +1,114 @@
+"""An exchange with Accelerate: ``pip install 'regtopk[accelerate]'``, which this file does not import."""
+
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from torch import nn
+from torch.optim import Optimizer
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.base import ExchangeBase
+from regtopk.distributed.ddp import SparseHookState
+from regtopk.distributed.one_process import OneProcess
+from regtopk.distributed.updates import UpdateExchange
+from regtopk.errors import ArgumentError
+from regtopk.integrations import beside
+from regtopk.integrations.beside import newest_checkpoint
+from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
+
+__all__ = ["attach", "newest_checkpoint"]
+
+
+@overload
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm[Any],
+    *,
+    exchange: Literal["updates"] = "updates",
+    **options: Any,
+) -> UpdateExchange | OneProcess: ...
+
+
+@overload
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm[Any],
+    *,
+    exchange: Literal["gradients"],
+    **options: Any,
+) -> SparseHookState | OneProcess: ...
+
+
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm[Any],
+    *,
+    exchange: What = "updates",
+    **options: Any,
+) -> Made:
+    """Exchange the updates of a prepared optimizer, or the gradients of a prepared model. On every rank.
+
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    >>> exchange = attach(accelerator, model, optimizer, regtopk.TopK(density=0.01), every=2)
+
+    `accelerator.save_state(folder)` then saves every rank's state in `folder/regtopk`, and
+    `accelerator.load_state(folder)` loads it.
+
+    Args:
+        accelerator: an accelerate.Accelerator.
+        model: as prepare() returned it.
+        optimizer: likewise.
+        algorithm: what is run; the same on every rank.
+        exchange: "updates" (for AdamW, and where gradients are clipped), or "gradients".
+        options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are Accelerate's.
+
+    Returns:
+        An `UpdateExchange`, or what `regtopk.attach` returns. On one process a stand-in for it.
+
+    Raises:
+        ArgumentError: an option breaks its rule, or the optimizer was not prepared.
+        ClusterError: the model was not wrapped in DistributedDataParallel.
+    """
+    check_options("attach", algorithm, exchange, options)
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer):
+        raise ArgumentError(
+            f"optimizer must be what accelerator.prepare() returned, got {type(optimizer).__name__}"
+        )
+    made = make_exchange(model, inner, algorithm, exchange, options, accelerator.scaler)
+    state = _EveryRanks(made)
+    accelerator.register_save_state_pre_hook(state.hear_save)
+    accelerator.register_load_state_pre_hook(state.hear_load)
+    accelerator.register_for_checkpointing(state)
+    return made
+
+
+class _EveryRanks:
+    """What Accelerate saves and loads last, on every rank; of what `state_dict` returns it writes rank 0's.
+
+    So the states go beside it, into the folder that the hooks hear of.
+    """
+
+    def __init__(self, exchange: ExchangeBase) -> None:
+        self._exchange = exchange
+        self._folder = Path()
+
+    def hear_save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        self._folder = Path(folder)
+        beside.forget(self._folder)
+
+    def hear_load(self, models: list[nn.Module], folder: str) -> None:
+        self._folder = Path(folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        beside.save(self._exchange, self._folder)
+        return {"state": beside.NAME}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        beside.load(self._exchange, self._folder)

@@ -1,0 +1,219 @@
+"""An exchange in the Trainer of Hugging Face: ``pip install 'regtopk[huggingface]'``."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.updates import UpdateExchange
+from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
+from regtopk.integrations import beside
+from regtopk.integrations.beside import newest_checkpoint
+from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise MissingExtraError(
+        "regtopk.integrations.huggingface needs transformers: pip install 'regtopk[huggingface]'"
+    ) from error
+
+__all__ = ["RegTopKCallback", "newest_checkpoint"]
+
+_REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+_log = logging.getLogger("regtopk")
+
+
+class RegTopKCallback(TrainerCallback):
+    """Exchange the updates of a Trainer's optimizer, or its gradients. Make it on every rank.
+
+    >>> trainer = Trainer(model=model, args=args, train_dataset=texts)
+    >>> callback = RegTopKCallback(trainer, regtopk.TopK(density=0.01), every=2)
+    >>> trainer.add_callback(callback)
+    >>> trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
+    >>> print(callback.exchange.summary())
+
+    The exchange is made when training begins: the Trainer has wrapped the model in DDP by then, and loaded
+    what it resumes from. Every rank's state is saved in the folder of each checkpoint, under `regtopk`, and
+    loaded from there. On as many ranks as before training continues bit for bit.
+
+    With updates, what is evaluated and what is saved as the model is theta_start, the same on all ranks
+    (`UpdateExchange.agreed`), and the last step of training ends with `finish()`.
+
+    A callback is told neither what the Trainer has wrapped, nor where it resumes from, nor when it evaluates.
+    So this one needs the trainer, and puts itself around its methods train, evaluate, predict and save_model.
+
+    Args:
+        trainer: a Trainer, or one of its kind.
+        algorithm: what is run; the same on every rank.
+        exchange: "updates" (for AdamW, and where gradients are clipped: the Trainer's own defaults), or
+            "gradients".
+        options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are the Trainer's.
+
+    Raises:
+        ArgumentError: an option breaks its rule, or the trainer has such a callback already.
+        ClusterError: the trainer uses DeepSpeed, FSDP, Megatron or XLA.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        algorithm: Algorithm[Any] | None = None,  # for those who hand over no trainer, to be told so
+        *,
+        exchange: What = "updates",
+        **options: Any,
+    ) -> None:
+        if not isinstance(trainer, Trainer):
+            raise ArgumentError(
+                f"trainer must be a transformers.Trainer, got {type(trainer).__name__}: make the Trainer "
+                "first, then trainer.add_callback(RegTopKCallback(trainer, ...))"
+            )
+        check_options("RegTopKCallback", algorithm, exchange, options)
+        assert algorithm is not None
+        kind = trainer.accelerator.distributed_type.value
+        if kind in _REFUSED:
+            raise ClusterError(
+                f"trainer must train in DistributedDataParallel, got {kind}, which is not supported here"
+            )
+        if _callbacks_of(trainer):
+            raise ArgumentError("trainer must have one RegTopKCallback, got a second")
+        self.exchange: Made | None = None  # from the beginning of training on
+        self._trainer = trainer
+        self._algorithm = algorithm
+        self._what: What = exchange
+        self._options = options
+        self._made_for: object = None  # what the exchange belongs to
+        self._resumes_from: str | bool | None = None
+        self._folder: Path | None = None  # of the checkpoint that is being saved
+        self._may_differ = False  # whether the ranks' models may
+        for name, around in (
+            ("train", self._train),
+            ("save_model", self._save_model),
+            ("evaluate", self._with_the_agreed_model),
+            ("predict", self._with_the_agreed_model),
+        ):
+            method = getattr(trainer, name)
+            setattr(trainer, name, wraps(method)(partial(around, method)))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Make the exchange, and load its state."""
+        if args is not self._trainer.args:
+            raise ArgumentError("RegTopKCallback must be added to the trainer that it was made with")
+        self._advise(args)
+        self._make_exchange()
+        assert self.exchange is not None
+        folder = self._resumes_from
+        if folder is True:
+            folder = get_last_checkpoint(args.output_dir)
+        if folder:
+            beside.load(self.exchange, Path(str(folder)))
+        self._may_differ = isinstance(self.exchange, UpdateExchange)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After the last step, give all ranks the same model: what is evaluated and saved then is the end."""
+        if control.should_training_stop:
+            self._finish()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The same where training was stopped by an evaluation."""
+        if control.should_training_stop:
+            self._finish()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save every rank's state, when all else is in the checkpoint."""
+        if not args.save_only_model:
+            assert self.exchange is not None and self._folder is not None
+            beside.save(self.exchange, self._folder)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The same where the data ended early. The best model, if it was loaded, stays as it is."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._may_differ = False
+        self._finish()
+
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Listen to what training resumes from."""
+        if _callbacks_of(self._trainer) != [self]:
+            raise ArgumentError(
+                "trainer must have its RegTopKCallback once, got "
+                f"{len(_callbacks_of(self._trainer))}: trainer.add_callback(callback)"
+            )
+        given = signature(train).bind(*args, **kwargs).arguments
+        self._resumes_from = given.get("resume_from_checkpoint")
+        return train(*args, **kwargs)
+
+    def _save_model(self, save_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Listen to where a checkpoint is saved, and let the model in it be the one that all ranks share."""
+        given = signature(save_model).bind(*args, **kwargs).arguments
+        if given.get("_internal_call"):  # part of a checkpoint, on all ranks
+            self._folder = Path(given["output_dir"])
+            beside.forget(self._folder)
+        return self._with_the_agreed_model(save_model, *args, **kwargs)
+
+    def _with_the_agreed_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._agreed():
+            return method(*args, **kwargs)
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        if not self._may_differ:
+            yield
+            return
+        assert isinstance(self.exchange, UpdateExchange)
+        self._may_differ = False  # an evaluation of several data sets calls itself
+        try:
+            with self.exchange.agreed():
+                yield
+        finally:
+            self._may_differ = True
+
+    def _finish(self) -> None:
+        if self._may_differ:
+            assert isinstance(self.exchange, UpdateExchange)
+            self.exchange.finish()
+            self._may_differ = False
+
+    def _make_exchange(self) -> None:
+        """Make the exchange, unless train() was called before with the same model and optimizer."""
+        trainer = self._trainer
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside Accelerate's wrapper
+        belongs_to = trainer.model_wrapped if self._what == "gradients" else optimizer
+        if self.exchange is not None and self._made_for is belongs_to:
+            return
+        if self.exchange is not None:
+            self.exchange.close()
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        self.exchange = make_exchange(
+            trainer.model_wrapped, optimizer, self._algorithm, self._what, self._options, scaler
+        )
+        self._made_for = belongs_to
+
+    def _advise(self, args: Any) -> None:
+        """Say which of the Trainer's defaults work against the exchange."""
+        if args.process_index != 0:
+            return
+        if self._what == "gradients" and args.max_grad_norm:
+            _log.warning(
+                "max_grad_norm=%s clips sparse aggregates, whose norm is larger than that of gradients: "
+                "choose it anew, or exchange updates",
+                args.max_grad_norm,
+            )
+        if self._what == "updates" and args.average_tokens_across_devices and args.world_size > 1:
+            _log.warning(
+                "average_tokens_across_devices=True makes all ranks meet in every step, to count tokens: "
+                "with False they meet once a round"
+            )
+        if args.save_total_limit == 1:
+            _log.warning(
+                "save_total_limit=1 removes the last checkpoint before the new one has every rank's state: "
+                "keep 2, should a rank be killed meanwhile"
+            )
+
+
+def _callbacks_of(trainer: Any) -> list[Any]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, RegTopKCallback)]

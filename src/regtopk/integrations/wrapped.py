@@ -1,0 +1,94 @@
+"""An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizer."""
+
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_choice
+from regtopk.distributed.attach import attach
+from regtopk.distributed.ddp import SparseHookState
+from regtopk.distributed.fsdp import ShardedHookState
+from regtopk.distributed.one_process import OneProcess, is_one_process
+from regtopk.distributed.options import Options, refuse_typos
+from regtopk.distributed.parameters import is_fsdp, uncompiled
+from regtopk.distributed.updates import UpdateExchange
+from regtopk.errors import ArgumentError, ClusterError
+
+What = Literal["gradients", "updates"]
+Made = UpdateExchange | SparseHookState | OneProcess
+# what the framework knows, and so the user need not hand over
+_FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
+_FROM_THE_FRAMEWORK |= {"replicate_group", "process_group"}
+_OPTIONS = {
+    what: [name for name in signature(function).parameters if name not in _FROM_THE_FRAMEWORK]
+    for what, function in (("gradients", attach), ("updates", UpdateExchange))
+}
+
+
+def check_options(call: str, algorithm: object, exchange: str, options: dict[str, Any]) -> None:
+    """Refuse what can be refused before there is a model: at the call, not when training begins."""
+    check_choice("exchange", exchange, ("gradients", "updates"))
+    Options().check_algorithm(algorithm)
+    (other,) = _OPTIONS.keys() - {exchange}
+    for option in options:
+        if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
+            raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
+    refuse_typos(call, options, _OPTIONS[exchange])
+
+
+def make_exchange(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    algorithm: Algorithm[Any],
+    exchange: What,
+    options: dict[str, Any],
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Made:
+    """The exchange of a wrapped model's gradients, or of its optimizer's updates. Call it on every rank.
+
+    Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
+    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent. A
+    communication hook that returns its bucket would not: DDP then copies gradients to buckets and back, and
+    with find_unused_parameters, the default of some frameworks, all ranks meet in every backward.
+
+    Args:
+        model: in DistributedDataParallel, with torch.compile around or inside; on one process it may be bare.
+        optimizer: torch's own, not a framework's wrapper; only updates need it.
+        algorithm: what is run.
+        exchange: "gradients" or "updates".
+        options: of `regtopk.attach`, or of `regtopk.UpdateExchange`.
+        grad_scaler: the framework's, if it has one.
+
+    Raises:
+        ArgumentError: updates with a GradScaler.
+        ClusterError: the model is wrapped in something else.
+    """
+    inner: Any = uncompiled(model)
+    if not isinstance(inner, DistributedDataParallel):
+        if is_fsdp(inner) or not is_one_process():
+            raise ClusterError(
+                "model must be wrapped in DistributedDataParallel by the trainer, got "
+                f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "
+                "sharded models use regtopk.UpdateExchange in a loop of your own)"
+            )
+        if exchange == "updates":
+            return OneProcess(inner, algorithm, Options())
+    if exchange == "gradients":
+        made = attach(model, algorithm, grad_scaler=grad_scaler, **options)
+        assert not isinstance(made, ShardedHookState)
+        return made
+    assert optimizer is not None
+    if grad_scaler is not None:
+        raise ArgumentError(
+            "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows on one "
+            "rank is skipped there alone, and ranks would count their steps differently. Train in bfloat16"
+        )
+    updates = UpdateExchange(inner.module, optimizer, algorithm, process_group=inner.process_group, **options)
+    inner.require_backward_grad_sync = False  # as in no_sync()
+    inner.broadcast_buffers = False  # the exchange has its own way with them
+    return updates

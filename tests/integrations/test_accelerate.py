@@ -1,0 +1,66 @@
+"""`attach` for Accelerate: one process, and wrong use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import regtopk
+from regtopk.errors import ArgumentError, StateError
+from regtopk.integrations.accelerate import attach, newest_checkpoint
+from tests.integrations.scripts import needs
+
+pytestmark = [needs("accelerate", "accelerate"), pytest.mark.filterwarnings("default")]
+TOPK = regtopk.TopK(density=0.1)
+
+
+def prepared() -> tuple[Any, Any, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model, optimizer = prepared()
+    exchange = attach(accelerator, model, optimizer, TOPK, every=2)
+    assert "there is one process: nothing is exchanged" in caplog.text
+    for number in (8, 10):
+        accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
+    saved = model.weight.clone()
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    with exchange.agreed():
+        assert not torch.equal(model.weight, saved)
+    exchange.finish()
+    newest = newest_checkpoint(tmp_path)
+    assert newest == str(tmp_path / "checkpoint-10")
+    accelerator.load_state(newest)
+    assert torch.equal(model.weight, saved)
+
+
+def test_a_checkpoint_that_lacks_its_states_is_refused(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    accelerator, model, optimizer = prepared()
+    attach(accelerator, model, optimizer, TOPK)
+    accelerator.save_state(str(tmp_path / "checkpoint-8"))
+    for part in (tmp_path / "checkpoint-8" / "regtopk").glob("*/rank-0.pt"):
+        part.write_bytes(b"cut off")
+    assert newest_checkpoint(tmp_path) is None
+    with pytest.raises(StateError, match="checkpoint must hold the exchange's state of every rank"):
+        accelerator.load_state(str(tmp_path / "checkpoint-8"))
+
+
+def test_wrong_use_is_refused() -> None:
+    accelerator, model, optimizer = prepared()
+    with pytest.raises(
+        ArgumentError, match=r"optimizer must be what accelerator.prepare\(\) returned, got SGD"
+    ):
+        attach(accelerator, model, optimizer.optimizer, TOPK)
+    with pytest.raises(
+        ArgumentError, match="delay must be given with exchange='updates' alone, got 'gradien"
+    ):
+        attach(accelerator, model, optimizer, TOPK, exchange="gradients", delay=1)

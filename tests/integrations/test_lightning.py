@@ -1,0 +1,80 @@
+"""The callback of Lightning's Trainer: one process, and wrong use."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regtopk
+from regtopk.errors import ArgumentError, StateError
+from tests.integrations.scripts import needs
+
+pytestmark = [needs("lightning", "lightning"), pytest.mark.filterwarnings("default")]
+TOPK = regtopk.TopK(density=0.1)
+
+
+def trainer_of(
+    folder: Path, *callbacks: Any, num_optimizers: int = 1, **options: Any
+) -> tuple[Any, Any, Any]:
+    """A Trainer of one process, a module, and its loader."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = torch.nn.Linear(3, 2)
+            self.automatic_optimization = num_optimizers == 1
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.network(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(num_optimizers)]
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    rows: Any = torch.randn(8, 3)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, callbacks=list(callbacks), default_root_dir=folder, **quiet, **options
+    )
+    return trainer, Module(), torch.utils.data.DataLoader(rows, batch_size=2)
+
+
+def callback(*args: Any, **options: Any) -> Any:
+    from regtopk.integrations.lightning import RegTopKCallback
+
+    return RegTopKCallback(*args, **options)
+
+
+@pytest.mark.parametrize("exchange", ["updates", "gradients"])
+def test_one_process_trains_saves_and_goes_on(
+    exchange: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = callback(TOPK, exchange=exchange)
+    trainer, module, loader = trainer_of(tmp_path, mine, max_epochs=1)
+    trainer.fit(module, loader)
+    assert "there is one process: nothing is exchanged" in caplog.text
+    assert mine.exchange.summary() == "topk: one process, nothing was exchanged"
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    first = mine.exchange
+    trainer, module, loader = trainer_of(tmp_path, mine, max_epochs=2)
+    trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")
+    assert trainer.global_step == 8 and mine.exchange is not first
+    assert "fit() was called again: what the exchange before had not sent yet is dropped" in caplog.text
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="exchange must be one of gradients, updates, got 'weights'"):
+        callback(TOPK, exchange="weights")
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):  # by Lightning itself
+        trainer_of(tmp_path, callback(TOPK), callback(TOPK))
+    trainer, module, loader = trainer_of(tmp_path, callback(TOPK), num_optimizers=2, max_epochs=1)
+    with pytest.raises(ArgumentError, match="one optimizer, got 'updates' and 2 optimizers"):
+        trainer.fit(module, loader)
+    trainer, module, loader = trainer_of(tmp_path, max_epochs=1)
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, module, loader = trainer_of(tmp_path, callback(TOPK), max_epochs=2)
+    with pytest.raises(StateError, match="which was saved without RegTopKCallback"):
+        trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")
