@@ -228,6 +228,7 @@ def test_demo_runs_again_but_spares_other_runs(
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_and_the_progress_bar(tmp_path: Path) -> None:
     words = ["reproduce", "fig2", "--out", str(tmp_path / "run"), "--set", "num_iterations=1000000"]
+    words += ["--set", "record_every=1"]  # so that there soon is something to interrupt
     terminal, stderr = pty.openpty()
     command = [sys.executable, "-m", "regtopk", *words]
     with ended(subprocess.Popen(command, stderr=stderr, stdout=subprocess.PIPE, text=True)) as process:
