@@ -136,7 +136,3 @@ class Training:
         num_right: Tensor = (network(images).argmax(-1) == labels).sum()
         dist.all_reduce(num_right)
         return 100 * int(num_right) / len(self.images.test_labels)
-
-
-if __name__ == "__main__":
-    main()

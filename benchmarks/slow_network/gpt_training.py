@@ -165,7 +165,3 @@ class Training:
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-if __name__ == "__main__":
-    main()

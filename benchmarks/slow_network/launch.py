@@ -4,30 +4,42 @@ Rank 0 prints one JSON record a line, which come back here. A record {"ask": ban
 bandwidth; the answer is a file, as all namespaces see the same file system.
 """
 
+import ctypes
+import importlib
 import json
+import multiprocessing as mp
 import os
 import queue
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Generator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.namespaces import INTERFACE, NetworkError
 
 PORT = 29500
-REPOSITORY = Path(__file__).resolve().parents[2]
+NAMESPACES = "/run/netns"  # where `ip netns` keeps them
+NETWORK = 0x40000000  # CLONE_NEWNET
 Record = dict[str, Any]
+_forks = mp.get_context("forkserver")  # imports torch once for all ranks
+_forks.set_forkserver_preload(["torch._dynamo", "torch.distributed", "regtopk"])
+
+
+class Started(NamedTuple):
+    """A rank: its process, and the end of what it prints."""
+
+    process: Any
+    printed: Connection
 
 
 def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Record, None, None]:
-    """Run a module on every rank, and yield what rank 0 records.
+    """Run a module's `main` on every rank, and yield what rank 0 records.
 
     Args:
-        module: run on every rank; it is `joined()`.
+        module: whose `main` is `joined()`.
         job: what JSON can hold.
         links: laid; shaped anew when the ranks ask for it.
 
@@ -37,8 +49,10 @@ def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Recor
     with tempfile.TemporaryDirectory(prefix="slow-network-") as name:
         folder = Path(name)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        ranks = [_start(module, rank, folder, links) for rank in range(links.namespaces.num_workers)]
+        ranks: list[Started] = []
         try:
+            for rank in range(links.namespaces.num_workers):
+                ranks.append(_start(module, rank, folder, links))
             num_asked = 0
             for record in _records(ranks, folder):
                 if "ask" in record:
@@ -48,60 +62,75 @@ def launch(module: str, job: Mapping[str, Any], links: Links) -> Generator[Recor
                 else:
                     yield record
         finally:
-            for process in ranks:
+            for process, _ in ranks:
                 process.terminate()
-            for process in ranks:
-                process.wait()
-                assert process.stdout is not None
-                process.stdout.close()
+            for process, printed in ranks:
+                process.join()
+                printed.close()
 
 
-def _start(module: str, rank: int, folder: Path, links: Links) -> "subprocess.Popen[str]":
+def _start(module: str, rank: int, folder: Path, links: Links) -> Started:
     namespaces = links.namespaces
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(namespaces.num_workers)}
     master = {"MASTER_ADDR": namespaces.address(0), "MASTER_PORT": str(PORT)}
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
     surroundings = {
-        **os.environ,
         **threads,
         **place,
         **master,
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "SLOW_NETWORK_FOLDER": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    with (folder / f"said-{rank}").open("w") as said:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", namespaces.workers[rank], sys.executable, "-m", module],
-            env=surroundings,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the ranks
-        )
+    printed, theirs = _forks.Pipe(duplex=False)
+    args = module, namespaces.workers[rank], surroundings, folder / f"said-{rank}", theirs
+    process = _forks.Process(target=_run_rank, args=args, daemon=True)
+    process.start()
+    theirs.close()
+    return Started(process, printed)
 
 
-def _records(ranks: "list[subprocess.Popen[str]]", folder: Path) -> Generator[Record, None, None]:
+def _run_rank(
+    module: str, namespace: str, surroundings: dict[str, str], said: Path, printed: Connection
+) -> None:
+    """A rank's whole life, in its namespace; what it prints and says goes where the caller reads it."""
+    os.setsid()  # Ctrl-C reaches the caller alone, which then ends the ranks
+    os.dup2(printed.fileno(), 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    _enter(namespace)
+    os.environ |= surroundings
+    importlib.import_module(module).main()
+
+
+def _enter(namespace: str) -> None:
+    """Join a network namespace, as `ip netns exec` does; this process must have one thread alone."""
+    here = os.open(f"{NAMESPACES}/{namespace}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(here, NETWORK) != 0:
+        raise OSError(ctypes.get_errno(), f"namespace {namespace} cannot be joined")
+    os.close(here)
+
+
+def _records(ranks: list[Started], folder: Path) -> Generator[Record, None, None]:
     """What rank 0 prints, until all have ended; a rank that fails is reported as soon as it does."""
     lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    for rank, process in enumerate(ranks):
-        threading.Thread(target=_read, args=(rank, process, lines), daemon=True).start()
+    for number, (_, printed) in enumerate(ranks):
+        threading.Thread(target=_read, args=(number, printed.fileno(), lines), daemon=True).start()
     num_running = len(ranks)
     while num_running:
-        rank, line = lines.get()
+        number, line = lines.get()
         if line:
             yield json.loads(line)
             continue
         num_running -= 1
-        if ranks[rank].wait() != 0:
-            said = (folder / f"said-{rank}").read_text(encoding="utf-8", errors="replace")
-            raise NetworkError(f"rank {rank} failed:\n{said[-4000:]}")
+        process = ranks[number].process
+        process.join()
+        if process.exitcode != 0:
+            said = (folder / f"said-{number}").read_text(encoding="utf-8", errors="replace")
+            raise NetworkError(f"rank {number} failed:\n{said[-4000:]}")
 
 
-def _read(rank: int, process: "subprocess.Popen[str]", lines: "queue.SimpleQueue[tuple[int, str]]") -> None:
+def _read(rank: int, printed: int, lines: "queue.SimpleQueue[tuple[int, str]]") -> None:
     """Every line a process prints, and an empty one at its end."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put((rank, line))
+    with open(os.dup(printed), encoding="utf-8") as text:
+        for line in text:
+            lines.put((rank, line))
     lines.put((rank, ""))

@@ -149,7 +149,3 @@ def as_record(
         "interface_sent_bytes": sent,
         "interface_received_bytes": received,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -71,7 +71,3 @@ def receive(connection: socket.socket, seconds: float) -> tuple[int, float]:
     while (elapsed := time.perf_counter() - start) < seconds:
         num_bytes += len(connection.recv(len(CHUNK)))
     return num_bytes, elapsed
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,3 @@ def shortest_s(collective: Callable[[], Any]) -> float:
         collective()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-if __name__ == "__main__":
-    main()
