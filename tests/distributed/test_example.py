@@ -1,14 +1,17 @@
 """The script to copy: on two machines (here two launchers), and resumed on one."""
 
+import os
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.distributed.ranks import Ranks
-from tests.processes import free_port, run_all
+from torch.distributed.run import main as torchrun
+
+from tests.distributed.ranks import Ranks, fork_process
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_ddp.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 # Runs the script, then prints the threads of the process group that are left. One that lets go of a tensor
@@ -31,7 +34,7 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
         scripts.insert(0, str(threads))  # it looks into /proc
     folder = ["--checkpoints", str(tmp_path / "run")]
     meet = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()}"
-    printed = run_all([[*TORCHRUN, *meet.split(), *scripts, *folder, "--epochs", "1"]] * 2, tmp_path)
+    printed = run_launchers([*meet.split(), *scripts, *folder, "--epochs", "1"], tmp_path)
     assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
     assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
     assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
@@ -43,3 +46,25 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
                 assert line in shown, page
     accuracy = float(resumed.split(" %")[0])
     assert accuracy > 94  # 96.9 as this was written
+
+
+def run_launchers(words: list[str], folder: Path) -> list[str]:
+    """What two launchers and their ranks print, side by side."""
+    printed = [folder / f"printed-{number}" for number in range(2)]
+    launchers = [fork_process(launch, words, out)[0] for out in printed]
+    try:
+        for launcher, out in zip(launchers, printed, strict=True):
+            launcher.join(timeout=300)
+            assert launcher.exitcode == 0, out.with_suffix(".err").read_text()
+    finally:
+        for launcher in launchers:
+            launcher.terminate()  # it ends its ranks
+            launcher.join()
+    return [out.read_text() for out in printed]
+
+
+def launch(pipe: Connection, words: list[str], out: Path) -> None:
+    """`torchrun` with these words, in a process that has imported torch; its ranks are processes anew."""
+    for number, path in ((1, out), (2, out.with_suffix(".err"))):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    torchrun(words)

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests.distributed.ranks import fork_process
 from tests.processes import ended
 
 SCRIPT = """
@@ -25,13 +27,21 @@ loss_of(model, 1).backward()
 
 
 def test_an_error_in_backward(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            words = [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")]
-            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-            ranks.append(stack.enter_context(ended(process)))
-        for process in ranks:
+    """One rank is a process of its own, whose end is looked at; the other is there for it."""
+    store = str(tmp_path / "store")
+    other, _ = fork_process(run_as_the_other, store)
+    try:
+        words = [sys.executable, "-c", SCRIPT, "0", store]
+        with ended(subprocess.Popen(words, stderr=subprocess.PIPE, text=True)) as process:
             _, said = process.communicate(timeout=100)
-            assert process.returncode == 1, said  # -6 if the exchange's thread outlived Python
-            assert "ZeroDivisionError" in said
+    finally:
+        other.kill()
+        other.join()
+    assert process.returncode == 1, said  # -6 if the exchange's thread outlived Python
+    assert "ZeroDivisionError" in said
+
+
+def run_as_the_other(pipe: Connection, store: str) -> None:
+    sys.argv = ["-c", "1", store]
+    with suppress(ZeroDivisionError):
+        exec(SCRIPT, {})
