@@ -26,7 +26,7 @@ from tests.distributed.sharding import (
 )
 from tests.distributed.training import Net, batch, listening, loss_of, make_net, same
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 LR = 0.5
 
 

@@ -16,7 +16,7 @@ from tests.distributed.sharding import GRIDS, grid, replica, sharded, whole, who
 from tests.distributed.training import batch, loss_of, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.05, value_code="4bit")
-NUM_STEPS = 6
+NUM_STEPS = 4
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

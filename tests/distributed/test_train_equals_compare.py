@@ -84,19 +84,19 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         assert fmean(own_bytes for _, own_bytes in found) == payload_bytes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
-    "label",
+    ("label", "num_ranks"),
     [
-        IMPUTED,
-        f"{IMPUTED}:outer=nesterov",
-        f"{IMPUTED}:every=2:lr=0.008",
-        f"{IMPUTED}:every=2:outer=nesterov",
-        "dense:exchange=updates:every=2:outer=sgd:outer_lr=0.5",
-        f"{IMPUTED}:every=4:delay=2:mix=0.5",
-        f"{IMPUTED}:every=4:fragments=3:delay=3:outer=nesterov",
-        "regtopk:density=0.05",
-        "dense",  # with a hook, which sums in the order of ranks
+        (IMPUTED, 2),
+        (f"{IMPUTED}:outer=nesterov", 2),
+        (f"{IMPUTED}:every=2:lr=0.008", 2),
+        (f"{IMPUTED}:every=2:outer=nesterov", 4),
+        ("dense:exchange=updates:every=2:outer=sgd:outer_lr=0.5", 4),
+        (f"{IMPUTED}:every=4:delay=2:mix=0.5", 2),
+        (f"{IMPUTED}:every=4:fragments=3:delay=3:outer=nesterov", 4),
+        ("regtopk:density=0.05", 2),
+        ("regtopk:density=0.05", 4),
+        ("dense", 4),  # with a hook, which sums in the order of ranks
     ],
 )
 def test_every_bit(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, label: str, data: Path) -> None:
