@@ -5,9 +5,10 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := distributed experiments slow_network algorithms kernels
-# The deep networks are a part of their own: all others would wait for the rest of the experiments.
+PARTS := algorithms experiments slow_network kernels
+# The deep networks are a part of their own, and the real ranks are two: all others would wait for their rest.
 DEEP := tests/experiments/deep
+FIRST_RANKS := tests/distributed/test_[a-e]*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
@@ -15,7 +16,8 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 # `make test-integrations` installs and does both. A CI that has the time runs it after `make test`.
 KILLED := tests/integrations/test_killed.py
 
-.PHONY: demo docs test test-others test-deep test-integrations $(PARTS:%=test-%) test-flower lint format clean
+.PHONY: demo docs test test-others test-deep test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
+.PHONY: test-integrations test-flower lint format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -27,7 +29,8 @@ docs: .venv/.docs
 	@echo "the site is in out/site/index.html"
 
 test: .venv/.installed
-	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target lint test-others test-deep $(PARTS:%=test-%)
+	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target \
+		lint test-others test-ranks-2 test-ranks-1 $(PARTS:%=test-%) test-deep
 
 $(PARTS:%=test-%): test-%: .venv/.compiled
 	.venv/bin/pytest tests/$* --ignore=$(DEEP)
@@ -35,8 +38,16 @@ $(PARTS:%=test-%): test-%: .venv/.compiled
 test-deep: .venv/.compiled
 	.venv/bin/pytest $(DEEP)
 
+test-distributed: test-ranks-1 test-ranks-2
+
+test-ranks-1: .venv/.compiled
+	.venv/bin/pytest $(FIRST_RANKS)
+
+test-ranks-2: .venv/.compiled
+	.venv/bin/pytest tests/distributed --ignore-glob='$(FIRST_RANKS)'
+
 test-others: .venv/.compiled
-	.venv/bin/pytest $(PARTS:%=--ignore=tests/%) --ignore=$(KILLED)
+	.venv/bin/pytest --ignore=tests/distributed $(PARTS:%=--ignore=tests/%) --ignore=$(KILLED)
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations
