@@ -46,8 +46,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_elastic.py"
 STEPS, SAVE_EVERY = 40, 5
 TIMEOUT_S = 300.0  # a run that takes longer has not come back
 _forks = mp.get_context("forkserver")
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.elastic.agent.server.api", "regtopk"]
-_PRELOADED += ["regtopk.kernels.cpu_compiled", "sklearn.datasets"]
+_PRELOADED = "benchmarks.preloaded"
 Rank = Callable[..., None]
 
 
@@ -142,8 +141,7 @@ def _is_any(here: bool) -> bool:
 def machine(ranks: Rank, args: tuple[str, ...], num_ranks: int, nodes: tuple[int, int], port: int) -> None:
     """What torchrun does, in this process; its ranks are forked from it."""
     os.setsid()
-    for name in _PRELOADED:  # before ranks are forked: each would import it by itself
-        importlib.import_module(name)
+    importlib.import_module(_PRELOADED)  # before ranks are forked: each would import it by itself
     threading.Thread(target=_end_with_the_caller, args=(os.getppid(),), daemon=True).start()
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     config = LaunchConfig(
@@ -407,7 +405,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     part, times = PARTS[arguments.part]
-    _forks.set_forkserver_preload(_PRELOADED)
+    _forks.set_forkserver_preload([_PRELOADED])
     with tempfile.TemporaryDirectory(prefix="regtopk-failures-") as folder:
         found = part(arguments.times or times, random.Random(arguments.seed), Path(folder))
     results = {"part": arguments.part, "torch": torch.__version__, "seed": arguments.seed, **found}

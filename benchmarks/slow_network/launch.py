@@ -25,7 +25,7 @@ NAMESPACES = "/run/netns"  # where `ip netns` keeps them
 NETWORK = 0x40000000  # CLONE_NEWNET
 Record = dict[str, Any]
 _forks = mp.get_context("forkserver")  # imports torch once for all ranks
-_forks.set_forkserver_preload(["torch._dynamo", "torch.distributed", "regtopk"])
+_forks.set_forkserver_preload(["benchmarks.preloaded"])
 
 
 class Started(NamedTuple):

@@ -26,16 +26,7 @@ from tests.processes import free_port
 
 NUM_STARTS = 3
 _forks = mp.get_context("forkserver")  # imports torch once for all processes: each then starts in no time
-_forks.set_forkserver_preload(
-    [
-        "pytest",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.run",  # and with it the elastic agent
-        "regtopk.kernels.cpu_compiled",  # and with it numba
-        "sklearn.datasets",
-    ]
-)
+_forks.set_forkserver_preload(["pytest", "regtopk", "benchmarks.preloaded"])
 
 
 class Ranks:
