@@ -80,7 +80,7 @@ def passes(device: torch.device) -> list[Pass]:
         Pass("accumulate and select", kernel, "take_largest_", 12),
         Pass("encode", rank, "encode"),
         Pass("decode", gather, "decode_rows"),
-        Pass("sum", kernels, "sum_sparse_in_rank_order", 4),
+        Pass("sum", kernels, "add_in_rank_order_", 4),
         Pass("write the aggregate", kernels, "spread_", 4),
         Pass("subtract the aggregate", turns, "subtract_"),
         Pass("write the model", LocalModel, "go_on", 8),

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from regtopk import kernels
 from regtopk.core.requests import SenderSum, SparseSum
@@ -36,13 +35,6 @@ def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> lis
     ]
 
 
-def _add_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    """Add w_n x_n, (N, m), to zeros, (J,)."""
-    weighted = weights.unsqueeze(-1) * values
-    kernels.sum_sparse_in_rank_order(indices, weighted, total.numel(), out=total)
-    return ()
-
-
 def _is_split(rank: Rank, request: SparseSum) -> bool:
     if rank.collective == "auto":
         return split_moves_less(rank, request)
@@ -58,8 +50,7 @@ def _sum(
     with rank.timer.phase("decode_s"):
         indices, values = rows.indices, rows.values  # zeros of entry 0 in padding
         weights, total = rank.weights_like(values), sums.zeros_for(sparse)
-        kernels.repeat(_add_, (), [total], [indices, values, weights])
-        increment_version(total)  # torch does not see what is replayed
+        kernels.add_in_rank_order_(total, indices, values, weights)
         sums.keep(total, indices, rows.counts)
         if not isinstance(request, SenderSum):
             return total

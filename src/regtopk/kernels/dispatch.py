@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from regtopk.errors import ArgumentError
 from regtopk.kernels import reference, small_rows
 from regtopk.kernels.reference import Support, Taken
+from regtopk.kernels.replay import repeat
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -150,6 +152,20 @@ def message_programs(tensor: Tensor) -> Any:
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """Accumulate, and take the entries that reach a threshold: see `reference.take_above_`."""
     return kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+
+
+def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
+    """Add sum_n w_n x_n of sparse vectors, (N, m), to zeros, (J,): see `reference.sum_sparse_in_rank_order`."""
+    repeat(_add_in_rank_order_, (), [total], [indices, values, weights])
+    increment_version(total)  # torch does not see what is replayed
+
+
+def _add_in_rank_order_(
+    total: Tensor, indices: Tensor, values: Tensor, weights: Tensor
+) -> tuple[Tensor, ...]:
+    weighted = weights.unsqueeze(-1) * values
+    reference.sum_sparse_in_rank_order(indices, weighted, total.numel(), out=total)
+    return ()
 
 
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
