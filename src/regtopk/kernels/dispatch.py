@@ -155,7 +155,7 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
 
 
 def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
-    """Add sum_n w_n x_n of sparse vectors, (N, m), to zeros, (J,): see `reference.sum_sparse_in_rank_order`."""
+    """Add w_n x_n of N sparse vectors, (N, m), to zeros, (J,): see `reference.sum_sparse_in_rank_order`."""
     repeat(_add_in_rank_order_, (), [total], [indices, values, weights])
     increment_version(total)  # torch does not see what is replayed
 
