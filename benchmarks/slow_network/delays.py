@@ -25,6 +25,7 @@ METHODS = (
     "updates:4:fragments=4",
     "updates:4:delay=1:fragments=4",
 )
+ALONE = "updates:64"  # its first round is in the warm-up, and no other is timed: steps without an exchange
 KINDS = ("losses", "steps")
 LATENCY_S = 0.05
 BANDWIDTHS = (100e6, 10e6)
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace, command: str, links_of: LinksOf) -> str
         losses = [_run(m, None, seed, num_steps) for seed in seeds for m in METHODS]
         for row in _rows(losses, links, options):
             results.add("losses", row)
-        for row in _rows([_timed(m, None, options) for m in METHODS], links, options):
+        for row in _rows([_timed(m, None, options) for m in (ALONE, *METHODS)], links, options):
             results.add("steps", row)
     with links_of(options.workers, LATENCY_S) as links:
         for row in _rows([_timed(m, b, options) for b in BANDWIDTHS for m in METHODS], links, options):
@@ -91,4 +92,5 @@ def table(content: dict[str, Any]) -> str:
         peak = step_s[method, BANDWIDTHS[0]]["busiest_bytes"] / 1e3
         ms = 1e3 * step_s[method, None]["step_s"]
         lines.append(f"| {method} | {ms:.0f} | {rates} | {sum(own) / len(own):.4f} | {peak:.1f} |")
+    lines.append(f"\nA step without an exchange takes {1e3 * step_s[ALONE, None]['step_s']:.0f} ms.")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.slow_network.delays import BANDWIDTHS, METHODS, table
+from benchmarks.slow_network.delays import ALONE, BANDWIDTHS, METHODS, table
 from benchmarks.slow_network.rank import busiest
 
 
@@ -19,7 +19,7 @@ def test_the_table_compares_with_the_unshaped_link() -> None:
         "losses": [{"method": m, "curve": [[1.0, loss]]} for m in METHODS for loss in (2.0, 3.0)],
         "steps": [
             {"method": m, "bandwidth_bits_per_s": b, "step_s": s, "busiest_bytes": 12_340}
-            for m in METHODS
+            for m in (ALONE, *METHODS)
             for b, s in times.items()
         ],
     }
@@ -27,4 +27,5 @@ def test_the_table_compares_with_the_unshaped_link() -> None:
     assert (
         lines[0] == "| method | step, ms | rate on 100 Mbit/s, 10 Mbit/s, 50 ms | loss | busiest 100 ms, kB |"
     )
-    assert lines[2] == "| updates:4 | 200 | 0.800, 0.500 | 2.5000 | 12.3 |" and len(lines) == 2 + len(METHODS)
+    assert lines[2] == "| updates:4 | 200 | 0.800, 0.500 | 2.5000 | 12.3 |"
+    assert lines[2 + len(METHODS) :] == ["", "A step without an exchange takes 200 ms."]
