@@ -5,16 +5,17 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := algorithms experiments slow_network kernels
+PARTS := algorithms slow_network experiments kernels
 # The deep networks are a part of their own, and the real ranks are two: all others would wait for their rest.
 DEEP := tests/experiments/deep
 FIRST_RANKS := tests/distributed/test_[a-e]*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
-# CI runs, has Accelerate and Lightning. transformers and ray take half a gigabyte, and to kill ranks takes minutes:
-# `make test-integrations` installs and does both. A CI that has the time runs it after `make test`.
-KILLED := tests/integrations/test_killed.py
+# CI runs, has Accelerate and Lightning in one process. transformers and ray take half a gigabyte, and scripts that are
+# launched, killed and resumed take minutes: `make test-integrations` installs and runs all. A CI that has the time runs
+# it after `make test`.
+LAUNCHED := tests/integrations/test_killed.py tests/integrations/test_recipes.py
 
 .PHONY: demo docs test test-others test-deep test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
 .PHONY: test-integrations test-flower lint format clean
@@ -47,7 +48,7 @@ test-ranks-2: .venv/.compiled
 	.venv/bin/pytest tests/distributed --ignore-glob='$(FIRST_RANKS)'
 
 test-others: .venv/.compiled
-	.venv/bin/pytest --ignore=tests/distributed $(PARTS:%=--ignore=tests/%) --ignore=$(KILLED)
+	.venv/bin/pytest --ignore=tests/distributed $(PARTS:%=--ignore=tests/%) $(LAUNCHED:%=--ignore=%)
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations
