@@ -110,7 +110,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     if arguments.dense:
         model = DistributedDataParallel(network)
     else:  # the model stays as it is: the exchange is in optimizer.step()
-        topk = regtopk.TopK(density=arguments.density, value_code="4bit")
+        topk = regtopk.TopK(density=arguments.density, value_code="4bit", impute=0.35)
         exchange = regtopk.UpdateExchange(network, optimizer, topk, every=arguments.every)
         checkpoints = regtopk.Checkpoints(arguments.checkpoints, asynchronous=True)
         # the exchange's state holds the model and the optimizer
