@@ -1,0 +1,64 @@
+"""Does `regtopk plan` say what updates cost on slow links? The table of docs/planning.md, from records.
+
+slow-network-delays.json has the measured steps, and the step without an exchange that the planner is told.
+The costs of work on that machine, when four workers share it, were measured by
+
+    regtopk plan --params 3598848 --workers 4 --bandwidth 1000T --step-time 310ms --local-workers 4 \
+        --threads 1 --algorithms topk:density=0.0214:value_code=4bit:impute=0.35:exchange=updates:every=4 \
+        --recalibrate --calibration benchmarks/results/slow-network-delays-calibration.json
+
+    python -m benchmarks.slow_network.delays_against_plan
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from benchmarks.slow_network.against_plan import UNSHAPED_BITS_PER_S
+from benchmarks.slow_network.delays import ALONE, BANDWIDTHS, LATENCY_S, METHODS
+from benchmarks.slow_network.gpt_methods import IMPUTE, VALUE_CODE, every_of, num_entries
+from regtopk.core.link import Link
+from regtopk.plan.costs import Calibration
+from regtopk.plan.methods import TORCH, planned_methods
+from regtopk.plan.predict import Situation, make_plan
+from regtopk.plan.workload import Workload
+
+RESULTS = Path(__file__).parents[1] / "results"
+LINKS = ((None, 0.0), *((bandwidth, LATENCY_S) for bandwidth in BANDWIDTHS))
+
+
+def words_of(method: str, numel: int) -> str:
+    """A method of the measurement in the words of `regtopk plan`."""
+    density = num_entries(numel, every_of(method)) / numel
+    words = f"topk:density={density}:value_code={VALUE_CODE}:impute={IMPUTE}:exchange=updates"
+    return ":".join([words, f"every={every_of(method)}", *method.split(":")[2:]])
+
+
+def table(steps: list[dict[str, Any]], costs: Calibration) -> str:
+    """Measured and predicted steps of each method, on each link."""
+    measured = {(row["method"], row["bandwidth_bits_per_s"]): row["step_s"] for row in steps}
+    numel, workers = steps[0]["params"], steps[0]["workers"]
+    names = [f"{b / 1e6:g} Mbit/s" if b else "unshaped" for b, _ in LINKS]
+    lines = ["| method | " + " | ".join(names) + " |", "|---|" + "---:|" * len(LINKS)]
+    for method in METHODS:
+        ways = [way for way in planned_methods(labels=[words_of(method, numel)]) if way not in TORCH]
+        cells = []
+        for bandwidth, latency_s in LINKS:
+            link = Link(bandwidth or UNSHAPED_BITS_PER_S, latency_s, measured[ALONE, None])
+            situation = Situation(Workload.of_size(numel), workers, link, "model")
+            plan = make_plan(situation, costs, [*TORCH, *ways], math.inf)
+            predicted = min(p.step_time_s for p in plan.predictions if p.method in ways)
+            own = measured[method, bandwidth]
+            cells.append(f"{1e3 * own:.0f} ms / {1e3 * predicted:.0f} ms ({predicted / own - 1:+.0%})")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    steps = json.loads((RESULTS / "slow-network-delays.json").read_text())["steps"]
+    print(table(steps, Calibration.read(RESULTS / "slow-network-delays-calibration.json")))
+
+
+if __name__ == "__main__":
+    main()
