@@ -90,7 +90,7 @@ class ShardedHookState(ExchangeBase):
         rank, between two steps. Then `attach` may be called again.
         """
         self._steps.close("detach")
-        self._steps.buckets.all = []  # sets the memory of the residuals free
+        self._steps.buckets.all, self._flats = [], {}  # sets the memory of residuals and gradients free
         self._is_detached = True
         for unit in self._units:
             unit.module.set_all_reduce_hook(_DenseMean(self._collectives))
