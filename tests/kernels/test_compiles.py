@@ -15,6 +15,7 @@ MODULES = (
     "triton_codes",
     "triton_damping",
     "triton_guess",
+    "triton_movers",
     "triton_pieces",
     "triton_selection",
 )
@@ -35,5 +36,13 @@ def test_every_program_compiles(tmp_path: Path) -> None:
         for name, value in vars(module).items()
         if hasattr(value, "arg_names") and not name.startswith("_")
     }
-    parts = {"key_of", "lead_of", "start_of", "is_enough", "leading_bits_of_rank", "offset_of_sample"}
+    parts = {
+        "key_of",
+        "lead_of",
+        "start_of",
+        "is_enough",
+        "next_prefix",
+        "leading_bits_of_rank",
+        "offset_of_sample",
+    }
     assert programs - parts == set(done.stdout.split())

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from regtopk.kernels import reference, triton_accumulate, triton_damping, triton_guess, triton_selection
+from regtopk.kernels import (
+    reference,
+    triton_accumulate,
+    triton_damping,
+    triton_guess,
+    triton_movers,
+    triton_selection,
+)
 from regtopk.kernels.cuda_pieces import join_, spread_
 from regtopk.kernels.reference import Taken
 from regtopk.kernels.replay import repeat
@@ -232,10 +239,10 @@ def _move_out_(rows: Rows, k: int, candidates: Candidates, is_wide: bool) -> tup
     own |= rows.options | candidates.options()
     grid = num_parts, rows.num
     if is_by_tile:
-        launch(triton_selection.settle, (1, rows.num), own)
-        launch(triton_selection.count_taken_of_tile, grid, own, _MOVER_WARPS)
+        launch(triton_movers.settle, (1, rows.num), own)
+        launch(triton_movers.count_moved, grid, own, _MOVER_WARPS)
         own["stops"] = taken.cumsum(-1)
-        launch(triton_selection.write_taken_of_tile, grid, own, _MOVER_WARPS)
+        launch(triton_movers.move_out, grid, own, _MOVER_WARPS)
     else:
         launch(triton_selection.count_taken, grid, own)
         launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
