@@ -119,7 +119,7 @@ def _break_even(results: Path) -> str:
         link = Link(BANDWIDTHS[0], LATENCY_S, compute_s)
         here = Situation(Workload.of_size(numel), num_workers, link)
         plans = [make_plan(here.at(bandwidth=b), costs, methods, inf) for b in BANDWIDTHS]
-        best = [f"{p.best.method.name} {p.speedup(p.best):.3g}" for p in plans]
+        best = [f"{p.best.method.name} {p.speedup_to_loss(p.best):.3g}" for p in plans]
         even = plans[0].break_even_bits_per_s
         at_any = "pays at any" if plans[-1].pays else "pays at none"
         shown = at_any if even is None else format_bandwidth(even)

@@ -98,12 +98,15 @@ def test_the_default_list() -> None:
     found = plan("--exchange", "updates")
     rows = found["methods"]
     ours = {(r["name"], r["every"]) for r in rows if r["exchange"] == "updates"}
-    assert ours == {("dense", 16), ("topk:impute=0.35", 1), ("topk:impute=0.35", 2)}
-    assert {(r["density"], r["value_code"]) for r in rows if r["every"] == 2} == {(0.01, "4bit")}
+    assert ours == {("dense", 16), *(("topk:impute=0.35", every) for every in (1, 2, 4, 8))}
+    assert {r["fragments"] for r in rows if r["every"] == 4} == {1, 4}
+    assert {(r["density"], r["value_code"]) for r in rows if r["every"] == 2} == {
+        (density, "4bit") for density in (0.01, 0.025, 0.05)
+    }
     advised = 'TopK(density=0.01, value_code="4bit", impute=0.35)'  # the README's first line
     assert advised in (ROOT / "README.md").read_text()
-    notes = plan("--exchange", "updates", "--bandwidth", "10M", "--every", "4")["notes"]
-    line = f"UpdateExchange(model, optimizer, regtopk.{advised}, every=4"
+    notes = plan("--exchange", "updates", "--bandwidth", "10M", "--every", "2")["notes"]
+    line = f"UpdateExchange(model, optimizer, regtopk.{advised}, every=2"
     assert any(line in note.replace("'", '"') for note in notes)
     assert [r["name"] for r in rows if r["exchange"] == "gradients"] == ["dense", "fp16", "powersgd"]
     diloco = next(r for r in rows if r["every"] == 16)
@@ -151,7 +154,11 @@ def test_fragments_pay_the_latency_of_each() -> None:
 def test_delay_and_fragments_as_options_and_as_words() -> None:
     found = plan("--exchange", "updates", "--delay", "2", "--fragments", "3")
     ours = {(r["every"], r["delay"], r["fragments"]) for r in found["methods"] if "topk" in r["name"]}
-    assert ours == {(3, 2, 3)} and found["inputs"]["delay"] == 2 and found["inputs"]["fragments"] == 3
+    assert (
+        ours == {(3, 2, 3), (4, 2, 3), (8, 2, 3)}
+        and found["inputs"]["delay"] == 2
+        and found["inputs"]["fragments"] == 3
+    )
     assert "every=3, delay=2, fragments=3" in as_code(method(every=3, delay=2, fragments=3), "model")
     for words, message in (
         (["--delay", "1"], "--delay needs --exchange updates, got --delay 1"),

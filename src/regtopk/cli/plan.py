@@ -18,11 +18,11 @@ from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.plan import page
 from regtopk.plan.calibrate import Machine, calibrate
 from regtopk.plan.costs import Calibration
+from regtopk.plan.learning import Optimizer
 from regtopk.plan.methods import (
     DENSITIES,
-    DILOCO,
-    DILOCO_EVERY,
-    UPDATES_DENSITY,
+    UPDATES_DENSITIES,
+    advised_labels,
     planned_methods,
     update_labels,
 )
@@ -30,7 +30,7 @@ from regtopk.plan.predict import Situation, make_plan
 from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
 from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
 from regtopk.report import write_report
-from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, Rounds
+from regtopk.rounds import EXCHANGES, Rounds
 
 
 @say_errors
@@ -77,8 +77,8 @@ def plan(
         int, typer.Option(help="Optimizer steps that an exchange of updates may travel beside.")
     ] = 0,
     fragments: Annotated[
-        int, typer.Option(help="Parts of the model that take turns, in an exchange of updates.")
-    ] = 1,
+        int | None, typer.Option(help="Parts of the model that take turns, in an exchange of updates.")
+    ] = None,
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
     ] = None,
@@ -92,7 +92,7 @@ def plan(
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     machine = Machine(local_workers, threads, device)
     labels = _labels(algorithms, exchange, every, delay, fragments, plan_all=plan_all)
-    usual = (UPDATES_DENSITY,) if exchange == "updates" else DENSITIES
+    usual = UPDATES_DENSITIES if exchange == "updates" else DENSITIES
     densities = usual if density is None else _densities(density)
     methods = planned_methods(densities, every=plan_all, labels=labels)
     bits_per_s = parse_bandwidth(bandwidth)
@@ -110,7 +110,8 @@ def plan(
         workload = Workload.of_size(parse_count("params", params))
     else:
         raise ArgumentError("--measure needs --model, got --params")
-    situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), scope)
+    optimizer: Optimizer = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
+    situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), scope, optimizer)
     try:
         lines = set[str]().union(*(situation.exchange(method).lines for method in methods))
         costs = _costs(machine, calibration, lines, again=recalibrate)
@@ -155,23 +156,30 @@ def _densities(text: str) -> list[float]:
 
 
 def _labels(
-    algorithms: str | None, exchange: str, every: int | None, delay: int, fragments: int, *, plan_all: bool
+    algorithms: str | None,
+    exchange: str,
+    every: int | None,
+    delay: int,
+    fragments: int | None,
+    *,
+    plan_all: bool,
 ) -> list[str]:
     """The methods that were asked for, in words; none if those one would try first are to be planned."""
     check_choice("exchange", exchange, EXCHANGES)
-    for name, value, usual in (("every", every, None), ("delay", delay, 0), ("fragments", fragments, 1)):
+    for name, value, usual in (("every", every, None), ("delay", delay, 0), ("fragments", fragments, None)):
         if exchange != "updates" and value != usual:
             raise ArgumentError(f"--{name} needs --exchange updates, got --{name} {value}")
-    least = max(1, delay + 1, fragments)
-    Rounds(exchange, least if every is None else every, delay=delay, fragments=fragments).check_times()
+    parts = 1 if fragments is None else fragments
+    least = max(1, delay + 1, parts)
+    Rounds(exchange, least if every is None else every, delay=delay, fragments=parts).check_times()
     if algorithms is not None and plan_all:
         raise ArgumentError("give --algorithms or --all, got both")
     if exchange == "gradients":
         return algorithms.split(",") if algorithms else []
     times = every, delay, fragments
     if algorithms is None:
-        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else [ADVISED_UPDATES]
-        return [DILOCO.format(every or DILOCO_EVERY), *update_labels(others, *times)]
+        others = [name for name in ALGORITHMS if name != "dense"] if plan_all else []
+        return [*advised_labels(*times), *update_labels(others, *times)]
     told = [label for label in algorithms.split(",") if "exchange=" in label]
     return told + update_labels([label for label in algorithms.split(",") if label not in told], *times)
 

@@ -17,14 +17,15 @@ from regtopk.method import Method as Words
 from regtopk.plan.asked import probe, takes
 from regtopk.plan.exchange import Exchange, Units, Work, all_gather, all_reduce, answer, broadcast
 from regtopk.plan.workload import Workload
-from regtopk.rounds import GRADIENTS, Rounds
+from regtopk.rounds import ADVISED_UPDATES, GRADIENTS, Rounds
 
 Way = Literal["all_reduce", "all_gather", "split"]
 CODES = ("float32", "4bit", "2bit")  # of the algorithms that can be told one
 DENSITIES = (0.001, 0.01, 0.1)
 CHOSEN = ("topk", "regtopk", "consensus", "dgc")  # what one would try first; the others are planned if asked
-UPDATES_DENSITY = 0.01  # of `ADVISED_UPDATES`, unless told
+UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds need more entries
 EVERY = (1, 2)  # steps of a round of updates, unless told
+ADVISED_EVERY = (1, 2, 4, 8)  # of `ADVISED_UPDATES`, whole and in as many fragments
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
@@ -47,11 +48,6 @@ class Method(NamedTuple):
     def sends_less(self) -> bool:
         """Whether it is meant to send less than DDP without a hook and torch's fp16 hook."""
         return self not in (DENSE, FP16)
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether it sends entries without a look at the gradient: at equal density it learns less."""
-        return self not in TORCH and probe(self.name, self.density, self.value_code).is_blind
 
     @property
     def kind(self) -> str:
@@ -111,12 +107,24 @@ def planned_methods(
     return list(dict.fromkeys(found))
 
 
-def update_labels(labels: Sequence[str], every: int | None, delay: int = 0, fragments: int = 1) -> list[str]:
+def advised_labels(every: int | None = None, delay: int = 0, fragments: int | None = None) -> list[str]:
+    """What was measured best on updates, in several rounds; and DiLoCo."""
+    least = max(delay + 1, fragments or 1)  # that a round must have
+    ours = []
+    for n in [every] if every else sorted({least, *(n for n in ADVISED_EVERY if n >= least)}):
+        for parts in dict.fromkeys([1, n] if fragments is None else [fragments]):
+            ours += update_labels([ADVISED_UPDATES], n, delay, parts)
+    return [DILOCO.format(every or DILOCO_EVERY), *ours]
+
+
+def update_labels(
+    labels: Sequence[str], every: int | None, delay: int = 0, fragments: int | None = None
+) -> list[str]:
     """The same methods on updates: every so many steps, or every few if not told; their words may tell."""
     split = [label.partition(":") for label in labels]
-    least = max(delay + 1, fragments)  # that a round must have
+    least = max(delay + 1, fragments or 1)  # that a round must have
     steps = [n for n in (*EVERY, least) if n >= least] if every is None else [every]
-    turns = (f":delay={delay}" if delay else "") + (f":fragments={fragments}" if fragments > 1 else "")
+    turns = (f":delay={delay}" if delay else "") + (f":fragments={fragments}" if (fragments or 1) > 1 else "")
     return [
         f"{name}:exchange=updates:every={n}{turns}{colon}{rest}"
         for name, colon, rest in split

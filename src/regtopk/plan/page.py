@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from regtopk.plan.asked import make_algorithm, probe
 from regtopk.plan.costs import Calibration
+from regtopk.plan.learning import about
 from regtopk.plan.methods import DENSE, POWERSGD, TORCH, Method
 from regtopk.plan.predict import ROUND_SHARE, ROUNDS, Plan, Prediction, predict
 from regtopk.plan.units import format_bandwidth, format_factor, format_size, format_time
@@ -35,11 +37,14 @@ def write_run(
         ("workers", "num_workers", "workers", f"{bandwidth}, any number of workers",
          here.num_workers, f"{here.num_workers} workers"),
     )  # fmt: skip
-    panel = partial(Panel, y="speedup", y_label="speed-up over dense", log_x=True, log_y=True, dots="here")
+    panel = partial(
+        Panel, y="speedup", y_label="speed-up to a loss, over dense", log_x=True, log_y=True, dots="here"
+    )
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
-        about="Curves: speed-up over DDP without a hook, each method in its fastest way.",
+        about="Curves: how much sooner than DDP without a hook each method reaches a loss, in its best way. "
+        "Where no record says how many steps it needs, as many as dense are assumed: (per step).",
         command=command,
         config=summary["inputs"],
         panels=[
@@ -54,51 +59,80 @@ def write_run(
 
 
 def curves(plan: Plan, costs: Calibration) -> list[Record]:
-    """Each method's speed-up over dense on links of all bandwidths, and with all numbers of workers."""
+    """Each method's speed-up to a loss on links of all bandwidths, and with all numbers of workers."""
     here, records = plan.situation, []
     bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
     num_workers = sorted({*WORKERS, here.num_workers})
     places = [("bandwidth", "mbit_per_s", b / 1e6, here.at(bandwidth=b)) for b in bandwidths]
     places += [("workers", "num_workers", n, here.at(num_workers=n)) for n in num_workers]
-    labels = [row.method.label for row in plan.fastest_by_label()[:MAX_CURVES]]
+    labels = {row.method.label: _drawn(row) for row in plan.best_by_label()[:MAX_CURVES]}
     for against, x, value, there in places:
-        step_s = {p.method: predict(p.method, there, costs).step_time_s for p in plan.predictions}
-        for label in labels:
-            fastest_s = min(s for method, s in step_s.items() if method.label == label)
-            speedup = step_s[DENSE] / fastest_s
-            records.append({"method": label, "against": against, x: value, "speedup": speedup})
+        predicted = [predict(p.method, there, costs) for p in plan.predictions]
+        dense_s = next(p.time_to_loss for p in predicted if p.method == DENSE)
+        for label, drawn in labels.items():
+            best = min((p for p in predicted if p.method.label == label), key=lambda p: p.rank)
+            records.append(
+                {"method": drawn, "against": against, x: value, "speedup": dense_s / best.time_to_loss}
+            )
             if there == here:
-                records[-1]["here"] = speedup
-    return sorted(records, key=lambda record: labels.index(record["method"]))
+                records[-1]["here"] = records[-1]["speedup"]
+    order = list(labels.values())
+    return sorted(records, key=lambda record: order.index(record["method"]))
+
+
+def _drawn(row: Prediction) -> str:
+    """The name of a curve."""
+    return row.method.label if row.relative_steps is not None else f"{row.method.label} (per step)"
 
 
 def table(plan: Plan) -> list[dict[str, str]]:
-    """One row per method in its fastest way: dense, and then the fastest first."""
+    """One row per method in its best way: dense, and then the best first."""
     has_updates = bool(plan.affordable_rounds())
     return [
         {
-            "measure": p.method.label,
+            "measure": _drawn(p),
             "density": p.method.amount,
             "values": p.method.value_code,
             "collective": p.method.collective,
-            "payload": format_size(p.exchange.payload_bytes),
-            **({"payload per step": format_size(p.exchange.bytes_per_step)} if has_updates else {}),
+            ("payload per step" if has_updates else "payload"): format_size(p.exchange.bytes_per_step),
             "step": format_time(p.step_time_s),
-            "speed-up": format_factor(plan.speedup(p)),
+            "steps": _steps(p),
+            "speed-up": _speedup(plan, p),
         }
-        for p in plan.fastest_by_label()
+        for p in plan.best_by_label()
     ]
+
+
+def _steps(p: Prediction) -> str:
+    """Over dense's."""
+    return (
+        "?" if p.relative_steps is None else "never" if p.relative_steps == inf else f"{p.relative_steps:.2f}"
+    )
+
+
+def _speedup(plan: Plan, p: Prediction) -> str:
+    """To a loss: no more than that of a step."""
+    most = "" if p.relative_steps is not None else "at most "
+    return f"{most}{format_factor(plan.speedup_to_loss(p))}"
 
 
 def verdict(plan: Plan) -> str:
     """The answer, in a few plain sentences."""
     where = f"{plan.situation.num_workers} workers at {format_bandwidth(plan.situation.link.bandwidth)}"
     best, step = plan.best, format_time(plan.best.step_time_s)
-    if plan.pays:
-        said = f"Compression pays with {where}: {_in_words(best.method)} makes a step "
-        said += f"{format_factor(plan.speedup(best))} times as fast as dense, {step}."
+    if plan.pays and best.relative_steps is not None:
+        said = f"Compression pays with {where}: {_in_words(best.method)}, reaches a loss "
+        said += (
+            f"{format_factor(plan.speedup_to_loss(best))} times as fast as dense. A step takes {step}, and "
+        )
+        said += f"{best.relative_steps:.2f} times as many are needed."
+    elif plan.pays:
+        said = (
+            f"Compression pays with {where}, if as many steps are needed: {_in_words(best.method)}, makes a "
+        )
+        said += f"step {format_factor(plan.speedup(best))} times as fast as dense, {step}."
     else:
-        said = f"Compression does not pay with {where}: {best.method.label} takes the fastest step, {step}."
+        said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
     return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
@@ -151,6 +185,9 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
             "bytes_per_step": p.exchange.bytes_per_step,
             "step_time_s": p.step_time_s,
             "speedup": plan.speedup(p),
+            "is_recorded": p.relative_steps is not None,
+            "relative_steps": None if p.relative_steps == inf else p.relative_steps,
+            "speedup_to_loss": None if p.relative_steps is None else plan.speedup_to_loss(p),
         }
 
     return {
@@ -182,9 +219,12 @@ def assumed(inputs: Mapping[str, Any]) -> str:
 def notes(plan: Plan, memory_bytes: float) -> list[str]:
     """What one should know beside the numbers."""
     said = [
-        "A faster step is not a better one: at a lower density, with fewer bits or rarer exchanges, training "
-        "may need more steps (docs/comparisons.md).",
+        "A faster step is not a better one: 'steps' says how many a method needs to the loss that dense has "
+        f"after one. It comes from our records ({about(plan.situation.optimizer)}) of the method, or of one "
+        "that sends less. Your model will differ. '?' means that there is no record (docs/planning.md)."
     ]
+    if plan.situation.optimizer == "sgd":
+        said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
     if plan.best.method not in TORCH:
         said.append(f"The best, on every rank: {as_code(plan.best.method, plan.situation.scope)}")
     for p, every in plan.affordable_rounds():

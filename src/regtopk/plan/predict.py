@@ -15,14 +15,15 @@ from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError
 from regtopk.plan.costs import Calibration
 from regtopk.plan.exchange import Exchange, Move
-from regtopk.plan.methods import DENSE, Method, exchange_of
+from regtopk.plan.learning import Optimizer, relative_steps
+from regtopk.plan.methods import DENSE, TORCH, Method, exchange_of
 from regtopk.plan.workload import Workload
 
 BACKWARD = 2 / 3  # of a step's computation
 WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # headers, and an acknowledgement for every two segments
 ROUNDS = [2**n for n in range(7)]  # steps of a round of updates that are looked at
 ROUND_SHARE = 0.1  # of the computation, that rounds should cost at most
-EQUAL = 1.05  # steps whose times differ by less are equally fast
+EQUAL = 1.05  # methods whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
 
@@ -35,6 +36,7 @@ class Situation:
     num_workers: int  # N, >= 2
     link: Link  # of every worker, latency one way; its compute_s is a step without an exchange
     scope: str = "model"  # or "bucket", of this library's exchanges of gradients
+    optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -59,16 +61,28 @@ class Prediction(NamedTuple):
     method: Method
     exchange: Exchange
     step_time_s: float
+    relative_steps: float | None  # to a loss, over dense's; None: there is no record
+
+    @property
+    def time_to_loss(self) -> float:
+        """Of as much learning as a step of dense; at least that where there is no record."""
+        return self.step_time_s * (self.relative_steps or 1.0)
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """What is known to take the least time to a loss comes first."""
+        return self.relative_steps is None, self.time_to_loss, self.step_time_s
 
 
 def predict(method: Method, situation: Situation, costs: Calibration) -> Prediction:
-    """How long a step takes with a method.
+    """How long a step takes with a method, and how many it needs.
 
     Raises:
         StateError: the calibration does not hold all its costs.
     """
     exchange = situation.exchange(method)
-    return Prediction(method, exchange, step_time_s(exchange, situation.link, costs))
+    steps = relative_steps(method, situation.optimizer)
+    return Prediction(method, exchange, step_time_s(exchange, situation.link, costs), steps)
 
 
 def step_time_s(exchange: Exchange, link: Link, costs: Calibration) -> float:
@@ -117,18 +131,26 @@ class Plan(NamedTuple):
         """Whether some compressed method beats both dense and fp16."""
         return self.best.method.sends_less
 
-    def speedup(self, prediction: Prediction) -> float:
-        """Against DDP without a hook."""
-        dense = next(p for p in self.predictions if p.method == DENSE)
-        return dense.step_time_s / prediction.step_time_s
+    @property
+    def dense(self) -> Prediction:
+        """DDP without a hook."""
+        return next(p for p in self.predictions if p.method == DENSE)
 
-    def fastest_by_label(self) -> list[Prediction]:
-        """Each method in its fastest way, the best as advised: dense, then the others, fastest first."""
+    def speedup(self, prediction: Prediction) -> float:
+        """Of a step, against dense."""
+        return self.dense.step_time_s / prediction.step_time_s
+
+    def speedup_to_loss(self, prediction: Prediction) -> float:
+        """Of the time to a loss, against dense; at most that where there is no record."""
+        return self.dense.time_to_loss / prediction.time_to_loss
+
+    def best_by_label(self) -> list[Prediction]:
+        """Each method in its best way, the best as advised: dense, then the others, the best first."""
         found: dict[str, Prediction] = {}
-        for p in sorted(self.predictions, key=lambda p: p.step_time_s):
+        for p in sorted(self.predictions, key=lambda p: p.rank):
             found.setdefault(p.method.label, p)
         found[self.best.method.label] = self.best
-        return sorted(found.values(), key=lambda p: (p.method != DENSE, p.step_time_s))
+        return sorted(found.values(), key=lambda p: (p.method != DENSE, *p.rank))
 
     def affordable_rounds(self) -> list[tuple[Prediction, int | None]]:
         """Each kind of updates in its fastest way, and the least `every` whose rounds cost little enough.
@@ -136,7 +158,7 @@ class Plan(NamedTuple):
         That is at most 10 % of the computation between them; None if not even 64 steps are enough.
         """
         compute_s, found = self.situation.link.compute_s, []
-        slowest_first = reversed(self.fastest_by_label())
+        slowest_first = sorted(self.best_by_label(), key=lambda p: -p.step_time_s)
         for p in {p.method.kind: p for p in slowest_first if p.method.rounds.has_updates}.values():
             round_s = p.exchange.every * (p.step_time_s - compute_s)
             found.append((p, next((n for n in ROUNDS if round_s <= ROUND_SHARE * n * compute_s), None)))
@@ -144,15 +166,17 @@ class Plan(NamedTuple):
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
-    """The fastest step; of those within 5 % of it the one that sends most, since it learns most.
+    """The least time to a loss; of those within 5 % of it the one that sends most, since it learns most.
 
     Updates are planned because they are asked for: of those that are near, they come first.
 
-    A method that sends entries without a look at the gradient is predicted but not advised.
+    A method of which no record says how it learns is not advised, unless there is none of any that was asked
+    for. Then all are taken to need the steps of dense.
     """
-    advised = [p for p in predictions if not p.method.is_blind]
-    fastest = min(p.step_time_s for p in advised)
-    near = [p for p in advised if p.step_time_s <= EQUAL * fastest]
+    recorded = [p for p in predictions if p.relative_steps is not None]
+    advised = recorded if any(p.method not in TORCH for p in recorded) else predictions
+    fastest = min(p.time_to_loss for p in advised)
+    near = [p for p in advised if p.time_to_loss <= EQUAL * fastest]
     return max(near, key=lambda p: (p.method.rounds.has_updates, p.exchange.bytes_per_step))
 
 

@@ -20,7 +20,7 @@ HEADINGS = {
     "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
 }
 # what a reader looks for first stands beside the methods' names
-ANSWERS = ("speed-up", "step", "accuracy", "test_loss", "risk", "distance", "± std")
+ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
 LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
 DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0"}
