@@ -101,3 +101,37 @@ def interrupted_at(bad_step: int | None) -> Tensor:
 
 def interrupt(_: Tensor) -> None:
     raise Interruption
+
+
+def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips(four_ranks: Ranks) -> None:
+    for straight, scaled in four_ranks.run(train_scaled):
+        assert torch.equal(straight, scaled)  # scales are powers of two
+
+
+def train_scaled() -> tuple[Tensor, Tensor]:
+    return train_by(None), train_by(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+
+
+def train_by(scaler: torch.amp.GradScaler | None) -> Tensor:
+    mesh = grid(2, 2)
+    model = sharded(mesh["shard"])
+    topk = regtopk.TopK(density=0.05)
+    exchange = regtopk.attach(model, topk, replicate_group=mesh["replicate"], grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(5):
+        if scaler is not None and step == 3:  # an overflow on one rank
+            scale = scaler.get_scale()
+            scaler.scale(loss_of(model, step) * (math.inf if dist.get_rank() == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == scale / 2 and exchange.last_step.num_skipped == 1
+            optimizer.zero_grad()
+        loss = loss_of(model, step)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return whole_parameters(model)

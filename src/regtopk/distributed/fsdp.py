@@ -137,10 +137,11 @@ class ShardedHookState(ExchangeBase):
         if self._last_arrival is not None:
             self._last_arrival.wait(torch.cuda.current_stream(steps.device.index))
         arrived, self._are_finite = self._are_finite, {}
+        are_finite = [steps.unscale_(self._flats[name], is_finite) for name, is_finite in arrived.items()]
         with steps.lock:
             steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
-            steps.agree(buckets, torch.stack(list(arrived.values())).all())
+            steps.agree(buckets, torch.stack(are_finite).all())
             steps.agree_with_shards()
             with steps.half_way():
                 if steps.is_finite:

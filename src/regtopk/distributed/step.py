@@ -245,15 +245,24 @@ class Steps:
     def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
         tensors = [grads[name] for name in bucket.names]
-        scaler, is_finite = self._options.grad_scaler, None
-        flat = layout.as_flat(tensors, bucket.worker.weight.dtype)
+        flat, is_finite = layout.as_flat(tensors, bucket.worker.weight.dtype), None
         if flat is None:
             flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
             is_finite = kernels.join_(flat, tensors)
+        return flat, self.unscale_(flat, is_finite)
+
+    def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
+        """Take the loss scale out of a gradient, which `exchange` puts back; is it finite?
+
+        Args:
+            flat: the gradient.
+            is_finite: whether it is finite with the scale, if that is known.
+        """
+        scaler = self._options.grad_scaler
         if scaler is not None:
             flat.div_(scaler.get_scale())
             is_finite = None  # a scale below one may have made it overflow
-        return flat, kernels.is_finite(flat) if is_finite is None else is_finite
+        return kernels.is_finite(flat) if is_finite is None else is_finite
 
     def _num_selected(self, bucket: Bucket) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
