@@ -38,6 +38,7 @@ assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in bes
 exchange = callback.exchange
 trainer.train()
 assert callback.exchange is exchange and exchange.num_steps == 24
+assert not trainer.model_wrapped.require_backward_grad_sync  # wrapped anew, it averages nothing
 """
 
 
@@ -47,7 +48,9 @@ def words_after(printed: str, first: str) -> list[str]:
 
 
 def test_ranks_evaluate_the_same_model_and_end_with_the_best(new_ranks: Ranks, tmp_path: Path) -> None:
-    source = replaced(IN_ROUNDS, "save_steps=5,", "save_steps=4, load_best_model_at_end=True,")
+    source = replaced(
+        IN_ROUNDS, "save_steps=5,", "save_steps=4, load_best_model_at_end=True, auto_find_batch_size=True,"
+    )
     source = replaced(source, "devices=False", "devices=True")
     source = replaced(source, "trainer.train(", LOOK_AND_TRAIN) + TELL_SEEN
     here, elsewhere = run(new_ranks, source, tmp_path)

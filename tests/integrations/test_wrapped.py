@@ -1,5 +1,6 @@
 """The exchange that frameworks' modules share: which models and options it takes, and what DDP does then."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,13 +48,13 @@ def test_models_that_are_refused(two_ranks: Ranks) -> None:
         assert scaled.startswith("exchange must be 'gradients' with a GradScaler, got 'updates'")
 
 
-def train_with_updates() -> tuple[list[torch.Tensor], torch.Tensor, int]:
+def train_with_updates(**options: Any) -> tuple[list[torch.Tensor], torch.Tensor, int]:
     """Gradients of three local steps, buffers, and the bytes that the exchange sent."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     linear, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
     network = nn.Sequential(linear, norm)
-    ddp = DistributedDataParallel(network, find_unused_parameters=True)
+    ddp = DistributedDataParallel(network, **options)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     exchange = make_exchange(ddp, optimizer, TOPK, "updates", {"every": 4, "buffers": "local"})
     assert isinstance(exchange, UpdateExchange)
@@ -71,8 +72,10 @@ def train_with_updates() -> tuple[list[torch.Tensor], torch.Tensor, int]:
     return grads, buffer, sent
 
 
-def test_with_updates_ddp_sends_nothing(two_ranks: Ranks) -> None:
-    (grads, buffer, sent), (grads_elsewhere, buffer_elsewhere, _) = two_ranks.run(train_with_updates)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
+    train = partial(train_with_updates, **{option: True})
+    (grads, buffer, sent), (grads_elsewhere, buffer_elsewhere, _) = two_ranks.run(train)
     assert sent == 0
     for mine, theirs in zip(grads, grads_elsewhere, strict=True):
         assert not torch.equal(mine, theirs)  # each rank's own

@@ -13,7 +13,7 @@ from regtopk.distributed.updates import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
-from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
+from regtopk.integrations.wrapped import Made, What, check_options, make_exchange, silence
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -184,8 +184,11 @@ class RegTopKCallback(TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside Accelerate's wrapper
         belongs_to = trainer.model_wrapped if self._what == "gradients" else optimizer
         if self.exchange is not None and self._made_for is belongs_to:
+            if isinstance(self.exchange, UpdateExchange):
+                silence(trainer.model_wrapped)  # with auto_find_batch_size it is wrapped anew
             return
         if self.exchange is not None:
+            _log.warning("train() was called again: what the exchange before had not sent yet is dropped")
             self.exchange.close()
         scaler = getattr(trainer.accelerator, "scaler", None)
         self.exchange = make_exchange(

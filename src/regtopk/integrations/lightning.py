@@ -7,7 +7,7 @@ from typing import Any
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.updates import UpdateExchange
 from regtopk.errors import ArgumentError, MissingExtraError, StateError
-from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
+from regtopk.integrations.wrapped import Made, What, check_options, make_exchange, silence
 
 try:
     from lightning import Callback
@@ -77,6 +77,11 @@ class RegTopKCallback(Callback):
             self.exchange.load_state_dict(self._saved)
             self._saved = None
         self._may_differ = isinstance(self.exchange, UpdateExchange)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Keep DDP silent: Lightning lets it average again after every step of a manual optimization."""
+        if isinstance(self.exchange, UpdateExchange):
+            silence(trainer.strategy.model)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validate the model that all ranks share."""

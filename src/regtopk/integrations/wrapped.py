@@ -89,6 +89,14 @@ def make_exchange(
             "rank is skipped there alone, and ranks would count their steps differently. Train in bfloat16"
         )
     updates = UpdateExchange(inner.module, optimizer, algorithm, process_group=inner.process_group, **options)
-    inner.require_backward_grad_sync = False  # as in no_sync()
-    inner.broadcast_buffers = False  # the exchange has its own way with them
+    silence(model)
     return updates
+
+
+def silence(model: nn.Module) -> None:
+    """Let DDP send nothing, if the model is in it; again wherever a framework has wrapped or changed it."""
+    inner: Any = uncompiled(model)
+    if isinstance(inner, DistributedDataParallel):
+        inner.require_backward_grad_sync = False  # as in no_sync()
+        inner.broadcast_buffers = False  # the exchange has its own way with them
+        inner.static_graph = False  # else the first backward looks for what to average in all others
