@@ -9,11 +9,11 @@ from torch import Tensor
 
 import regtopk
 from regtopk import ALGORITHMS, ChunkedTopK, PosteriorScore, RegTopK, TopK
-from regtopk.core import Algorithm
+from regtopk.core import Algorithm, SparseGradient
 from regtopk.errors import ArgumentError, GradientError, RegtopkError, StateError, WireFormatError
 from regtopk.federated import Client, Instruction, Model, Reply, Server, check_algorithm
 from regtopk.simulate import Cluster
-from regtopk.wire import decode
+from regtopk.wire import decode, encode
 
 J = 60
 SHARES = {"a": 3.0, "b": 1.0, "c": 4.0}
@@ -227,7 +227,8 @@ def test_a_bad_reply_is_refused_and_the_round_is_that_of_the_others(tmp_path: Pa
     for weight in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(StateError, match="weight"):
             federation.server.check(good, weight)
-    for frame in (good.frame.float(), good.frame[None], good.frame[:20]):
+    wide = encode(SparseGradient(torch.tensor([3]), torch.tensor([1e300], dtype=torch.float64), J))
+    for frame in (good.frame.float(), good.frame[None], good.frame[:20], wide):
         with pytest.raises((StateError, WireFormatError)):
             federation.server.check(Reply("a", 1, frame), 1.0)
 
@@ -255,8 +256,14 @@ def test_statistics_and_integers_travel_whole_and_arrays_keep_their_order(tmp_pa
     bad = Reply("a", 1, replies[0][1].frame, {})
     with pytest.raises(StateError, match="travel whole"):
         server.check(bad, 1.0)
+    spoiled = {**replies[0][1].whole, "norm.running_var": torch.tensor([1.0, torch.inf, 1.0, 1.0])}
+    with pytest.raises(StateError, match=r"must be finite, got NaN or inf in \['norm.running_var'\]"):
+        server.check(Reply("a", 1, replies[0][1].frame, spoiled), 1.0)
     server.begin(2, after)
     told = server.instruction(0)
+    client = Client(TopK(k=8), tmp_path / "a.pt", name="a", run="1")
+    with pytest.raises(GradientError, match=r"must be finite, got NaN or inf in \['norm.running_var'\]"):
+        client.reply(told, client.model_of(told), {**client.model_of(told), **spoiled})
     model = Client(TopK(k=8), tmp_path / "a.pt", name="a", run="1").model_of(told)
     assert told.model is None
     assert list(model) == list(after)

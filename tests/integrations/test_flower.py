@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -149,6 +150,25 @@ def test_a_damaged_frame_is_refused_and_counted(tmp_path: Path, is_fatal: bool) 
         with pytest.raises(WireFormatError, match="checksum"):
             run(strategy, OneProcess(apps, tmp_path, damage), 1)
         return
+    assert run(strategy, OneProcess(apps, tmp_path, damage), 3)[0] == 3.0
+    assert strategy.num_refused == 3
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_arrays_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    unreadable = [
+        Array(dtype="uint8", shape=(9,), stype="numpy.ndarray", data=b"no header"),
+        Array(dtype="uint8", shape=(9,), stype="other", data=b""),
+        Array(np.array(["words"])),
+    ]
+
+    def damage(node: int, reply: Message) -> None:
+        if node == 2:
+            reply.content["arrays"]["regtopk.frames"] = unreadable.pop()
+
+    mods = [SparseMod(TopK(density=1.0))]
+    apps = {1: app_that_adds(1.0, 1, mods), 2: app_that_adds(5.0, 1, mods)}
+    strategy = SparseFedAvg(fraction_evaluate=0.0)
     assert run(strategy, OneProcess(apps, tmp_path, damage), 3)[0] == 3.0
     assert strategy.num_refused == 3
 

@@ -22,6 +22,7 @@ from regtopk.federated.messages import (
     checksum,
     from_flat,
     layout_of,
+    spoiled_names,
     to_flat,
 )
 from regtopk.federated.one_message import first_request, learns_from_aggregates
@@ -127,6 +128,8 @@ class Client:
         update = start - to_flat(trained, layout)
         if not bool(update.isfinite().all()):
             raise GradientError(f"update of client {self.name!r} must be finite, got NaN or inf")
+        if spoiled := spoiled_names(instruction.whole, trained):
+            raise GradientError(f"arrays of client {self.name!r} must be finite, got NaN or inf in {spoiled}")
         before = self._before(instruction)
         if before is not None and before.layout != layout:
             raise StateError(f"arrays must stay those in {self.path}, got other names or shapes")

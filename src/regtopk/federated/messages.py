@@ -54,6 +54,11 @@ def from_flat(flat: Tensor, layout: Layout, whole: Mapping[str, Tensor], names: 
     return {name: model[name] for name in names}
 
 
+def spoiled_names(start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    """The arrays in which a number became NaN or inf; masks may hold -inf from the first."""
+    return [name for name, array in start.items() if bool((array.isfinite() & ~now[name].isfinite()).any())]
+
+
 def checksum(flat: Tensor) -> int:
     """Of the bytes of a vector: two that have the same are taken to be the same."""
     return crc32(flat.numpy().tobytes())

@@ -18,6 +18,7 @@ from regtopk.federated.messages import (
     from_flat,
     is_statistic,
     layout_of,
+    spoiled_names,
     to_flat,
     whole_names,
 )
@@ -109,7 +110,11 @@ class Server:
         wanted = {name: (tuple(array.shape), array.dtype) for name, array in self._whole.items()}
         if found != wanted:
             raise StateError(f"arrays that travel whole must be {wanted}, got {found}")
-        decode(reply.frame, self._layout.numel)
+        if spoiled := spoiled_names(self._whole, reply.whole):
+            raise StateError(f"arrays that travel whole must be finite, got NaN or inf in {spoiled}")
+        values = decode(reply.frame, self._layout.numel).values
+        if values.dtype != torch.float32:
+            raise StateError(f"values of a frame must be float32, as the model is, got {values.dtype}")
 
     def finish(self, replies: Sequence[tuple[int, Reply, float]]) -> list[tuple[int, RegtopkError]]:
         """End the round with the replies that came, as (node, reply, weight); weights need no fixed sum.

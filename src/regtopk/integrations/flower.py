@@ -260,13 +260,16 @@ def _to_reply(content: RecordDict, weighted_by: str) -> tuple[Reply, float]:
     """The reply in a message, and its weight.
 
     Raises:
-        StateError: it is not one of a client with a `SparseMod`, or has no weight.
+        StateError: it is not one of a client with a `SparseMod`, cannot be read, or has no weight.
     """
     if NOTE not in content:
         raise StateError("replies must come from a ClientApp with a SparseMod, got one without its record")
     (key,) = _only(content.array_records)
     (metrics,) = _only(content.metric_records)
-    arrays = content[key].to_torch_state_dict()
+    try:
+        arrays = content[key].to_torch_state_dict()
+    except Exception as error:  # whatever numpy, torch or the memory says of bytes from elsewhere
+        raise StateError(f"arrays of a reply must be numpy's, got {type(error).__name__}: {error}") from error
     frame, weight = arrays.pop(FRAMES, None), content[metrics].get(weighted_by)
     client, round = content[NOTE].get("client"), content[NOTE].get("round")
     if frame is None or not isinstance(weight, (int, float)):
