@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import regtopk
-from regtopk.errors import ArgumentError, StateError
+from regtopk.errors import ArgumentError, ClusterError, StateError
 from regtopk.integrations.accelerate import attach, newest_checkpoint
 from tests.integrations.scripts import needs
 
@@ -52,6 +52,15 @@ def test_a_checkpoint_that_lacks_its_states_is_refused(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     with pytest.raises(StateError, match="checkpoint must hold the exchange's state of every rank"):
         accelerator.load_state(str(tmp_path / "checkpoint-8"))
+
+
+def test_ranks_without_a_process_group_choose_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # each would choose by what it sees itself
+    with pytest.raises(ClusterError, match="must be initialised first"):
+        newest_checkpoint(tmp_path)
 
 
 def test_wrong_use_is_refused() -> None:

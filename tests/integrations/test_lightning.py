@@ -83,6 +83,27 @@ def test_with_manual_optimization_ddp_sends_nothing(new_ranks: Ranks, tmp_path: 
     assert all(own != elsewhere for own, elsewhere in zip(mine[1:], theirs[1:], strict=True))
 
 
+def test_after_a_validation_that_failed_fit_may_be_called_again(new_ranks: Ranks, tmp_path: Path) -> None:
+    fails = (
+        "    def validation_step(self, batch, index):\n        assert not self.trainer.global_step, 'bad'\n\n"
+    )
+    source = replaced(script_of("lightning"), "    def configure_opt", fails + "    def configure_opt")
+    source = replaced(source, "    gradient_clip_val=1.0,\n", "    limit_train_batches=3,\n")
+    source = replaced(source, "trainer.fit(module, loader, ", "trainer.fit(module, loader, loader, ")
+    fit, end = source.split("trainer.fit(")[1].split("\n", 1)
+    again = f"""
+try:
+    trainer.fit({fit}
+except AssertionError as error:
+    assert str(error) == "bad"
+Digits.validation_step = lambda *_: None
+trainer.fit({fit}
+print("steps", sparse.exchange.num_steps)
+"""
+    source = source.split("trainer.fit(")[0] + again + end
+    assert all("steps 6" in printed for printed in run(new_ranks, source, tmp_path))
+
+
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="exchange must be one of gradients, updates, got 'weights'"):
         callback(TOPK, exchange="weights")

@@ -8,14 +8,12 @@ import re
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.checkpoint_choice import choose
 from regtopk.distributed.checkpoint_files import parts_in
 from regtopk.distributed.checkpoints import Checkpoints
 from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.one_process import Alone
+from regtopk.distributed.one_process import Alone, is_one_process
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's
@@ -63,13 +61,16 @@ def newest_checkpoint(folder: str | Path) -> str | None:
 
     Returns:
         Its path, the same on every rank; None if there is none.
+
+    Raises:
+        ClusterError: there are other processes, and no process group to ask them yet.
     """
+    collectives = Alone() if is_one_process() else Collectives(group_or_default(None))
     found = {
         path.name: parts_in(path / NAME)
         for path in Path(folder).glob("checkpoint-*")
         if re.fullmatch(r"checkpoint-\d+", path.name)
     }
-    collectives = Collectives(group_or_default(None)) if dist.is_initialized() else Alone()
     seen = collectives.all_gather_objects(found)
     names = {name for theirs in seen for name in theirs}
     for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True):

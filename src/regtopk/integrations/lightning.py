@@ -93,6 +93,10 @@ class RegTopKCallback(Callback):
         """Go on with this rank's own; Lightning calls those callbacks that save after this one."""
         self._agreed.close()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The same where validation has failed: fit() may be called again."""
+        self._agreed.close()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give all ranks the same model."""
         if self._may_differ:
