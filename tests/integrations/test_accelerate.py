@@ -54,6 +54,24 @@ def test_a_checkpoint_that_lacks_its_states_is_refused(tmp_path: Path) -> None:
         accelerator.load_state(str(tmp_path / "checkpoint-8"))
 
 
+def test_several_models_are_saved_and_closed_exchanges_are_not(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared()
+    attach(accelerator, model, optimizer, TOPK).close()
+    accelerator.save_state(str(tmp_path / "none"))  # there is nothing to save
+    accelerator.load_state(str(tmp_path / "none"))
+    exchanges = [attach(accelerator, model, optimizer, TOPK) for _ in range(2)]
+    accelerator.save_state(str(tmp_path / "two"))
+    (part,) = tmp_path.glob("two/regtopk/*/rank-0.pt")
+    assert sorted(torch.load(part, weights_only=True)) == ["exchange", "exchange_1"]
+    accelerator.load_state(str(tmp_path / "two"))
+    exchanges[0].close()
+    accelerator.save_state(str(tmp_path / "one"))
+    accelerator.load_state(str(tmp_path / "one"))
+    attach(accelerator, model, optimizer, TOPK)
+    with pytest.raises(StateError, match=r"the checkpoint must hold \['exchange_1'\], got \['exchange'\]"):
+        accelerator.load_state(str(tmp_path / "one"))
+
+
 def test_ranks_without_a_process_group_choose_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,11 @@ class ExchangeBase(Counted):
         return self._steps.is_sharded
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing follows: no step, and no checkpoint."""
+        return self._steps.is_closed
+
+    @property
     def num_steps(self) -> int:
         """How many steps were made, without those skipped because a gradient was not finite."""
         return self._steps.num_steps

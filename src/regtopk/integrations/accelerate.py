@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,7 +59,8 @@ def attach(
     >>> exchange = attach(accelerator, model, optimizer, regtopk.TopK(density=0.01), every=2)
 
     `accelerator.save_state(folder)` then saves every rank's state in `folder/regtopk`, and
-    `accelerator.load_state(folder)` loads it.
+    `accelerator.load_state(folder)` loads it. A script with several models attaches to each, in the same
+    order when it goes on. An exchange that was closed is not saved.
 
     Args:
         accelerator: an accelerate.Accelerator.
@@ -82,22 +84,25 @@ def attach(
             f"optimizer must be what accelerator.prepare() returned, got {type(optimizer).__name__}"
         )
     made = make_exchange(model, inner, algorithm, exchange, options, accelerator.scaler)
-    state = _EveryRanks(made)
-    accelerator.register_save_state_pre_hook(state.hear_save)
-    accelerator.register_load_state_pre_hook(state.hear_load)
-    accelerator.register_for_checkpointing(state)
+    if accelerator not in _states:
+        _states[accelerator] = _EveryRanks(accelerator)
+    _states[accelerator].exchanges.append(made)
     return made
 
 
 class _EveryRanks:
     """What Accelerate saves and loads last, on every rank; of what `state_dict` returns it writes rank 0's.
 
-    So the states go beside it, into the folder that the hooks hear of.
+    So the states go beside it, into the folder that the hooks hear of: those of all exchanges of an
+    accelerator that are not closed, in the order they were made.
     """
 
-    def __init__(self, exchange: ExchangeBase) -> None:
-        self._exchange = exchange
+    def __init__(self, accelerator: Any) -> None:
+        self.exchanges: list[ExchangeBase] = []
         self._folder = Path()
+        accelerator.register_save_state_pre_hook(self.hear_save)
+        accelerator.register_load_state_pre_hook(self.hear_load)
+        accelerator.register_for_checkpointing(self)
 
     def hear_save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         self._folder = Path(folder)
@@ -107,8 +112,18 @@ class _EveryRanks:
         self._folder = Path(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        beside.save(self._exchange, self._folder)
+        if named := self._named():
+            beside.save(self._folder, **named)
         return {"state": beside.NAME}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        beside.load(self._exchange, self._folder)
+        if named := self._named():
+            beside.load(self._folder, **named)
+
+    def _named(self) -> dict[str, ExchangeBase]:
+        self.exchanges = [each for each in self.exchanges if not each.is_closed]
+        names = ["exchange", *(f"exchange_{number}" for number in range(1, len(self.exchanges)))]
+        return dict(zip(names, self.exchanges, strict=False))  # without any there is a name too many
+
+
+_states: "WeakKeyDictionary[Any, _EveryRanks]" = WeakKeyDictionary()  # by accelerator

@@ -19,14 +19,14 @@ from regtopk.errors import StateError
 NAME = "regtopk"  # of the folder in the checkpoint's
 
 
-def save(exchange: ExchangeBase, folder: Path) -> None:
-    """Save it beside what the framework has saved before. Call it on every rank.
+def save(folder: Path, **exchanges: ExchangeBase) -> None:
+    """Save them beside what the framework has saved before. Call it on every rank.
 
     Raises:
         OutputError: a rank could not write.
     """
     with Checkpoints(folder / NAME, keep=1, on_error="raise") as checkpoints:
-        checkpoints.save(exchange.num_steps, exchange=exchange)
+        checkpoints.save(max(each.num_steps for each in exchanges.values()), **exchanges)
 
 
 def forget(folder: Path) -> None:
@@ -34,7 +34,7 @@ def forget(folder: Path) -> None:
     shutil.rmtree(folder / NAME, ignore_errors=True)  # by all ranks at once: some will find nothing
 
 
-def load(exchange: ExchangeBase, folder: Path) -> None:
+def load(folder: Path, **exchanges: ExchangeBase) -> None:
     """Go on from what was saved beside a framework's checkpoint. Call it on every rank.
 
     On as many ranks as before training continues bit for bit; on others as `regtopk.Checkpoints` says.
@@ -42,10 +42,10 @@ def load(exchange: ExchangeBase, folder: Path) -> None:
     Raises:
         StateError: there is none, not all ranks had written theirs, or it does not fit.
     """
-    loaded = None
-    if any(exchange._collectives.all_gather_objects((folder / NAME).is_dir())):  # which loading would make
+    loaded, (first, *_) = None, exchanges.values()
+    if any(first._collectives.all_gather_objects((folder / NAME).is_dir())):  # which loading would make
         with Checkpoints(folder / NAME) as checkpoints:
-            loaded = checkpoints.load(exchange=exchange)
+            loaded = checkpoints.load(**exchanges)
     if loaded is None:
         raise StateError(
             f"checkpoint must hold the exchange's state of every rank, got {folder}, which has none in "

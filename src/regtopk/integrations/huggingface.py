@@ -111,7 +111,7 @@ class RegTopKCallback(TrainerCallback):
         if folder is True:
             folder = get_last_checkpoint(args.output_dir)
         if folder:
-            beside.load(self.exchange, Path(str(folder)))
+            beside.load(Path(str(folder)), exchange=self.exchange)
         self._may_differ = isinstance(self.exchange, UpdateExchange)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -128,7 +128,7 @@ class RegTopKCallback(TrainerCallback):
         """Save every rank's state, when all else is in the checkpoint."""
         if not args.save_only_model:
             assert self.exchange is not None and self._folder is not None
-            beside.save(self.exchange, self._folder)
+            beside.save(self._folder, exchange=self.exchange)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The same where the data ended early. The best model, if it was loaded, stays as it is."""
