@@ -120,8 +120,7 @@ class Sparse:
         self.model = model
         self.server = Server()
         self.clients = [
-            Client(algorithm, folder / f"{name}.pt", name=f"{name:02}", run="1")
-            for name in range(NUM_CLIENTS)
+            Client(algorithm, folder / f"{name}.pt", name=f"{name:02}") for name in range(NUM_CLIENTS)
         ]
         self.up_bytes = self.down_bytes = 0
 

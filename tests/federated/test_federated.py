@@ -45,7 +45,7 @@ class Federation:
 
     def client(self, name: str) -> Client:
         """Made anew each time, as a process is: it has nothing but its disk."""
-        return Client(self.algorithm, self.folder / f"{name}.pt", name=name, run="1")
+        return Client(self.algorithm, self.folder / f"{name}.pt", name=name)
 
     def ask(self, *names: str) -> dict[str, Instruction]:
         self.round += 1
@@ -224,7 +224,7 @@ def test_a_bad_reply_is_refused_and_the_round_is_that_of_the_others(tmp_path: Pa
     }
     assert "twice" in str(refused[5])
     assert torch.equal(flat_of(federation.server.model), start - sent_by(good))
-    for weight in (0.0, -1.0, float("nan"), float("inf")):
+    for weight in (0.0, -1.0, float("nan"), float("inf"), 1e308):
         with pytest.raises(StateError, match="weight"):
             federation.server.check(good, weight)
     wide = encode(SparseGradient(torch.tensor([3]), torch.tensor([1e300], dtype=torch.float64), J))
@@ -243,7 +243,7 @@ def test_statistics_and_integers_travel_whole_and_arrays_keep_their_order(tmp_pa
     server.begin(1, model)
     replies = []
     for node, (name, share) in enumerate((("a", 3.0), ("b", 1.0))):
-        client = Client(TopK(k=8), tmp_path / f"{name}.pt", name=name, run="1")
+        client = Client(TopK(k=8), tmp_path / f"{name}.pt", name=name)
         told = server.instruction(node)
         trained = {key: array + (1 if array.dtype == torch.int64 else share) for key, array in model.items()}
         replies.append((node, client.reply(told, client.model_of(told), trained), share))
@@ -261,10 +261,10 @@ def test_statistics_and_integers_travel_whole_and_arrays_keep_their_order(tmp_pa
         server.check(Reply("a", 1, replies[0][1].frame, spoiled), 1.0)
     server.begin(2, after)
     told = server.instruction(0)
-    client = Client(TopK(k=8), tmp_path / "a.pt", name="a", run="1")
+    client = Client(TopK(k=8), tmp_path / "a.pt", name="a")
     with pytest.raises(GradientError, match=r"must be finite, got NaN or inf in \['norm.running_var'\]"):
         client.reply(told, client.model_of(told), {**client.model_of(told), **spoiled})
-    model = Client(TopK(k=8), tmp_path / "a.pt", name="a", run="1").model_of(told)
+    model = Client(TopK(k=8), tmp_path / "a.pt", name="a").model_of(told)
     assert told.model is None
     assert list(model) == list(after)
     assert all(torch.equal(model[name], after[name]) for name in after)
@@ -280,12 +280,24 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "a.pt"]
 
 
-def test_a_memory_of_another_run_client_or_algorithm(tmp_path: Path) -> None:
+def test_a_memory_of_another_server_is_not_used(tmp_path: Path) -> None:
+    """Its rounds have the same numbers: what it accepted must not be taken for this server's."""
+    update = torch.linspace(-1, 1, J)
+    first = Federation(tmp_path, TopK(k=5))
+    first.end(first.train("a", first.ask("a")["a"], update))
+    kept = first.residual("a")
+    second = Federation(tmp_path, TopK(k=5))
+    reply = second.train("a", second.ask("a")["a"], update)
+    assert torch.equal(
+        sent_by(reply) + second.residual("a"), sent_by(reply) + kept
+    )  # as if it were the first
+
+
+def test_a_memory_of_another_client_or_algorithm(tmp_path: Path) -> None:
     federation = Federation(tmp_path, TopK(k=5))
     federation.end(federation.train("a", federation.ask("a")["a"], torch.linspace(-1, 1, J)))
     path = tmp_path / "a.pt"
-    assert Client(TopK(k=5), path, name="a", run="2").residual is None
-    for client in (Client(TopK(k=5), path, name="b", run="1"), Client(TopK(k=6), path, name="a", run="1")):
+    for client in (Client(TopK(k=5), path, name="b"), Client(TopK(k=6), path, name="a")):
         with pytest.raises(StateError, match="must be of client"):
             _ = client.residual
     path.write_bytes(path.read_bytes()[:100])

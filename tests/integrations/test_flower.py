@@ -174,6 +174,19 @@ def test_arrays_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_one_process")
+def test_metrics_that_do_not_go_together_are_left_out(tmp_path: Path) -> None:
+    def change(node: int, reply: Message) -> None:
+        if node == 2:
+            reply.content["metrics"]["step"] = [1.0, 2.0]
+
+    mods = [SparseMod(TopK(density=1.0))]
+    apps = {node: app_that_adds(1.0, 1, mods) for node in (1, 2)}
+    strategy = SparseFedAvg(fraction_evaluate=0.0)
+    assert run(strategy, OneProcess(apps, tmp_path, change), 2)[0] == 2.0
+    assert strategy.num_refused == 0
+
+
+@pytest.mark.usefixtures("in_one_process")
 def test_a_reply_without_the_mod_is_refused(tmp_path: Path) -> None:
     apps = {1: app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))]), 2: app_that_adds(5.0, 1, [])}
     strategy = SparseFedAvg(fraction_evaluate=0.0)
@@ -189,7 +202,10 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="must run a SparseFedAvg"):
         run(FedAvg(fraction_evaluate=0.0), OneProcess({1: app, 2: app}, tmp_path), 1)
     told = RecordDict(
-        {"arrays": initial(), "regtopk": ConfigRecord({"round": 1, "has-model": True, "checksum": 0})}
+        {
+            "arrays": initial(),
+            "regtopk": ConfigRecord({"server": "", "round": 1, "has-model": True, "checksum": 0}),
+        }
     )
     message = Message(told, message_type="train", dst_node_id=1)
     for config, rule in (({}, "partition-id"), ({"partition-id": 0}, "state-folder")):
@@ -263,8 +279,8 @@ class Federation:
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
     def memory(self, client: int) -> dict[str, Any] | None:
-        path = self.folder / f"client-{client}.pt"
-        if not path.exists():
+        path = next(self.folder.glob(f"run-*/client-{client}.pt"), None)
+        if path is None:
             return None
         with path.open("rb") as file:  # which another file may take the place of meanwhile
             return {**torch.load(file)["now"], "written": os.fstat(file.fileno()).st_mtime_ns}

@@ -61,6 +61,7 @@ class Client:
     What was sent stays known until the server's next instruction. If that says that the reply was accepted,
     it is forgotten. Otherwise it goes back into the residual, e := e + x: a lost reply is late, not lost.
     If the client is asked for the same round once more, it goes back to where it was before that round.
+    A memory of another server is not used, and is replaced.
 
     RegTop-k learns from the aggregate of the round before, theta^{r-1} - theta^r. It has one if the client
     took part in that round and its reply was accepted. Otherwise it knows nothing and selects as Top-k does.
@@ -69,14 +70,13 @@ class Client:
         algorithm: what chooses the entries; see `check_algorithm`.
         path: the file that the memory is kept in; its folder is made.
         name: the client's name, the same whenever it is started, and no other client's.
-        run: names the training run. A memory of another run is not used, and is replaced.
         index_code: how indices are coded.
     """
 
     def __init__(
-        self, algorithm: Algorithm[Any], path: Path, *, name: str, run: str, index_code: str = "elias-fano"
+        self, algorithm: Algorithm[Any], path: Path, *, name: str, index_code: str = "elias-fano"
     ) -> None:
-        self.algorithm, self.path, self.name, self.run = algorithm, path, name, run
+        self.algorithm, self.path, self.name = algorithm, path, name
         self.index_code = check_index_code(index_code)
         self._index = torch.tensor(crc32(name.encode()))
 
@@ -149,12 +149,12 @@ class Client:
         )
         now.sent = _Sent(instruction.round, reply.token, *sparse.without_padding())
         now.model, now.names = start, tuple(model)
-        self._save(now, before)
+        self._save(now, before, instruction.server)
         return reply
 
     def _before(self, instruction: Instruction) -> _Memory | None:
         """The memory as it was when the round began; another attempt at it does not count."""
-        now, before = self._load()
+        now, before = self._load(instruction.server)
         accepted = instruction.accepted.get(self.name)
         if now is None or now.sent is None or now.sent.round != instruction.round:
             return now
@@ -183,8 +183,8 @@ class Client:
             torch.tensor(share), self._index, 1, round - 1, layout=layout, index_code=self.index_code
         )
 
-    def _load(self) -> tuple[_Memory | None, _Memory | None]:
-        """The memory after the last round, and the one before it; None where there is none."""
+    def _load(self, server: str | None = None) -> tuple[_Memory | None, _Memory | None]:
+        """The memory after the last round, and the one before it; None where there is none of this server."""
         if not self.path.is_file():
             return None, None
         try:
@@ -194,7 +194,7 @@ class Client:
             raise StateError(f"{self.path} must hold the memory of a client, got {error}") from error
         if file_format != FORMAT:
             raise StateError(f"{self.path} must be of format {FORMAT}, got {file_format}")
-        if saved["run"] != self.run:
+        if server not in (None, saved["server"]):
             return None, None
         options = repr(self.algorithm.options())
         if (saved["client"], saved["algorithm"]) != (self.name, options):
@@ -214,11 +214,11 @@ class Client:
         state.load_state_dict(part["state"])
         return _Memory(names, layout, state, part["model"], _Sent(**part["sent"]))
 
-    def _save(self, now: _Memory, before: _Memory | None) -> None:
+    def _save(self, now: _Memory, before: _Memory | None, server: str) -> None:
         """Write both memories: the new file is whole, or the old one stays."""
         saved = {
             "format": FORMAT,
-            "run": self.run,
+            "server": server,
             "client": self.name,
             "algorithm": repr(self.algorithm.options()),
             "names": list(now.names),

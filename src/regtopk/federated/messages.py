@@ -123,6 +123,7 @@ class Instruction:
     """What the server tells a client when it asks it to train.
 
     Args:
+        server: its name, which no other has.
         round: r, from 1.
         accepted: what became of clients' last replies, by client.
         whole: the arrays that travel whole.
@@ -132,6 +133,7 @@ class Instruction:
         checksum: of this round's flat vector.
     """
 
+    server: str
     round: int
     accepted: dict[str, Accepted]
     whole: Model

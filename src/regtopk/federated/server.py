@@ -1,6 +1,6 @@
 """The server: it sums what sampled clients sent, and knows what each of them has."""
 
-import math
+import secrets
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +24,8 @@ from regtopk.federated.messages import (
 )
 from regtopk.wire import decode
 
+MAX_WEIGHT = 2.0**53  # whole numbers up to it are exact, and sums of them do not overflow
+
 
 class Server:
     """Holds the model, and applies one round of replies after another.
@@ -43,6 +45,7 @@ class Server:
     """
 
     def __init__(self, *, skip: Skip = is_statistic, sparse_down: bool = True) -> None:
+        self._name = secrets.token_hex(8)  # another server's rounds have the same numbers
         self._skip = skip
         self._sparse_down = sparse_down
         self._names: tuple[str, ...] = ()
@@ -85,6 +88,7 @@ class Server:
         missed = self._missed_by(node)
         self._asked.add(node)
         return Instruction(
+            server=self._name,
             round=self._round,
             accepted=dict(known),
             whole=self._whole,
@@ -102,8 +106,8 @@ class Server:
         """
         if reply.round != self._round:
             raise StateError(f"round of a reply must be {self._round}, got {reply.round}")
-        if not (math.isfinite(weight) and weight > 0):
-            raise StateError(f"weight of a reply must be positive and finite, got {weight}")
+        if not 0 < weight <= MAX_WEIGHT:
+            raise StateError(f"weight of a reply must be above 0 and at most {MAX_WEIGHT:g}, got {weight}")
         if reply.frame.dtype != torch.uint8 or reply.frame.dim() != 1:
             raise StateError(f"frame of a reply must be bytes, got {reply.frame.dtype} {reply.frame.shape}")
         found = {name: (tuple(array.shape), array.dtype) for name, array in reply.whole.items()}

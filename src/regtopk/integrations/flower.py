@@ -77,8 +77,8 @@ class SparseMod:
 
     Args:
         algorithm: what chooses the entries of an update; see `regtopk.federated.check_algorithm`.
-        folder: where this client's file is; the "state-folder" of its SuperNode's node-config if None.
-            Clients may share a folder.
+        folder: where this client's file is, in a subfolder for each run; the "state-folder" of its
+            SuperNode's node-config if None. Clients may share a folder.
         name: a callable of the context: the client's name; its partition-id if not given.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
 
@@ -105,8 +105,8 @@ class SparseMod:
             raise ClusterError(
                 "SparseMod must have a folder, or node-config a state-folder, for what was not sent; got none"
             )
-        path = Path(str(folder)) / f"client-{quote(name, safe='')}.pt"
-        return Client(self.algorithm, path, name=name, run=str(context.run_id), index_code=self.index_code)
+        path = Path(str(folder)) / f"run-{context.run_id}" / f"client-{quote(name, safe='')}.pt"
+        return Client(self.algorithm, path, name=name, index_code=self.index_code)
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -202,7 +202,15 @@ class SparseFedAvg(FedAvg):
         contents = [content for _, _, content in sorted(accepted, key=lambda parts: parts[0].client)]
         if not contents:
             return None, None
-        return _record(self._server.model), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        return _record(self._server.model), self._metrics_of(contents)
+
+    def _metrics_of(self, contents: list[RecordDict]) -> MetricRecord | None:
+        """The clients' metrics together; the model has moved, whatever these are."""
+        try:
+            return self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        except Exception as error:
+            log(WARNING, "clients' metrics do not go together, and are left out: %r", error)
+            return None
 
     def _refuse(self, node: int, reason: RegtopkError) -> None:
         self.num_refused += 1
@@ -214,6 +222,7 @@ class SparseFedAvg(FedAvg):
 def _of_instruction(instruction: Instruction, key: str) -> RecordDict:
     clients = list(instruction.accepted)
     note: dict[str, Any] = {
+        "server": instruction.server,
         "round": instruction.round,
         "has-model": instruction.model is not None,
         "checksum": instruction.checksum,
@@ -245,15 +254,16 @@ def _to_instruction(content: RecordDict) -> tuple[str, Instruction]:
     accepted = {
         client: Accepted(token, share) for client, token, share in zip(clients, tokens, shares, strict=True)
     }
+    head = note["server"], note["round"], accepted
     if note["has-model"]:
         whole = {name: arrays[name] for name in names}
-        return key, Instruction(note["round"], accepted, whole, dict(arrays), (), note["checksum"])
+        return key, Instruction(*head, whole, dict(arrays), (), note["checksum"])
     sent = iter(zip(arrays.pop(FRAMES).split(list(lengths)), frame_shares, strict=True))
     missed = []
     for count in counts:
         each = list(islice(sent, count))
         missed.append(PastRound(tuple(frame for frame, _ in each), tuple(share for _, share in each)))
-    return key, Instruction(note["round"], accepted, dict(arrays), None, tuple(missed), note["checksum"])
+    return key, Instruction(*head, dict(arrays), None, tuple(missed), note["checksum"])
 
 
 def _to_reply(content: RecordDict, weighted_by: str) -> tuple[Reply, float]:
