@@ -1,4 +1,4 @@
-"""The callback of Lightning's Trainer: manual optimization, one process, and wrong use."""
+"""The callback of Lightning's Trainer: one process, and wrong use."""
 
 from pathlib import Path
 from typing import Any
@@ -8,19 +8,10 @@ import torch
 
 import regtopk
 from regtopk.errors import ArgumentError, StateError
-from tests.distributed.ranks import Ranks
-from tests.integrations.scripts import needs, replaced, run, script_of
+from tests.integrations.scripts import needs
 
 pytestmark = [needs("lightning", "lightning"), pytest.mark.filterwarnings("default")]
 TOPK = regtopk.TopK(density=0.1)
-STEP = "        return nn.functional.cross_entropy(self.network(inputs), targets)\n"
-MANUAL_STEP = """\
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self.network(inputs), targets))
-        grads.append(self.network[0].weight.grad.sum().item())
-        optimizer.step()
-"""
 
 
 def trainer_of(
@@ -71,37 +62,6 @@ def test_one_process_trains_saves_and_goes_on(
     trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")
     assert trainer.global_step == 8 and mine.exchange is not first
     assert "fit() was called again: what the exchange before had not sent yet is dropped" in caplog.text
-
-
-def test_with_manual_optimization_ddp_sends_nothing(new_ranks: Ranks, tmp_path: Path) -> None:
-    source = replaced(script_of("lightning"), STEP, MANUAL_STEP)
-    source = replaced(source, "module = Digits()", "module = Digits()\nmodule.automatic_optimization = False")
-    source = replaced(source, "    gradient_clip_val=1.0,\n", "    limit_train_batches=3,\n")
-    source = "grads = []\n" + source + "print('grads', *grads)"
-    mine, theirs = (printed.splitlines()[-1].split() for printed in run(new_ranks, source, tmp_path))
-    assert len(mine) == 1 + 2 * 3 and mine[0] == theirs[0] == "grads"
-    assert all(own != elsewhere for own, elsewhere in zip(mine[1:], theirs[1:], strict=True))
-
-
-def test_after_a_validation_that_failed_fit_may_be_called_again(new_ranks: Ranks, tmp_path: Path) -> None:
-    fails = (
-        "    def validation_step(self, batch, index):\n        assert not self.trainer.global_step, 'bad'\n\n"
-    )
-    source = replaced(script_of("lightning"), "    def configure_opt", fails + "    def configure_opt")
-    source = replaced(source, "    gradient_clip_val=1.0,\n", "    limit_train_batches=3,\n")
-    source = replaced(source, "trainer.fit(module, loader, ", "trainer.fit(module, loader, loader, ")
-    fit, end = source.split("trainer.fit(")[1].split("\n", 1)
-    again = f"""
-try:
-    trainer.fit({fit}
-except AssertionError as error:
-    assert str(error) == "bad"
-Digits.validation_step = lambda *_: None
-trainer.fit({fit}
-print("steps", sparse.exchange.num_steps)
-"""
-    source = source.split("trainer.fit(")[0] + again + end
-    assert all("steps 6" in printed for printed in run(new_ranks, source, tmp_path))
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
