@@ -11,6 +11,7 @@ import argparse
 import gc
 import math
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a text file")
     parser.add_argument("--steps", type=int, default=1536)
     parser.add_argument("--every", type=int, default=2, help="steps from one exchange to the next")
+    parser.add_argument("--fragments", type=int, default=2, help="parts of the model that take turns in it")
     parser.add_argument("--density", type=float, default=0.009, help="share of the entries a worker sends")
     parser.add_argument("--lr", type=float, default=0.008)
     parser.add_argument("--dense", action="store_true", help="DDP, which sends every gradient")
@@ -111,7 +113,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         model = DistributedDataParallel(network)
     else:  # the model stays as it is: the exchange is in optimizer.step()
         topk = regtopk.TopK(density=arguments.density, value_code="4bit", impute=0.35)
-        exchange = regtopk.UpdateExchange(network, optimizer, topk, every=arguments.every)
+        exchange = regtopk.UpdateExchange(
+            network, optimizer, topk, every=arguments.every, fragments=arguments.fragments
+        )
         checkpoints = regtopk.Checkpoints(arguments.checkpoints, asynchronous=True)
         # the exchange's state holds the model and the optimizer
         state = {"exchange": exchange, "scheduler": scheduler}
@@ -125,11 +129,12 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        if (step + 1) % (100 * arguments.every) == 0 or step + 1 == last:  # at a round's end
+        if (step + 1) % (100 * arguments.every) == 0 or step + 1 == last:
             if exchange is not None:
                 checkpoints.save(step + 1, **state)
             if dist.get_rank() == 0:
-                with torch.no_grad():
+                # the model that all ranks share: their own differ while a part waits for its turn
+                with torch.no_grad(), exchange.agreed() if exchange is not None else nullcontext():
                     loss = loss_of(network, unknown, 64, 0, device)
                 print(f"{step + 1} steps: test loss {loss.item():.3f} nats a character", flush=True)
     if exchange is not None:
