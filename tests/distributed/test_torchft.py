@@ -241,11 +241,11 @@ def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> Non
     num_failed = [told[-1].num_failed for told in replicas.heard]
     replicas.kill(2)
 
-    replicas.listen(lambda told: all(t[-1].num_rounds > before and len(t[-1].weights) == 2 for t in told[:2]))
+    # the round that it was killed in may count on one of them: the other begins from that one then
+    replicas.listen(lambda told: all(t[-1].weights == [0.5, 0.5] for t in told[:2]))
     for told, failed_before in zip(replicas.heard[:2], num_failed, strict=False):
         assert len({a.pid for a in told}) == 1  # no process was restarted
         assert told[-1].num_failed <= failed_before + 1  # the round that it was killed in, at most
-        assert told[-1].weights == [0.5, 0.5]
         assert told[-1].num_rounds > before
         assert told[-1].residual_norm > 0
     _check_alike(replicas.heard[:2], before, first=0)
