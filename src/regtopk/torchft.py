@@ -161,6 +161,8 @@ class UpdateExchange(Counted):
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from, on the CPU: all but this replica's residual and local steps."""
+        if self._given is not None:  # the round that it came in failed, and this replica will begin from it
+            return self._given
         model, start = self._model, self._model.buffers.saved()["start"]
         return {
             "num_rounds": self._steps.num_steps,
@@ -237,7 +239,6 @@ class UpdateExchange(Counted):
             compare(group, steps.settings)
         if self._given is not None:
             self._begin_from(self._given)
-            self._given = None
         weights = everyone[:, 0] / everyone[:, 0].sum().clamp(min=torch.finfo(torch.float64).tiny)
         if not bool(weights.any()):
             return False
@@ -291,6 +292,7 @@ class UpdateExchange(Counted):
         steps.buckets.begin_from(given["shared"])
         steps.num_steps = given["num_rounds"]
         self._num_steps, self._num_steps_in_round = given["num_steps"], 0
+        self._given = None
 
 
 def _group_of(manager: Manager) -> BareCollectives:
