@@ -59,6 +59,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     state = {"model": model, "optimizer": optimizer, "exchange": exchange}
     extra = checkpoints.load(**state)  # on as many ranks as before, or on others
     first_epoch = 0 if extra is None else extra["step"]
+    if first_epoch and dist.get_rank() == 0:
+        where = f"epoch {first_epoch} of {arguments.epochs}, from {arguments.checkpoints}"
+        print(f"goes on after {where}: delete the folder to start over")
 
     for epoch in range(first_epoch, arguments.epochs):
         sampler.set_epoch(epoch)

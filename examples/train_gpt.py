@@ -121,6 +121,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         state = {"exchange": exchange, "scheduler": scheduler}
         extra = checkpoints.load(**state)
         first = 0 if extra is None else extra["step"]
+        if first and dist.get_rank() == 0:
+            print(
+                f"goes on after {first} steps, from {arguments.checkpoints}: delete the folder to start over"
+            )
 
     for step in range(first, last):
         optimizer.zero_grad()

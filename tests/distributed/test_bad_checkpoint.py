@@ -83,11 +83,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another algorithm": (
         lambda: saved_by(make_net(), regtopk.TopK(density=0.1)),
-        "algorithm of the saved state must be 'regtopk', got 'topk'",
+        "algorithm must be that of the saved state, 'topk', got 'regtopk'",
     ),
     "another skip": (
         lambda: saved_by(make_net(), skip=lambda name, p: name == "last.bias"),
-        "skip of the saved state must be [], got ['last.bias']",
+        "skip must be that of the saved state, ['last.bias'], got []",
     ),
     "other ranks, not all there": (
         of_three_ranks,

@@ -38,7 +38,9 @@ def test_script_trains_on_two_machines_and_resumes_on_one(new_ranks: Ranks, tmp_
     assert sorted("23 steps on 2 workers" in out for out in printed) == [False, True]
     assert sys.platform != "linux" or all(out.endswith("left: []\n") for out in printed)
     assert len(list((tmp_path / "run").glob("step-0000000001-*/rank-*.json"))) == 2
-    resumed, _ = new_ranks.run_script(EXAMPLE, *folder)
+    printed_again, _ = new_ranks.run_script(EXAMPLE, *folder)
+    told, resumed = printed_again.split("\n", 1)
+    assert told.startswith("goes on after epoch 1 of 20, from ")
     for page in ("README.md", "docs/training.md"):
         shown = (ROOT / page).read_text(encoding="utf-8")
         for line in resumed.splitlines():

@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(four_ranks: Ranks, tmp
         assert missing.startswith(f"{tmp_path / 'no'} must hold a sharded exchange 'exchange': ")
         assert other.startswith(f"{tmp_path} must hold a sharded exchange 'another': ")
         assert inside.startswith("the saved state must be from a round's end to be loaded on other ranks")
-        assert algorithm == "algorithm of the saved state must be 'topk', got 'regtopk'"
+        assert algorithm == "algorithm must be that of the saved state, 'regtopk', got 'topk'"
 
 
 def refusals(folder: Path) -> list[tuple[str, str]]:

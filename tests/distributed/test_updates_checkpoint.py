@@ -136,10 +136,10 @@ def load_some(weights: list[float], saved: dict[str, Any]) -> tuple[dict[str, An
 def test_states_that_do_not_fit(two_ranks: Ranks) -> None:
     for said in two_ranks.run(load_what_does_not_fit):
         assert said == [
-            ("StateError", "every of the saved state must be 4, got 2"),
+            ("StateError", "every must be that of the saved state, 2, got 4"),
             ("StateError", "outer in the saved state must be 'SGD', got 'None'"),
             ("StateError", "lr of outer in the saved state must be 0.7, got 0.5"),
-            ("StateError", "algorithm of the saved state must be 'regtopk', got 'topk'"),
+            ("StateError", "algorithm must be that of the saved state, 'topk', got 'regtopk'"),
             ("StateError", "a saved UpdateExchange must hold 'updates': this was saved by something else"),
             ("StateError", "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
             ("StateError", "optimizer of the saved state must have groups of [6] parameters, got [5]"),

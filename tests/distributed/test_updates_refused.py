@@ -190,10 +190,10 @@ def test_unequally_many_steps_end_with_an_error() -> None:
     finally:
         ranks.stop()
     assert fine == ("fine", "3 steps") and kind == "ClusterError"
-    assert text.startswith(
-        "round 1 did not begin at step 4 of this rank: did every rank call optimizer.step() equally often? A "
-        "step that a GradScaler skips on one rank is none: count by num_steps, not by batches. all_gather "
-        "failed: "
+    assert text.startswith("all_gather failed: ") and text.endswith(
+        "Round 1 did not begin at step 4 of this rank. If no rank has stopped: did every rank call "
+        "optimizer.step() equally often? A step that a GradScaler skips on one rank is none: count by "
+        "num_steps, not by batches"
     )
 
 

@@ -334,5 +334,7 @@ def test_options_matter_to_what_can_be_run() -> None:
     check_algorithm(ChunkedTopK(density=0.1, chunk=16, score=PosteriorScore()))
     check_algorithm(TopK(k=1000))
     for algorithm in (TopK(k=1, impute=0.5), regtopk.RegTopK(k=1, impute="learned")):
-        with pytest.raises(ArgumentError, match="conserve"):
+        with pytest.raises(ArgumentError, match="impute must be 0 with sampled clients"):
             check_algorithm(algorithm)
+    with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):
+        check_algorithm(TopK)  # type: ignore[arg-type]

@@ -116,8 +116,8 @@ def saved(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": "regtopk"}, "algorithm of the saved state must be 'topk', got 'regtopk'"),
-        ({"num_workers": 3}, "num_workers of the saved state must be 2, got 3"),
+        ({"algorithm": "regtopk"}, "algorithm must be that of the saved state, 'regtopk', got 'topk'"),
+        ({"num_workers": 3}, "num_workers must be that of the saved state, 3, got 2"),
         (
             {"weights": torch.tensor([0.25, 0.75]).double()},
             "weights of the saved state must be [0.5, 0.5], got [0.25, 0.75]",

@@ -114,6 +114,14 @@ class Sparsifier(WithDensity[StateT]):
         check_value_code(self.value_code)
 
 
+def check_is_algorithm(algorithm: object) -> None:
+    """Refuse what is no algorithm, such as its name or its class."""
+    if not isinstance(algorithm, Algorithm):
+        raise ArgumentError(
+            f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
+        )
+
+
 def check_density(density: Any) -> float:
     """Refuse a density outside (0, 1]."""
     check_number("density", density, "in (0, 1]", lambda x: 0 < x <= 1)

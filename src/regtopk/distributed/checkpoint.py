@@ -3,6 +3,7 @@
 A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
 
     format, algorithm, num_steps
+    options      of the algorithm, in words; those that load may have others, and say so
     weights      [w_0, ..., w_(N-1)]
     parameters   [[name, shape], ...]
     skip         [name, ...]                     which parameters were sent dense
@@ -21,6 +22,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
 
+import logging
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ _OPTIONAL = frozenset({"updates", "shard", "lost"})
 _SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
 _MOST_STEPS = 1 << 31  # what the ranks can compare in a step
 Worker = dict[str, Any]  # one rank's part of a state dict
+_log = logging.getLogger("regtopk")
 
 
 class Progress(NamedTuple):
@@ -71,6 +74,7 @@ def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report 
     return {
         "format": FORMAT,
         "algorithm": buckets.algorithm.name,
+        "options": repr(buckets.algorithm.options()),
         "num_steps": num_steps,
         "weights": rank.weights.tolist(),
         "parameters": [[name, list(shape)] for name, shape in shapes.items()],
@@ -219,7 +223,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _check_keys(saved: object, may_hold: frozenset[str] = frozenset()) -> None:
-    if not isinstance(saved, dict) or set(saved) - may_hold != _KEYS:
+    if not isinstance(saved, dict) or set(saved) - may_hold - {"options"} != _KEYS:
         found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise StateError(f"a saved exchange must hold {sorted(_KEYS)}, got {found}")
     if saved["format"] != FORMAT:
@@ -231,7 +235,10 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
     _check_parameters([[name, list(shape)] for name, shape in shapes.items()], saved["parameters"])
     for key, expected in (("algorithm", buckets.algorithm.name), ("skip", sorted(buckets.skipped))):
         if saved[key] != expected:
-            raise StateError(f"{key} of the saved state must be {expected!r}, got {saved[key]!r}")
+            raise StateError(f"{key} must be that of the saved state, {saved[key]!r}, got {expected!r}")
+    options = repr(buckets.algorithm.options())
+    if saved.get("options", options) != options and buckets.rank.index == 0:
+        _log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
     num_steps = saved["num_steps"]
     if type(num_steps) is not int or not 0 <= num_steps < _MOST_STEPS:
         raise StateError(

@@ -9,7 +9,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from regtopk.core.algorithm import Algorithm
+from regtopk.core.algorithm import check_is_algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
 from regtopk.core.precision import check_residual_dtype
@@ -62,11 +62,8 @@ class Options:
         check_residual_dtype(self.residual_dtype)
 
     def check_algorithm(self, algorithm: object) -> None:
-        """Refuse what is no algorithm, such as its name, and a k that does not fit the scope."""
-        if not isinstance(algorithm, Algorithm):
-            raise ArgumentError(
-                f"algorithm must be an Algorithm such as RegTopK(density=0.001), got {algorithm!r}"
-            )
+        """Refuse what is no algorithm, and a k that does not fit the scope."""
+        check_is_algorithm(algorithm)
         k = getattr(algorithm, "k", None)
         if self.scope == "bucket" and k is not None:
             raise ArgumentError(f"k must be None with scope='bucket', whose buckets differ in size, got {k}")

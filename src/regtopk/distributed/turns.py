@@ -249,7 +249,7 @@ class Turns:
             if error.__cause__ is None:  # all ranks are here, but differ
                 raise
             raise ClusterError(
-                f"round {steps.num_turns} did not begin at step {self._num_steps} of this rank: did every "
-                "rank call optimizer.step() equally often? A step that a GradScaler skips on one rank is "
-                f"none: count by num_steps, not by batches. {error}"
+                f"{error} Round {steps.num_turns} did not begin at step {self._num_steps} of this rank. If "
+                "no rank has stopped: did every rank call optimizer.step() equally often? A step that a "
+                "GradScaler skips on one rank is none: count by num_steps, not by batches"
             ) from error

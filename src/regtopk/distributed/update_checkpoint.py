@@ -152,7 +152,7 @@ def _loaded(
     for time in _TIMES:
         own, theirs = getattr(rounds, time), times[time]
         if theirs != own:
-            raise StateError(f"{time} of the saved state must be {own}, got {theirs!r}")
+            raise StateError(f"{time} must be that of the saved state, {theirs!r}, got {own}")
     inner = type(model.optimizer).__name__
     if updates.get("inner", inner) != inner:  # versions before did not save it
         raise StateError(f"optimizer in the saved state must be {inner!r}, got {updates['inner']!r}")

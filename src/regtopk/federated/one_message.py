@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.posterior import ScoredState
-from regtopk.core.algorithm import Algorithm
+from regtopk.core.algorithm import Algorithm, check_is_algorithm
 from regtopk.core.requests import SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
@@ -39,10 +39,17 @@ def check_algorithm(algorithm: Algorithm[Any]) -> None:
     Raises:
         ArgumentError: it does not, with these options.
     """
+    check_is_algorithm(algorithm)
+    impute = getattr(algorithm, "impute", 0.0)
+    if impute != 0.0:
+        raise ArgumentError(
+            "impute must be 0 with sampled clients, because it pays for what others sent in the same round, "
+            f"got {impute!r}"
+        )
     if "conserves" not in algorithm.promises:
         raise ArgumentError(
             "algorithm must conserve each client's own update, because clients are sampled, got "
-            f"{algorithm.name!r}, which does not with these options"
+            f"{algorithm.name!r}, which does not with its options {algorithm.options()}"
         )
     layout = Layout.anonymous(max(64, getattr(algorithm, "k", None) or 0))
     worker = Worker(torch.tensor(1.0), torch.tensor(0), 1, 0, layout)

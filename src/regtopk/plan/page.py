@@ -133,9 +133,16 @@ def verdict(plan: Plan) -> str:
         said += f"step {format_factor(plan.speedup(best))} times as fast as dense, {step}."
     else:
         said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
+    said += f" {_share_of_communication(plan, best)}"
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
     return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
+
+
+def _share_of_communication(plan: Plan, p: Prediction) -> str:
+    """How much of a step is not computation."""
+    share = 1 - plan.situation.link.compute_s / p.step_time_s
+    return f"The exchange takes {share:.0%} of a step."
 
 
 def _in_words(method: Method, name: str | None = None) -> str:

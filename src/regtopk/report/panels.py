@@ -136,11 +136,11 @@ def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], styl
 
 
 def mark_x(axes: "Axes", at: float, label: str) -> None:
-    """Draw a dashed line up from a place of the x axis, with its name at the lower end."""
+    """Draw a dashed line up from a place of the x axis, with its name at the upper end."""
     axes.axvline(at, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
     axes.annotate(
-        label, (at, 0), (4, 4), xycoords=("data", "axes fraction"), textcoords="offset points",
-        color=INK[0], fontsize=LABEL_POINTS,
+        label, (at, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
+        color=INK[0], fontsize=LABEL_POINTS, va="top",
     )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ class Cluster:
             )
         for key, own in (("algorithm", self.algorithm.name), ("num_workers", self.num_workers)):
             if state_dict[key] != own:
-                raise StateError(f"{key} of the saved state must be {own!r}, got {state_dict[key]!r}")
+                raise StateError(f"{key} must be that of the saved state, {state_dict[key]!r}, got {own!r}")
         if not torch.equal(state_dict["weights"].cpu(), self.weights):
             raise StateError(
                 f"weights of the saved state must be {self.weights.tolist()}, "

@@ -1,0 +1,217 @@
+"""Replicas of torchft that are killed: when do the others go on, and is everybody equal when one is back?
+
+Three processes on this machine exchange updates by `regtopk.torchft.UpdateExchange` with torchft's own
+lighthouse and managers. One of them is killed (SIGKILL) at a random moment, and started anew when the others
+have made three rounds without it. After every round each writes down a checksum of its parameters, buffers
+and outer momentum.
+
+    python benchmarks/torchft_kills.py [--json] [--out FILE] [--times N] [--seed S] [--heartbeat-ms T]
+"""
+
+import hashlib
+import json
+import os
+import platform
+import random
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from reporting import give, parser_for
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+REPLICAS, EVERY, QUORUM_S = 3, 2, 30.0
+PATIENCE_S = 120.0
+_forks = mp.get_context("forkserver")
+
+
+def run_replica(lighthouse: str, number: int, log: str) -> None:
+    """Train until somebody kills the process."""
+    from torchft import Manager, ProcessGroupGloo
+
+    import regtopk.torchft
+
+    torch.set_num_threads(1)
+    torch.manual_seed(number)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=2,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=QUORUM_S),
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{number}",
+    )
+    model = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    exchange = regtopk.torchft.UpdateExchange(
+        manager,
+        model,
+        optimizer,
+        regtopk.RegTopK(density=0.05),
+        every=EVERY,
+        outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
+    )
+    with open(log, "a", buffering=1) as file:
+        while True:
+            seen = {"time": time.time(), "round": exchange.num_rounds, "weights": exchange.weights}
+            bits = checksum_of(model, exchange.outer)
+            file.write(json.dumps({**seen, "failed": exchange.num_failed, "bits": bits}) + "\n")
+            for _ in range(EVERY):
+                optimizer.zero_grad()
+                x, y = torch.randn(32, 64), torch.randint(10, (32,))
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+
+def checksum_of(model: nn.Module, outer: Any) -> str:
+    """Of parameters, buffers and outer momentum, which all replicas have alike after a round."""
+    momentum = [state["momentum_buffer"] for state in outer.state.values()]
+    found = hashlib.sha256()
+    for tensor in (*model.state_dict().values(), *momentum):
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Replicas:
+    """The processes, and what they write down."""
+
+    def __init__(self, folder: Path, lighthouse: str) -> None:
+        self.folder, self.lighthouse = folder, lighthouse
+        self.processes: list[ForkServerProcess] = []
+
+    def start(self) -> int:
+        """A new one; its number."""
+        number = len(self.processes)
+        log = str(self.folder / f"{number}.jsonl")
+        process = _forks.Process(target=run_replica, args=(self.lighthouse, number, log), daemon=True)
+        process.start()
+        self.processes.append(process)
+        return number
+
+    def seen(self, number: int) -> list[dict[str, Any]]:
+        """One entry when it has joined, and one after every round."""
+        log = self.folder / f"{number}.jsonl"
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_for(
+        self, numbers: list[int], count: int, since: float = 0.0, replicas: int | None = None
+    ) -> None:
+        """Until each of them has made so many rounds, among so many replicas."""
+        deadline = time.time() + PATIENCE_S
+        while any(len(self.rounds(number, since, replicas)) < count for number in numbers):
+            ended = [number for number in numbers if not self.processes[number].is_alive()]
+            if ended or time.time() > deadline:
+                raise SystemExit(f"replicas {ended or numbers} ended or do not go on: {self.folder}")
+            time.sleep(0.02)
+
+    def rounds(self, number: int, since: float, replicas: int | None) -> list[dict[str, Any]]:
+        """Its rounds since a moment, that counted."""
+        seen = self.seen(number)
+        done = max((entry["round"] for entry in seen if entry["time"] <= since), default=-1)
+        later = [entry for entry in seen if entry["time"] > since and entry["round"] > done]
+        return [entry for entry in later if replicas in (None, len(entry["weights"]))]
+
+    def differing(self) -> tuple[int, list[int]]:
+        """How many rounds were seen on several replicas, and in which of them their bits differ."""
+        bits: dict[int, dict[int, str]] = defaultdict(dict)
+        for number in range(len(self.processes)):
+            for entry in self.seen(number):
+                bits[entry["round"]].setdefault(number, entry["bits"])
+        compared = {number: found for number, found in bits.items() if len(found) > 1}
+        return len(compared), [number for number, found in compared.items() if len(set(found.values())) > 1]
+
+
+def kill_one(replicas: Replicas, alive: list[int], draw: random.Random) -> dict[str, Any]:
+    """Kill one, wait for the others, and start another in its place."""
+    doomed = alive.pop(draw.randrange(len(alive)))
+    time.sleep(draw.uniform(0.2, 3.0))
+    failed = [replicas.seen(number)[-1]["failed"] for number in alive]
+    pid, moment = replicas.processes[doomed].pid, time.time()
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    replicas.wait_for(alive, 3, moment, REPLICAS - 1)
+    first = [replicas.rounds(number, moment, REPLICAS - 1)[0] for number in alive]
+    new = replicas.start()
+    replicas.wait_for([new], 6)
+    joined = replicas.seen(new)
+    alive.append(new)
+    return {
+        "next_commit_s": [round(entry["time"] - moment, 2) for entry in first],
+        "failed_rounds": [entry["failed"] - before for entry, before in zip(first, failed, strict=True)],
+        "rounds_of_the_new_one": [entry["round"] for entry in joined[:6]],
+    }
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heartbeat-ms", type=int, default=2000, help="after which a replica is lost")
+    arguments = parser.parse_args()
+    from torchft.coordination import LighthouseServer
+
+    _forks.set_forkserver_preload(["torch", "torchft", "regtopk"])
+    draw = random.Random(arguments.seed)
+    lighthouse = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=2,
+        join_timeout_ms=20_000,
+        heartbeat_timeout_ms=arguments.heartbeat_ms,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        replicas = Replicas(Path(folder), lighthouse.address())
+        try:
+            alive = [replicas.start() for _ in range(REPLICAS)]
+            replicas.wait_for(alive, 5, replicas=REPLICAS)
+            kills = []
+            for number in range(arguments.times):
+                kills.append(kill_one(replicas, alive, draw))
+                print(f"kill {number + 1}: {kills[-1]}", flush=True)
+            num_compared, differing = replicas.differing()
+            have_stayed = all(replicas.processes[number].is_alive() for number in alive)
+        finally:
+            for process in replicas.processes:
+                process.kill()
+            lighthouse.shutdown()
+    report = {
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
+        "torch": torch.__version__,
+        "heartbeat_timeout_s": arguments.heartbeat_ms / 1000,
+        "quorum_timeout_s": QUORUM_S,
+        "kills": kills,
+        "worst_next_commit_s": max(s for kill in kills for s in kill["next_commit_s"]),
+        "rounds_compared": num_compared,
+        "rounds_that_differ": differing,
+        "survivors_are_alive": have_stayed,
+    }
+    give(report, arguments, show)
+
+
+def show(report: dict[str, Any]) -> None:
+    """What a person wants to know."""
+    print(
+        f"{len(report['kills'])} kills: the others' next round counted within "
+        f"{report['worst_next_commit_s']} s (a replica is lost after {report['heartbeat_timeout_s']} s); "
+        f"{report['rounds_compared']} rounds compared, {len(report['rounds_that_differ'])} differ"
+    )
+
+
+if __name__ == "__main__":
+    main()
