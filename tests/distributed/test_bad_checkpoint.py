@@ -1,5 +1,6 @@
 """Saved states that do not fit: refused as a whole, and the exchange is as it was."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +162,24 @@ def save_at_different_steps() -> dict[str, Any]:
         exchange.step()  # missing gradients count as zero
         saved.append(exchange.state_dict())
     return saved[dist.get_rank()]
+
+
+def load_with_other_options() -> tuple[list[str], int]:
+    """What rank 0 logs when the density has changed, and with how many steps it goes on."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    exchange = regtopk.Exchange(make_net(), regtopk.RegTopK(density=0.2))
+    logging.getLogger("regtopk").addHandler(handler)
+    try:
+        exchange.load_state_dict(saved_by(make_net()))
+    finally:
+        logging.getLogger("regtopk").removeHandler(handler)
+    return told, exchange.num_steps
+
+
+def test_other_options_are_taken_and_said_once(two_ranks: Ranks) -> None:
+    (told, num_steps), silent = two_ranks.run(load_with_other_options)
+    assert num_steps == 1 and silent == ([], 1)
+    (line,) = told
+    assert line.startswith("goes on with other options: {'density': 0.2") and "'density': 0.1" in line
