@@ -68,7 +68,7 @@ def draw_panel(
         _draw_curve(axes, panel, curve, styles[method])
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.margins(x=0.02)
+    axes.margins(x=0.02, y=None if panel.mark is None else 0.12)  # with room for a name above the curves
     if panel.log_x:
         axes.set_xscale("log", nonpositive="mask")
     if panel.log_y:
