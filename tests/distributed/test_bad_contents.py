@@ -28,6 +28,10 @@ def spoil_residual(value: float) -> Damage:
     return lambda saved, worker: worker["entries"]["last.bias"]["residual"].__setitem__(1, value)
 
 
+def residual_of(values: Tensor) -> Damage:
+    return lambda saved, worker: worker["entries"]["last.bias"].__setitem__("residual", values)
+
+
 def selection(indices: list[float], own: list[float], dtype: torch.dtype = torch.int64) -> Damage:
     fields = {
         "indices": torch.tensor(indices, dtype=dtype),
@@ -39,7 +43,7 @@ def selection(indices: list[float], own: list[float], dtype: torch.dtype = torch
 
 STEPS = "num_steps of the saved state must be an integer of at least 0 and below 2147483648, got "
 ASCENDING = "indices of bucket 0 of rank 0 must be ascending, distinct and in 0..3362, got others"
-NOT_FINITE = "must be finite, got a NaN or inf"
+NOT_FINITE = "must be finite in torch.float32, got a NaN or inf"
 MALFORMED = "the saved state is malformed: "
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a negative step": (put("num_steps", -1), STEPS + "-1"),
@@ -47,6 +51,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a step too far": (put("num_steps", 2**40), STEPS + "1099511627776"),
     "NaN": (spoil_residual(math.nan), f"residual of parameter 'last.bias' of rank 0 {NOT_FINITE}"),
     "inf": (spoil_residual(math.inf), f"residual of parameter 'last.bias' of rank 0 {NOT_FINITE}"),
+    "too large for float32": (
+        residual_of(torch.full((3,), 1e300, dtype=torch.float64)),
+        f"residual of parameter 'last.bias' of rank 0 {NOT_FINITE}",
+    ),
+    "a complex residual": (
+        residual_of(torch.zeros(3, dtype=torch.complex64)),
+        "residual of parameter 'last.bias' of rank 0 must be of torch.float32, got torch.complex64",
+    ),
     "a NaN weight": (
         put("weights", [math.nan]),
         MALFORMED + "ArgumentError: weights must be finite and >= 0, got nan for worker 0",
@@ -65,7 +77,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no total": (put_in_worker("total", None), MALFORMED + "TypeError: "),
     "a counter of a kind": (
         put_in_worker("total", {"sent_bytes": "many"}),
-        "counters of the saved state must be numbers, got 'many'",
+        "counters of the saved state must be finite numbers >= 0, got 'many'",
+    ),
+    "a NaN counter": (
+        put_in_worker("total", {"sent_bytes": math.nan}),
+        "counters of the saved state must be finite numbers >= 0, got nan",
+    ),
+    "counts from a later step": (
+        put_in_worker("first_step", 6),
+        "first_step of the saved state must be at most 5, got 6",
     ),
     "a report of three": (put_in_worker("report", [1.0, 2.0, 3.0]), MALFORMED + "TypeError: "),
     "no entries": (put_in_worker("entries", None), MALFORMED + "AttributeError: "),
@@ -75,11 +95,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "an index twice": (selection([3, 3], [1.0, 1.0]), ASCENDING),
     "values missing": (
         selection([3, 4], [1.0]),
-        "own of bucket 0 of rank 0 must be of shape (2,) and torch.float32, got (1,) of torch.float32",
+        "own of bucket 0 of rank 0 must be of shape (2,), got (1,)",
     ),
     "indices of a kind": (
         selection([3, 4], [1.0, 1.0], torch.float32),
-        "indices of bucket 0 of rank 0 must be of shape (2,) and torch.int64, got (2,) of torch.float32",
+        "indices of bucket 0 of rank 0 must be of torch.int64, got torch.float32",
     ),
     "a selection of inf": (selection([3, 4], [1.0, math.inf]), f"own of bucket 0 of rank 0 {NOT_FINITE}"),
 }
@@ -104,6 +124,14 @@ def test_fields_of_a_fixed_size_keep_it() -> None:
     saved = exchange.state_dict()
     saved["workers"]["0"]["groups"][0]["num_found"] = torch.zeros(7)
     with pytest.raises(StateError, match=r"^num_found of bucket 0 of rank 0 must be of shape "):
+        exchange.load_state_dict(saved)
+
+
+def test_numbers_that_are_no_selection_are_finite() -> None:
+    exchange = regtopk.attach(make_net(), regtopk.algorithms.FairTopK(density=0.1))
+    saved = exchange.state_dict()
+    saved["workers"]["0"]["groups"][0]["k"].fill_(math.nan)
+    with pytest.raises(StateError, match=f"^k of bucket 0 of rank 0 {NOT_FINITE}"):
         exchange.load_state_dict(saved)
 
 

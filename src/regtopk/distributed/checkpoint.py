@@ -23,6 +23,7 @@ The functions here change nothing: `loaded` checks a saved state as a whole and 
 """
 
 import logging
+import math
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
@@ -163,12 +164,14 @@ def _ledger(rank: Rank, saved: dict[str, Any]) -> Ledger:
     known = [f.name for f in fields(StepRecord) if f.name in worker["total"]]
     total = StepRecord(**{name: _number(worker["total"][name]) for name in known})
     first_step = _number(worker.get("first_step", 0))
+    if first_step > num_steps:
+        raise StateError(f"first_step of the saved state must be at most {num_steps}, got {first_step}")
     return Ledger(total, num_steps - first_step + total.num_skipped, first_step)
 
 
-def _number(saved: object) -> Any:
-    if type(saved) not in (int, float):
-        raise StateError(f"counters of the saved state must be numbers, got {saved!r}")
+def _number(saved: Any) -> Any:
+    if type(saved) not in (int, float) or not 0 <= saved < math.inf:
+        raise StateError(f"counters of the saved state must be finite numbers >= 0, got {saved!r}")
     return saved
 
 
@@ -295,7 +298,7 @@ def _check_entries(bucket: Bucket, entries: Entries, rank: int) -> None:
         if found != expected:
             raise StateError(f"state of {where} must hold {expected}, got {found}")
         for field, part in saved.items():
-            _check_finite(part, f"{field} of {where}")
+            _check_numbers(part, getattr(bucket.state, field), f"{field} of {where}")
 
 
 def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
@@ -306,20 +309,20 @@ def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
     selection = _SELECTION if all(field in expected for field in _SELECTION) else ()
     for field, tensor in saved.items():
         shape = saved["indices"].shape if field in selection else expected[field].shape
-        if tensor.shape != shape or tensor.is_floating_point() != expected[field].is_floating_point():
-            raise StateError(
-                f"{field} of {where} must be of shape {tuple(shape)} and {expected[field].dtype}, "
-                f"got {tuple(tensor.shape)} of {tensor.dtype}"
-            )
-        if field in selection:
-            _check_finite(tensor, f"{field} of {where}")
+        if tensor.shape != shape:
+            raise StateError(f"{field} of {where} must be of shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        _check_numbers(tensor, expected[field], f"{field} of {where}")
     if selection:
         _check_indices(saved["indices"], bucket.layout.numel, f"indices of {where}")
 
 
-def _check_finite(tensor: Tensor, where: str) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        raise StateError(f"{where} must be finite, got a NaN or inf")
+def _check_numbers(saved: Tensor, like: Tensor, where: str) -> None:
+    """They are of the kind that is expected, and finite in the dtype they are loaded into."""
+    kinds = [(t.is_floating_point(), t.is_complex()) for t in (saved, like)]
+    if kinds[0] != kinds[1]:
+        raise StateError(f"{where} must be of {like.dtype}, got {saved.dtype}")
+    if not bool(torch.isfinite(saved.to(like.dtype)).all()):  # a float64 may be too large for its place
+        raise StateError(f"{where} must be finite in {like.dtype}, got a NaN or inf")
 
 
 def _check_indices(indices: Tensor, numel: int, where: str) -> None:
