@@ -169,6 +169,9 @@ def damage(folder: Path, how: str) -> None:
         (newest / "shared-0.pt").unlink()
     elif how == "manifest":
         (newest / "rank-0.json").write_text("{")
+    elif how == "another fact":
+        path = newest / "rank-0.json"
+        path.write_text(path.read_text().replace('"num_ranks"', '"num_rank3"'))
     else:
         assert how == "empty"
         for path in newest.iterdir():
@@ -181,6 +184,7 @@ HOW = {
     "unfinished": "parts of ranks [1] are missing",
     "no shared": "parts of ranks [0] are missing",
     "manifest": "parts of ranks [0] are missing",
+    "another fact": "parts of ranks [0] are missing",
     "empty": "no part of it is whole",
 }
 

@@ -5,7 +5,8 @@
     folder/step-0000000120-1a2b3c4d/     one save: its step, and the run (a start of all ranks) that made it
         shared-0.pt                      what all ranks have the same, written once for each file system
         rank-3.pt                        what only rank 3 has
-        rank-3.json                      rank 3's manifest: its files' sizes and checksums, facts of the run
+        rank-3.json                      rank 3's manifest: its files' sizes and checksums, facts of the run,
+                                         and a checksum of these words
 
 A file gets a temporary name, reaches the disk, and is then renamed. The manifest comes last. So a rank's part
 is there when its manifest is, and the sizes in it are those of the files. Checksums are looked at when a file
@@ -76,12 +77,17 @@ def write_part(folder: Path, rank: int, contents: dict[str, Any], facts: Manifes
             name: _write(folder / name, partial(torch.save, content)) for name, content in contents.items()
         }
         manifest = {"format": FORMAT, "files": files, **facts}
-        _write(path, lambda sink: sink.write(json.dumps(manifest).encode()))
+        text = json.dumps({**manifest, "checksum": _checksum(manifest)})
+        _write(path, lambda sink: sink.write(text.encode()))
         _sync(folder.parent)
     except OSError:
         for name in (path.name, *contents):
             (folder / name).unlink(missing_ok=True)
         raise
+
+
+def _checksum(manifest: Manifest) -> int:
+    return crc32(json.dumps(manifest).encode())
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> list[int]:
@@ -134,12 +140,13 @@ def _parts_of(path: Path) -> Iterator[tuple[int, Manifest]]:
     for file in path.glob("rank-*.json"):
         try:
             manifest = json.loads(file.read_bytes())
-            is_whole = all(
+            told = manifest.pop("checksum", None)  # older manifests have none
+            is_whole = told in (None, _checksum(manifest)) and all(
                 (path / name).stat().st_size == size for name, (size, _) in manifest["files"].items()
             )
             if is_whole and manifest["format"] == FORMAT:
                 yield int(file.stem.removeprefix("rank-")), manifest
-        except (OSError, ValueError, TypeError, KeyError):  # it was cut off, or is being removed
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # cut off, or being removed
             continue
 
 
