@@ -132,6 +132,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ClusterError",
         "parameter 'z' must be real, got torch.complex64",
     ),
+    "float8": (
+        lambda: regtopk.Exchange([("q", nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn)))], TOPK),
+        "ClusterError",
+        "parameter 'q' must have a dtype of 16 bits or more, got torch.float8_e4m3fn",
+    ),
     "two devices": (
         lambda: regtopk.Exchange(on_two_devices(), TOPK),
         "ClusterError",

@@ -56,7 +56,11 @@ def test_what_is_no_calibration(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     with pytest.raises(StateError, match=r"calibration must be readable, but .*bad\.json is not: No such"):
         Calibration.read(path)
-    for text in ("{", "[]", '{"machine": {}, "lines": {"a": 3}}'):
+    costs = [
+        f'{{"machine": {{}}, "lines": {{"ddp": {cost}}}}}'
+        for cost in ("3", '{"numel": NaN}', '{"numel": -1}')
+    ]
+    for text in ("{", "[]", *costs):
         path.write_text(text)
         with pytest.raises(StateError, match="calibration must be what `regtopk plan` writes, but"):
             Calibration.read(path)

@@ -91,5 +91,7 @@ class Exchange(ExchangeBase):
         for name, p in parameters.named.items():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            elif 0 in p.grad.stride():  # expanded: its entries share memory, and the aggregate's do not
+                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
             grads[name] = p.grad
         self._steps.run(grads)

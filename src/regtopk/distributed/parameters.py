@@ -98,6 +98,8 @@ def _trainable(
             raise ClusterError(f"parameter {name!r} is a DTensor: sharded parameters are not supported")
         if not p.is_floating_point():
             raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
+        if p.itemsize < 2:  # float8, which torch cannot add to anything
+            raise ClusterError(f"parameter {name!r} must have a dtype of 16 bits or more, got {p.dtype}")
         seen.add(id(p))
         named[name] = p
     if not named:

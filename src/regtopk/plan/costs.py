@@ -1,6 +1,7 @@
 """What local work costs on a machine: measured times as sums of units times seconds per unit."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -49,6 +50,9 @@ class Calibration:
                 name: {unit: float(seconds) for unit, seconds in line.items()}
                 for name, line in content["lines"].items()
             }
+            costs = [seconds for line in lines.values() for seconds in line.values()]
+            if not all(0 <= seconds < math.inf for seconds in costs):
+                raise ValueError("a cost is negative or not finite")
             return cls(dict(content["machine"]), lines)
         except OSError as error:
             raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
