@@ -79,6 +79,7 @@ clean:
 # Modules are compiled when they are first imported, a third of all that pip would compile. They must be kept then.
 unexport PYTHONDONTWRITEBYTECODE
 .venv/.installed: .venv/bin/python$(VERSION) pyproject.toml constraints.txt
+	.venv/bin/pip install -qq --no-compile --upgrade "$$(grep -o '^pip==[^ ]*' constraints.txt)"
 	.venv/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)"
 	.venv/bin/pip install -qq --no-compile -e '.[dev,all]' -c constraints.txt
 	@touch $@
