@@ -8,7 +8,7 @@ from torch import Tensor
 from regtopk.kernels import Kernel, reference
 from regtopk.kernels.cuda import _TILE
 from regtopk.kernels.triton_plan import plan_for
-from regtopk.kernels.triton_words import NUM_CANDIDATES, NUM_LOST, words_per_row
+from regtopk.kernels.triton_words import NUM_CANDIDATES, words_per_row
 
 
 def check_take_largest_(
@@ -84,8 +84,8 @@ def candidates_suffice(words: Tensor, numel: int, k: int) -> list[bool]:
     """Whether each row of a call on CUDA took its k from the candidates, not from all entries."""
     item_bytes = 4 if words.shape[1] == words_per_row(31) else 8
     capacity = plan_for(numel, k, _TILE, item_bytes).capacity
-    num, num_lost = words[:, NUM_CANDIDATES.value], words[:, NUM_LOST.value]
-    suffice: list[bool] = ((num <= capacity) & (num - num_lost >= k)).tolist()
+    num = words[:, NUM_CANDIDATES.value]
+    suffice: list[bool] = ((num <= capacity) & (num >= k)).tolist()
     return suffice
 
 

@@ -59,6 +59,7 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     scores = torch.zeros(num_rows, k, dtype=residual_dtype)
     cuda.take_largest_(residual, grad, k, damped=damped, scores=scores)
     cuda.take_largest_(residual, grad, numel // 2)
+    cuda.take_largest_(residual, grad, numel // 2, damped=damped, scores=scores)
     cuda.take_above_(residual, grad, 1.0, k)
     cuda.take_above_(residual, None, 1.0, k)
     cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped=damped, scores=scores)

@@ -9,12 +9,17 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable
+from unittest import mock
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+import regtopk
 from regtopk import kernels
 from regtopk.core.random import random_sequence
+from regtopk.distributed.collectives import Collectives
+from regtopk.errors import ClusterError
 from regtopk.kernels import Support, reference, replay
 from regtopk.kernels import cuda as kernel
 from tests.kernels import checks
@@ -195,6 +200,41 @@ def pieces() -> None:
         sparse = torch.zeros_like(expected).scatter_(0, indices.flatten(), expected[indices.flatten()])
         kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")))
         assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
+        kernels.clear_(parts)
+        assert not any(bool(part.any()) for part in parts)
+        kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")), are_zero=True)
+        assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
+
+
+def an_exchange() -> None:
+    """Steps on the GPU, which clears gradients before ranks have agreed, and on the CPU."""
+    shapes = [(2000, 1500), (1500,), (1_700_003,)]
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        nets = [nn.ParameterList(torch.zeros(shape, device=on) for shape in shapes) for on in ("cpu", "cuda")]
+        exchanges = [regtopk.Exchange(net, regtopk.TopK(density=0.001)) for net in nets]
+        for _ in range(5):
+            for mine, theirs in zip(*(net.parameters() for net in nets), strict=True):
+                mine.grad = torch.randn(mine.shape)
+                theirs.grad = mine.grad.cuda()
+            for exchange in exchanges:
+                exchange.step()
+            for mine, theirs in zip(*(net.parameters() for net in nets), strict=True):
+                assert mine.grad is not None and theirs.grad is not None
+                assert torch.equal(mine.grad, theirs.grad.cpu())
+        grads = [p.grad for p in nets[1].parameters() if p.grad is not None]
+        before = [grad.normal_().clone() for grad in grads]
+        with mock.patch.object(Collectives, "all_gather", lambda _, mine: mine.unsqueeze(0) + 1):
+            try:
+                exchanges[1].step()
+            except ClusterError:
+                pass
+            else:
+                raise AssertionError("ranks that disagree must be refused")
+        assert all(map(torch.equal, grads, before))
+        exchanges[1].step()
+    finally:
+        dist.destroy_process_group()
 
 
 def beyond_32_bits() -> None:
@@ -230,7 +270,7 @@ def draws() -> None:
 
 CHECKS = (
     sizes, all_entries, adversarial, boundaries, dtypes, batches, thresholds_and_chunks, a_captured_graph,
-    calls_that_are_repeated, pieces, beyond_32_bits, draws,
+    calls_that_are_repeated, pieces, an_exchange, beyond_32_bits, draws,
 )  # fmt: skip
 
 

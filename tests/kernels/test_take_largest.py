@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import Kernel, cpu, cpu_rows, cpu_threshold
-from regtopk.kernels.triton_words import NUM_CANDIDATES, NUM_LOST
+from regtopk.kernels.triton_words import NUM_CANDIDATES
 from tests.kernels.checks import ADVERSARIAL, candidates_suffice, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
@@ -79,27 +79,25 @@ def test_damped_entries_at_the_boundary(
 
 
 @pytest.mark.parametrize(("num_damped", "factor"), [(20, 1.0), (20, 0.0), (1500, 0.0)])
-def test_candidates_that_damping_takes_away_are_counted(
+def test_the_guess_knows_what_is_damped(
     kernel: Kernel, numel: int, words: list[Tensor], num_damped: int, factor: float
 ) -> None:
-    """Without 20 there are enough others. Without 1,500 none is left: the k-th score is below the guess."""
+    """Without the largest 20, or without the largest 1,500, there are enough others that reach it."""
     k = 40
     torch.manual_seed(1)
     grad = torch.randn(numel)
     damped = grad.abs().argsort(descending=True)[:num_damped].sort().values
     check_take_largest_(kernel, torch.zeros(numel), grad, k, damped, torch.full((num_damped,), factor))
     for of_call in words:
-        num_candidates, num_lost = of_call[0, [NUM_CANDIDATES.value, NUM_LOST.value]].tolist()
-        assert k + 20 < num_candidates < 1500
-        assert num_lost == (0 if factor else min(num_damped, num_candidates))
-        assert candidates_suffice(of_call, numel, k) == [num_damped == 20]
+        assert k < of_call[0, NUM_CANDIDATES.value] < 1500
+        assert candidates_suffice(of_call, numel, k) == [True]
     assert len(words) == (0 if kernel is cpu else 1)
 
 
 @pytest.mark.parametrize("density", [1e-3, 0.1, 0.5])
-def test_more_entries_damped_than_taken_and_in_any_order(kernel: Kernel, numel: int, density: float) -> None:
+def test_more_entries_damped_than_taken(kernel: Kernel, numel: int, density: float) -> None:
     torch.manual_seed(2)
-    damped, damping = torch.randperm(numel)[: numel // 2], torch.rand(numel // 2) * 3
+    damped, damping = torch.randperm(numel)[: numel // 2].sort().values, torch.rand(numel // 2) * 3
     grad = torch.randn(numel)
     check_take_largest_(kernel, torch.randn(numel), grad, round(density * numel), damped, damping)
     check_take_largest_(kernel, torch.randn(numel), grad, 10, damped[::2], damping[::2])

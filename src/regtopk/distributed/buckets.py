@@ -47,6 +47,8 @@ class Bucket:
     sums: SumBuffer = dataclasses.field(default_factory=SumBuffer)
     state_before: State | None = None
     is_settled: bool = True
+    is_joined: bool = False  # whether the vector holds a copy of the gradients
+    is_cleared: bool = False  # whether they are zero already
 
     @property
     def settled_state(self) -> State:

@@ -151,7 +151,7 @@ class ShardedHookState(ExchangeBase):
             for p in [p for unit in self._units for p in unit.trainable if p.grad is not None]:
                 local(p.grad).fill_(math.nan)
 
-    def _add(self, names: Sequence[str], aggregate: Tensor, _: kernels.Support | None) -> None:
+    def _add(self, names: Sequence[str], aggregate: Tensor, _: kernels.Support | None, __: bool) -> None:
         """Add a unit's aggregate to the gradients of its parameters, which FSDP has made of zeros."""
         unit, sizes = self._sizes_of[names[0]]
         grads = [p.grad._local_tensor for p in unit.trainable]  # to_local() takes longer than the sum

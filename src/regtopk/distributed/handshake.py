@@ -1,6 +1,7 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -177,6 +178,7 @@ def agree_on_step(
     names: list[str],
     num_selected: list[int],
     waited_s: float = 0.0,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Agreement:
     """Make sure that all ranks exchange the same, and tell what each must know: one small all_gather.
 
@@ -187,6 +189,7 @@ def agree_on_step(
         names: the parameters it is about to exchange, in order.
         num_selected: how many entries of each bucket it is about to send, where that is known before.
         waited_s: how long it has been in collectives so far.
+        meanwhile: launches what the device can do until the host has read the others' answers.
 
     Raises:
         ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
@@ -196,7 +199,7 @@ def agree_on_step(
     numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
     numbers[0] = is_bad
     numbers[2:] = round(1e6 * waited_s)
-    are_bad, stamps, waited_us = zip(*collectives.all_gather(numbers).tolist(), strict=True)
+    are_bad, stamps, waited_us = zip(*_read(collectives.all_gather(numbers), meanwhile), strict=True)
     if any(theirs != stamp for theirs in stamps):
         everyone = collectives.all_gather_objects((num_steps, names, num_selected))
         if all(theirs[:2] == everyone[0][:2] for theirs in everyone):
@@ -208,6 +211,17 @@ def agree_on_step(
             f"parameters: {[theirs[1][:1] for theirs in everyone]}"
         )
     return Agreement(not any(are_bad), [waited / 1e6 for waited in waited_us])
+
+
+def _read(numbers: Tensor, meanwhile: Callable[[], None]) -> list[list[int]]:
+    """The numbers, on the host, which does not wait for what is launched meanwhile."""
+    on_host = numbers.to("cpu", non_blocking=True)
+    is_there = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
+    meanwhile()
+    if is_there is not None:
+        is_there.synchronize()
+    rows: list[list[int]] = on_host.tolist()
+    return rows
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

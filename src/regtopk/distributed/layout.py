@@ -11,7 +11,8 @@ from regtopk.core.worker import Layout
 from regtopk.distributed.parameters import Parameters
 
 # What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
-Write = Callable[[Sequence[str], Tensor, kernels.Support | None], None]
+# The last one says whether what is written to is known to be zero.
+Write = Callable[[Sequence[str], Tensor, kernels.Support | None, bool], None]
 
 
 def layout_of(names: Iterable[str], parameters: Parameters) -> Layout:
@@ -43,19 +44,23 @@ def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None) -> Write:
     """Write into the tensors of some names; or `subtract_` from them."""
     write = write or write_
-    return lambda names, vector, support: write([targets[name] for name in names], vector, support)
+    return lambda names, *vector: write([targets[name] for name in names], *vector)
 
 
-def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
+def write_(
+    tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None, are_zero: bool = False
+) -> None:
     """Write a vector into tensors, one after another; it is zero outside of its support, if there is one."""
     if support is None:
         torch._foreach_copy_(tensors, kernels.parts_of(vector, tensors))
         return
     flat = as_flat(tensors, vector.dtype)
-    kernels.spread_(tensors if flat is None else [flat], vector, support)
+    kernels.spread_(tensors if flat is None else [flat], vector, support, are_zero)
 
 
-def subtract_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
+def subtract_(
+    tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None, are_zero: bool = False
+) -> None:
     """Subtract a vector from tensors, one after another; it is zero outside of its support."""
     flat = as_flat(tensors, vector.dtype)
     if support is None or flat is None:

@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -214,11 +214,35 @@ class Steps:
         """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
         with self.rank.timer.phase("select_s"):
             flats, are_finite = zip(*(self._flat_gradient(bucket, grads) for bucket in buckets), strict=True)
-        self.agree(buckets, torch.stack(are_finite).all())
+        try:
+            self.agree(buckets, torch.stack(are_finite).all(), lambda: self._clear(buckets, grads))
+        except ClusterError:
+            for bucket in buckets:
+                if bucket.is_cleared:
+                    assert bucket.flat is not None
+                    layout.write_([grads[name] for name in bucket.names], bucket.flat)
+            raise
         return list(flats)
 
-    def agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
-        """Make sure that all ranks exchange the same, and find out whether all ranks' vectors are finite."""
+    def _clear(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> None:
+        """Clear the gradients that a sparse aggregate will be written to, while a GPU has nothing to do."""
+        if self.device.type != "cuda" or self.num_turns < self._options.dense_steps:
+            return
+        for bucket in buckets:
+            if bucket.is_joined and not isinstance(bucket.algorithm, Dense):
+                kernels.clear_([grads[name] for name in bucket.names])
+                bucket.is_cleared = True
+
+    def agree(
+        self, buckets: list[Bucket], is_finite: Tensor, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make sure that all ranks exchange the same, and find out whether all ranks' vectors are finite.
+
+        Args:
+            buckets: what is exchanged.
+            is_finite: (), whether this rank's vectors are.
+            meanwhile: launches what the device can do until the host knows.
+        """
         num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
@@ -229,6 +253,7 @@ class Steps:
                 names,
                 num_selected,
                 self.ledger.waited_s,
+                meanwhile,
             )
         self.is_finite &= agreed.is_finite
         self.ledger.waits = agreed.waited_s
@@ -246,6 +271,7 @@ class Steps:
         """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
         tensors = [grads[name] for name in bucket.names]
         flat, is_finite = layout.as_flat(tensors, bucket.worker.weight.dtype), None
+        bucket.is_joined, bucket.is_cleared = flat is None, False
         if flat is None:
             flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
             is_finite = kernels.join_(flat, tensors)
@@ -287,7 +313,7 @@ class Steps:
             aggregates = [(flat.fill_(math.nan), None) for flat in flats]
         with self.rank.timer.phase("decode_s"):
             for bucket, aggregate in zip(buckets, aggregates, strict=True):
-                write(bucket.names, *aggregate)
+                write(bucket.names, *aggregate, bucket.is_cleared)
             self.rank.raise_refusals()  # last: the host waits here, and all is launched
 
     def _aggregates(

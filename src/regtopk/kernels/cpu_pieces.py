@@ -37,8 +37,8 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
     return torch.tensor(bool(is_finite))
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
-    """See `reference.spread_`."""
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
+    """See `reference.spread_`. Pieces are cleared in any case: in the cache, where they are written next."""
     entries, indices, counts = vector.numpy(), support.indices.numpy(), support.counts.numpy()
     tasks, converted, first = [], [], 0
     for piece in pieces:

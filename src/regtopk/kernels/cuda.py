@@ -13,7 +13,6 @@ more. Up to density 0.001 all temporaries together take about as much. Those of 
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,14 +45,14 @@ from regtopk.kernels.triton_words import GUESS, NUM_ABOVE
 
 __all__ = ["join_", "spread_", "take_above_", "take_largest_", "take_largest_per_chunk_"]
 
-# entries per accumulating program, its warps and registers (benchmarks/kernel_launches.py --tiles)
-_TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 11, 8, None
+# entries of a program that passes over all, its warps and registers (benchmarks/kernel_launches.py --tiles)
+_TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 10, 4, 40
 _BLOCK = 1 << 10  # entries looked at together after that
-_TILES_TOGETHER = 16  # one program gathers the candidates of so many tiles
-_SMALL_BLOCK = 1 << 8  # damped entries per program; they lie all over the row
+_TILES_TOGETHER, _TILES_COUNTED = 32, 16  # one program gathers, or counts, the candidates of so many tiles
+_SMALL_BLOCK = 1 << 8  # damped entries that a program looks at together
 _KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
 _MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
-_MOVED, _MOVER_WARPS = 1 << 10, 4  # entries that one program looks at, to move some out
+_MAX_MOVERS = 1 << 10  # programs that share the candidates, to move some out
 _MANY = 1 << 22  # so many entries are worth launches of their own, and not worth being copied
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
@@ -78,29 +77,15 @@ def take_largest_(
 def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
-        damp = _damped(rows, *given)
+        damped = _damped(rows, *given)
         plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
-        # Candidates that damping takes away must leave enough. Else scores are in place before there are any.
-        first = None
-        if damp is not None and (plan.is_wide or k + damp.indices.shape[1] > plan.capacity):
-            first, damp = damp, None
-            residual.add_(grad)
-            rows = replace(rows, grad=None)
-            _damp_here_(rows, first)
         if plan.rank > 0:
-            _guess(rows, plan)
-        if damp is not None:
-            _damp_before_(rows, damp)
-        tiles = _accumulate_(rows, plan.room, plan.is_wide)
+            _guess(rows, plan, damped)
+        tiles = _accumulate_(rows, damped, plan.room, plan.is_wide)
         candidates = _gather(rows, k, plan.capacity, tiles)
-        if damp is not None:
-            _damp_after_(rows, damp, k, tiles, candidates)
         _find_threshold(rows, k, candidates)
-        indices, values = _move_out_(rows, k, candidates, plan.is_wide)
-        if first is not None:
-            _undamp_(rows, first, -1, indices, values)
-        if damp is not None:
-            _undamp_(rows, damp, plan.capacity, indices, values)
+        move_out = _move_out_by_tile_ if plan.is_wide or plan.capacity == 0 else _move_out_
+        indices, values = move_out(rows, k, damped, tiles, candidates)
     return _as_batch(residual, indices), _as_batch(residual, values)
 
 
@@ -122,7 +107,7 @@ def _take_above_(
         rows.work[:, GUESS.value] = _keys_of(threshold, residual)
         indices = rows.empty(capacity, torch.int64).zero_()
         values = rows.empty(capacity, residual.dtype).zero_()
-        tiles = _accumulate_(rows, room=0)
+        tiles = _accumulate_(rows, _damped(rows), room=0)
         own = {"indices": indices, "values": values, "capacity": capacity}
         grid = tiles.stops.shape[1], rows.num
         launch(triton_accumulate.write_above, grid, rows.options | tiles.options() | own, _TILE_WARPS)
@@ -156,55 +141,56 @@ def _take_largest_per_chunk_(
 ) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
         rows = rows_of(residual, grad)
-        damp = _damped(rows, *given)
-        if damp is not None:
-            residual.add_(grad)
-            rows = replace(rows, grad=None)
-            _damp_here_(rows, damp)
+        damped = _damped(rows, *given)
         whole, rest = divmod(rows.numel, chunk)
         num_taken = whole * k_per_chunk + min(k_per_chunk, rest)
         indices, values = rows.empty(num_taken, torch.int64), rows.empty(num_taken, residual.dtype)
         size = 1 << (chunk - 1).bit_length()
         own = {
             "grad": rows.grad_or_any, "indices": indices, "values": values, "chunk": chunk, "k": k_per_chunk,
-            "num_taken": num_taken, "grad_stride": stride(rows.grad_or_any),
-            "HAS_GRAD": rows.grad is not None, "SIZE": size,
+            "num_taken": num_taken, "grad_stride": stride(rows.grad_or_any), "SIZE": size,
         }  # fmt: skip
-        grid = math.ceil(rows.numel / chunk), rows.num
-        launch(triton_accumulate.take_per_chunk, grid, rows.options | own, min(16, max(1, size // 512)))
-        if damp is not None:
-            _undamp_(rows, damp, -1, indices, values)
+        num_chunks = math.ceil(rows.numel / chunk)
+        own["damped_starts"] = _cut(rows, damped.indices, chunk, num_chunks, is_aligned=False)
+        own |= rows.options | damped.options() | {"BLOCK": _SMALL_BLOCK}
+        launch(triton_accumulate.take_per_chunk, (num_chunks, rows.num), own, min(16, max(1, size // 512)))
     return _as_batch(residual, indices), _as_batch(residual, values)
 
 
-def _guess(rows: Rows, plan: Plan) -> None:
+def _guess(rows: Rows, plan: Plan, damped: Damped) -> None:
     num_samplers = math.ceil(plan.num_keys / _KEYS_OF_SAMPLER)
     own = {
         "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "num_groups": rows.numel // 4,
-        "HAS_GRAD": rows.grad is not None, "keys": rows.empty(plan.num_keys, rows.key_dtype),
+        "keys": rows.empty(plan.num_keys, rows.key_dtype),
         "rank": plan.rank, "rank_of_limit": plan.rank_of_limit, "IS_WIDE": plan.is_wide,
         "NUM_KEYS": plan.num_keys,
         "PER_KEY": plan.per_key, "NUM_SAMPLERS": num_samplers,
         "NUM_BITS": 22 if rows.key_bits == 31 else 25,  # rounds the guess down by 2^-14 of it at most
     }  # fmt: skip
-    launch(triton_guess.guess, (num_samplers, rows.num), rows.options | own, _SAMPLER_WARPS)
+    own |= rows.options | damped.options()
+    launch(triton_guess.guess, (num_samplers, rows.num), own, _SAMPLER_WARPS)
 
 
-def _accumulate_(rows: Rows, room: int, is_wide: bool = False) -> Tiles:
-    """Accumulate and count what reaches the guess in each tile; where there is room, keep which."""
+def _accumulate_(rows: Rows, damped: Damped, room: int, is_wide: bool = False) -> Tiles:
+    """Accumulate and count what reaches the guess in each tile; where there is room, keep which.
+
+    Damped entries hold their scores from then on.
+    """
     num_tiles = rows.num_tiles(_TILE)
     above = rows.empty(num_tiles if is_wide else 0, torch.int64)
     counts, slots = rows.empty(num_tiles, torch.int64), rows.empty(num_tiles * room, torch.int16)
+    damped_starts = _cut(rows, damped.indices, _TILE, num_tiles, rows.is_aligned)
     own = {
         "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "tile_counts": counts,
         "tile_above": above, "slots": slots, "HAS_GRAD": rows.grad is not None, "IS_WIDE": is_wide,
-        "ROOM": room, "TILE": _TILE,
+        "damped_starts": damped_starts, "ROOM": room, "TILE": _TILE, "BLOCK": _SMALL_BLOCK,
     }  # fmt: skip
-    grid = num_tiles, rows.num
-    launch(triton_accumulate.accumulate, grid, rows.options | own, _TILE_WARPS, _TILE_REGISTERS)
+    own |= rows.options | damped.options()
+    registers = _TILE_REGISTERS if rows.key_bits == 31 else None
+    launch(triton_accumulate.accumulate, (num_tiles, rows.num), own, _TILE_WARPS, registers)
     if is_wide:
-        rows.work[:, NUM_ABOVE.value] = above.sum(-1)
-    return Tiles(_TILE, room, counts, counts.cumsum(-1), slots)
+        rows.work[:, NUM_ABOVE.value] = above.cumsum(-1)[:, -1]  # a sum of so many takes longer
+    return Tiles(_TILE, room, counts, counts.cumsum(-1), slots, above, is_wide, damped_starts)
 
 
 def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
@@ -227,25 +213,44 @@ def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
         launch(triton_selection.count_digit, grid, own | {"DIGIT": digit})
 
 
-def _move_out_(rows: Rows, k: int, candidates: Candidates, is_wide: bool) -> tuple[Tensor, Tensor]:
-    """Take what is above the threshold, and the first of what equals it."""
+def _move_out_(
+    rows: Rows, k: int, damped: Damped, tiles: Tiles, candidates: Candidates
+) -> tuple[Tensor, Tensor]:
+    """Take what is above the threshold, and the first of what equals it: of the candidates, if they suffice.
+
+    Damped entries get back what they held.
+    """
     indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
-    is_by_tile = is_wide or candidates.capacity == 0
-    num_parts = -(-rows.numel // _MOVED) if is_by_tile else _num_stretches(rows, _MAX_STRETCHES)
+    num_parts = _num_stretches(rows, _MAX_MOVERS)
     taken = rows.empty(2 * num_parts, torch.int64)  # of a row, those above the threshold and those equal
-    own = {
-        "indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _BLOCK, "TILE": _MOVED,
-    }  # fmt: skip
+    own = {"indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _BLOCK}
     own |= rows.options | candidates.options()
     grid = num_parts, rows.num
-    if is_by_tile:
-        launch(triton_movers.settle, (1, rows.num), own)
-        launch(triton_movers.count_moved, grid, own, _MOVER_WARPS)
-        own["stops"] = taken.cumsum(-1)
-        launch(triton_movers.move_out, grid, own, _MOVER_WARPS)
-    else:
-        launch(triton_selection.count_taken, grid, own)
-        launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
+    launch(triton_selection.count_taken, grid, own)
+    launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
+    if damped.num > 0:
+        num_tiles = tiles.counts.shape[1]
+        starts = _cut(rows, indices, tiles.size, num_tiles, rows.is_aligned)
+        own |= damped.options() | tiles.options() | {"starts": starts, "BLOCK": _SMALL_BLOCK}
+        launch(triton_damping.undamp, (math.ceil(damped.num / _SMALL_BLOCK), rows.num), own)
+    return indices, values
+
+
+def _move_out_by_tile_(
+    rows: Rows, k: int, damped: Damped, tiles: Tiles, candidates: Candidates
+) -> tuple[Tensor, Tensor]:
+    """The same of all entries, if k are many."""
+    indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
+    num_tiles = tiles.counts.shape[1]
+    taken = rows.empty(2 * num_tiles, torch.int64)  # of a row, those above the threshold and those equal
+    own = {
+        "indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _SMALL_BLOCK,
+        "damped_starts": tiles.damped_starts, "NUM_TILES": _TILES_COUNTED,
+    }  # fmt: skip
+    own |= rows.options | tiles.options() | candidates.options() | damped.options()
+    launch(triton_movers.settle, (1, rows.num), own)
+    launch(triton_movers.count_moved, (math.ceil(num_tiles / _TILES_COUNTED), rows.num), own, _TILE_WARPS)
+    launch(triton_movers.move_out, (num_tiles, rows.num), own | {"stops": taken.cumsum(-1)}, _TILE_WARPS)
     return indices, values
 
 
@@ -254,35 +259,25 @@ def _given(damped: Tensor | None, scores: Tensor | None) -> list[Tensor]:
     return [] if damped is None or scores is None or damped.shape[-1] == 0 else [damped, scores]
 
 
-def _damped(rows: Rows, *given: Tensor) -> Damped | None:
-    if not given:
-        return None
+def _damped(rows: Rows, *given: Tensor) -> Damped:
+    if not given:  # tensors that are not read
+        return Damped(rows.empty(0, torch.int64), rows.empty(0, rows.residual.dtype), rows.residual)
     indices, scores = (as_rows(tensor.contiguous()) for tensor in given)
-    return Damped(indices, scores, rows.empty(indices.shape[-1], rows.residual.dtype), _SMALL_BLOCK)
+    return Damped(indices, scores, rows.empty(indices.shape[-1], rows.residual.dtype))
 
 
-def _damp_before_(rows: Rows, damp: Damped) -> None:
-    own = {"grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any)}
-    launch(triton_damping.damp_before, damp.grid, rows.options | damp.options() | own)
-
-
-def _damp_after_(rows: Rows, damp: Damped, k: int, tiles: Tiles, candidates: Candidates) -> None:
-    own = rows.options | damp.options() | tiles.options() | candidates.options() | {"k": k}
-    launch(triton_damping.damp_after, damp.grid, own)
-
-
-def _damp_here_(rows: Rows, damp: Damped) -> None:
-    launch(triton_damping.damp_here, damp.grid, rows.options | damp.options())
-
-
-def _undamp_(rows: Rows, damp: Damped, capacity: int, indices: Tensor, values: Tensor) -> None:
-    k = indices.shape[1]
-    num_steps = (k - 1).bit_length()
-    own = {
-        "indices": indices, "values": values, "k": k, "capacity": capacity, "num_steps": num_steps,
-        "half_k": 1 << num_steps >> 1,
-    }  # fmt: skip
-    launch(triton_damping.undamp, damp.grid, rows.options | damp.options() | own)
+def _cut(rows: Rows, listed: Tensor, tile: int, num_tiles: int, is_aligned: bool) -> Tensor:
+    """Where in an ascending list, (rows, m), the entries of each tile start; nothing if there are none."""
+    num = listed.shape[1]
+    starts = rows.empty(num_tiles + 1 if num > 0 else 0, torch.int64)
+    if num > 0:
+        own = {
+            "listed": listed, "starts": starts, "num_listed": num, "num_listed_bits": num.bit_length(),
+            "tile": tile, "num_tiles": num_tiles, "BLOCK": _SMALL_BLOCK,
+        }  # fmt: skip
+        own |= rows.options | {"IS_ALIGNED": is_aligned}
+        launch(triton_damping.cut, (math.ceil((num_tiles + 1) / _SMALL_BLOCK), rows.num), own)
+    return starts
 
 
 def _num_stretches(rows: Rows, most: int) -> int:

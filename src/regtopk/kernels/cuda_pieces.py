@@ -44,11 +44,25 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
         return num_bad == 0
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+def clear_(pieces: Sequence[Tensor]) -> None:
+    """Make pieces zero."""
+    if not _has_table(pieces):
+        torch._foreach_zero_(list(pieces))
+        return
+    increment_version(pieces)
+    with torch.cuda.device_of(pieces[0]):
+        cut = _cut_of(pieces[0], pieces)
+        own = {"first": pieces[0], "addresses": _addresses_of(pieces), **cut._asdict(), "TILE": _TILE}
+        launch(triton_pieces.clear, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
+
+
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
     """See `reference.spread_`."""
     if len(pieces) == 1 or not _has_table(pieces):
-        reference.spread_(pieces, vector, support)
+        reference.spread_(pieces, vector, support, are_zero)
         return
+    if not are_zero:
+        clear_(pieces)
     with torch.cuda.device_of(vector):
         increment_version(pieces)
         indices = support.indices.contiguous()
@@ -58,7 +72,6 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
             "indices": indices, "num_taken": indices.numel(), "NUM_PIECES": len(pieces),
             "NUM_STEPS": (len(pieces) - 1).bit_length(), "TILE": _TILE, "BLOCK": _BLOCK,
         }  # fmt: skip
-        launch(triton_pieces.clear, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
         launch(triton_pieces.scatter, (-(-indices.numel() // _BLOCK), 1), own)
 
 

@@ -65,7 +65,9 @@ class Kernel(Protocol):
     ) -> Tensor:
         """Write pieces, or start minus pieces, into a vector, and say whether it is finite."""
 
-    def spread_(self, pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+    def spread_(
+        self, pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False
+    ) -> None:
         """Write a vector that is zero outside of its support into pieces."""
 
 
@@ -122,9 +124,19 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
     return kernel_for(vector, None).join_(vector, pieces, start)
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
     """Write a vector that is zero outside of its support into pieces: see `reference.spread_`."""
-    kernel_for(vector, None).spread_(pieces, vector, support)
+    kernel_for(vector, None).spread_(pieces, vector, support, are_zero)
+
+
+def clear_(pieces: Sequence[Tensor]) -> None:
+    """Make pieces of CUDA memory zero, in one launch if they are large."""
+    if describe("cuda").kernel == "reference" or sum(map(Tensor.numel, pieces)) < SMALL_NUMEL["cuda"]:
+        torch._foreach_zero_(list(pieces))
+    else:
+        from regtopk.kernels import cuda_pieces
+
+        cuda_pieces.clear_(pieces)
 
 
 def unpacks(words: Tensor) -> bool:

@@ -3,32 +3,29 @@
 import triton
 import triton.language as tl
 
+from regtopk.kernels.triton_damping import exchange, first_of_tile, load_damped, put
 from regtopk.kernels.triton_words import (
     GUESS,
     LIMIT,
     SIZES,
+    bounds_of,
     key_of,
+    keys_of,
     lead_of,
     leading_bits_of_rank,
+    load_tile,
     start_of,
+    store_tile,
 )
 
 
 @triton.jit
-def _accumulate(residual, grad, places, mask, HAS_GRAD: tl.constexpr, KEY_BITS: tl.constexpr):
-    """residual += grad; the keys, or -1 where masked. Loads without a mask are 16 bytes wide."""
-    if mask is None:
-        a = tl.load(residual + places)
-        if HAS_GRAD:
-            a = (a + tl.load(grad + places)).to(a.dtype)
-            tl.store(residual + places, a)
-        return key_of(a, KEY_BITS)
-    else:
-        a = tl.load(residual + places, mask=mask, other=0.0)
-        if HAS_GRAD:
-            a = (a + tl.load(grad + places, mask=mask, other=0.0)).to(a.dtype)
-            tl.store(residual + places, a, mask=mask)
-        return tl.where(mask, key_of(a, KEY_BITS), -1)
+def _side_of(keys, guess, limit, IS_WIDE: tl.constexpr):
+    """Whether keys reach the guess (1), and the limit (2 more)."""
+    side = (keys >= guess).to(tl.int32)
+    if IS_WIDE:
+        side += 2 * (keys >= limit).to(tl.int32)
+    return side
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -39,40 +36,75 @@ def accumulate(
     tile_counts,
     tile_above,
     slots,
+    damped,
+    scores,
+    saved,
+    damped_starts,
     numel,
+    num_damped,
     residual_stride,
     grad_stride,
     num_words,
     IS_ALIGNED: tl.constexpr,
     IS_WIDE: tl.constexpr,
+    HAS_DAMPED: tl.constexpr,
     HAS_GRAD: tl.constexpr,
     KEY_BITS: tl.constexpr,
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """residual += grad on a tile; count its candidates, and keep where in it the first ROOM of them are.
 
-    In a wide plan also count the entries that reach the limit.
+    Damped entries are left with their scores. In a wide plan also count the entries that reach the limit.
 
     Programs start at the end of a row: a driver has just read the gradient, so its end may be in the cache.
     """
     row = tl.program_id(1).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    residual += start_of(row, residual_stride, IS_ALIGNED)
-    grad += start_of(row, grad_stride, IS_ALIGNED)
     lead = lead_of(row, residual_stride, IS_ALIGNED)
     start = tile.to(tl.int64) * TILE
-    places = start + tl.arange(0, TILE)
-    if (start >= lead) & (start + TILE <= lead + numel):
-        keys = _accumulate(residual, grad, places, None, HAS_GRAD, KEY_BITS)
-    else:
-        mask = (places >= lead) & (places < lead + numel)
-        keys = _accumulate(residual, grad, places, mask, HAS_GRAD, KEY_BITS)
+    first, stop = bounds_of(start, lead, numel, TILE)
+    residual += start_of(row, residual_stride, IS_ALIGNED) + start
+    grad += start_of(row, grad_stride, IS_ALIGNED) + start
+    a = load_tile(residual, first, stop, TILE)
+    if HAS_GRAD:
+        g = load_tile(grad, first, stop, TILE)
+    if HAS_DAMPED:  # what is looked up is on its way before anybody waits for the tile
+        damped += row * num_damped
+        scores += row * num_damped
+        saved += row * num_damped
+        damped_starts += row * (tl.num_programs(0) + 1) + tile
+        d_first, d_stop, j, score = first_of_tile(damped_starts, damped, scores, BLOCK)
     work += row * num_words
-    is_candidate = keys >= tl.load(work + GUESS).to(keys.dtype)
+    guess, limit = tl.load(work + GUESS), tl.load(work + LIMIT)
+    if HAS_GRAD:
+        a = (a + g).to(a.dtype)
+        store_tile(residual, a, first, stop, TILE)
+    keys = keys_of(a, first, stop, KEY_BITS, TILE)
+    if HAS_DAMPED:  # noqa: SIM102 - one is known to the compiler, the other is not
+        if d_first < d_stop:
+            tl.debug_barrier()  # all threads have stored
+            moves = tl.zeros((BLOCK,), tl.int32)  # whether a score is on another side of the guess than a
+            while d_first < d_stop:
+                d = d_first + tl.arange(0, BLOCK)
+                held = exchange(residual + (lead - start) + j, score, d < d_stop, KEY_BITS)
+                tl.store(saved + d, held, mask=d < d_stop)
+                was = _side_of(key_of(held, KEY_BITS), guess, limit, IS_WIDE)
+                now = _side_of(key_of(score, KEY_BITS), guess, limit, IS_WIDE)
+                moves = tl.where(d < d_stop, moves | (was ^ now), moves)
+                d_first += BLOCK
+                j, score = load_damped(damped, scores, d_first, d_stop, BLOCK)
+            if tl.max(moves) > 0:
+                tl.debug_barrier()
+                i = tl.arange(0, TILE)
+                inside = (i >= first) & (i < stop)
+                a = tl.load(residual + i, mask=inside, other=0.0, cache_modifier=".cg")
+                keys = keys_of(a, first, stop, KEY_BITS, TILE)
+    is_candidate = keys >= guess.to(keys.dtype)
     at_tile = row * tl.num_programs(0) + tile
     if IS_WIDE:
-        is_above = keys >= tl.load(work + LIMIT).to(keys.dtype)
+        is_above = keys >= limit.to(keys.dtype)
         is_candidate = is_candidate & (is_above == 0)
         tl.store(tile_above + at_tile, tl.sum(is_above.to(tl.int32)).to(tl.int64))
     if ROOM > 0:
@@ -126,15 +158,20 @@ def take_per_chunk(
     grad,
     indices,
     values,
+    damped,
+    scores,
+    damped_starts,
     numel,
+    num_damped,
     chunk,
     k,
     num_taken,
     residual_stride,
     grad_stride,
-    HAS_GRAD: tl.constexpr,
+    HAS_DAMPED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Accumulate a chunk, and move its k largest out; `num_taken` a row, `SIZE` >= chunk."""
     row = tl.program_id(1).to(tl.int64)
@@ -144,9 +181,19 @@ def take_per_chunk(
     mask = offsets < stop
     residual += row * residual_stride
     a = tl.load(residual + offsets, mask=mask, other=0.0)
-    if HAS_GRAD:
-        a = (a + tl.load(grad + row * grad_stride + offsets, mask=mask, other=0.0)).to(a.dtype)
+    a = (a + tl.load(grad + row * grad_stride + offsets, mask=mask, other=0.0)).to(a.dtype)
     key = tl.where(mask, key_of(a, KEY_BITS), -1)
+    if HAS_DAMPED:
+        damped += row * num_damped
+        scores += row * num_damped
+        damped_starts += row * (tl.num_programs(0) + 1) + tl.program_id(0)
+        first, last, j, score = first_of_tile(damped_starts, damped, scores, BLOCK)
+        if first < last:
+            tl.store(residual + offsets, a, mask=mask)
+            put(residual, damped, scores, first, last, j, score, BLOCK)
+            scored = tl.load(residual + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+            key = tl.where(mask, key_of(scored, KEY_BITS), -1)
+            tl.debug_barrier()  # all threads have read, before one writes
     wanted = tl.minimum(k, stop - start)
     threshold = leading_bits_of_rank(key, wanted, KEY_BITS, KEY_BITS)
     is_equal = (key == threshold).to(tl.int32)

@@ -1,181 +1,108 @@
-"""Triton programs that put scores in the place of damped entries, and take them away again."""
+"""Triton programs for entries whose score is given: the damped ones, in ascending order.
+
+While a selection runs, the residual holds their scores, and `saved` what they will get back. Entries of one
+tile are neighbours in an ascending list: `cut` finds where those of each tile start.
+"""
 
 import triton
 import triton.language as tl
 
-from regtopk.kernels.triton_words import GUESS, NUM_LOST, SIZES, is_enough, key_of, lead_of
-
-COMPARED_AT_ONCE = tl.constexpr(8)  # candidates; with fewer, there are more waits for memory in a row
+from regtopk.kernels.triton_words import SIZES, key_of, lead_of
 
 
 @triton.jit
-def _find_in_tile(offsets, num, j, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where j is among the first `num` offsets, which are in order, or -1: for BLOCK different j.
-
-    By bisection down to a few, and those all at once, which waits for memory only once.
-    """
-    low = tl.zeros((BLOCK,), tl.int64)  # of the last few that start at or before j, the first
-    width = tl.full((), TILE // 2, tl.int64)
-    most = tl.max(num)
-    while (width >= most) & (width >= COMPARED_AT_ONCE):
-        width = width // 2
-    while width >= COMPARED_AT_ONCE:
-        probe = low + width
-        at = tl.load(offsets + probe, mask=probe < num, other=0)
-        low = tl.where((probe < num) & (at <= j), probe, low)
-        width = width // 2
-    position = tl.full((BLOCK,), -1, tl.int64)
-    for step in tl.static_range(COMPARED_AT_ONCE):
-        at = tl.load(offsets + low + step, mask=low + step < num, other=-1)
-        position = tl.where(at == j, low + step, position)
-    return position
+def count_below(ascending, num, num_steps, x):
+    """How many of `num` ascending numbers are below each x, by bisection; `num` has `num_steps` bits."""
+    below = tl.zeros_like(x)
+    for step in range(num_steps):
+        probe = below + (tl.full((), 1, tl.int64) << (num_steps - 1 - step))
+        at = tl.load(ascending + probe - 1, mask=probe <= num, other=0)
+        below = tl.where((probe <= num) & (at < x), probe, below)
+    return below
 
 
 @triton.jit(do_not_specialize=SIZES)
-def damp_before(
-    residual,
-    grad,
-    damped,
-    scores,
-    saved,
-    work,
-    num_damped,
-    residual_stride,
-    grad_stride,
-    num_words,
-    KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Save a where it is damped, and leave a residual there that `accumulate` cannot overlook.
+def cut(
+    listed, starts, num_listed, num_listed_bits, num_tiles, tile, residual_stride,
+    IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where in an ascending list the entries of every tile start, and where those of the last one end."""
+    row = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = t * tile - lead_of(row, residual_stride, IS_ALIGNED)
+    below = count_below(listed + row * num_listed, num_listed, num_listed_bits, first)
+    tl.store(starts + row * (num_tiles + 1) + t, below, mask=t <= num_tiles)
 
-    The residual becomes ±score with the gradient's sign, so that what
-    `accumulate` finds, |±score + g|, is at least the score. Count where only that sum reaches the guess.
+
+@triton.jit
+def key_of_sample(key, j, damped, scores, num_damped, num_damped_bits, KEY_BITS: tl.constexpr):
+    """The keys of entries j, or those of their scores where these are given."""
+    at = count_below(damped, num_damped, num_damped_bits, j)
+    is_damped = tl.load(damped + at, mask=at < num_damped, other=-1) == j
+    score = tl.load(scores + at, mask=is_damped, other=0.0)
+    return tl.where(is_damped, key_of(score, KEY_BITS), key)
+
+
+@triton.jit
+def first_of_tile(starts, damped, given, BLOCK: tl.constexpr):
+    """Where the damped entries of a tile start and stop in the list; the first of them, and what is given.
+
+    A program that loads them before it needs them does not wait for them.
     """
-    row = tl.program_id(1).to(tl.int64)
-    work += row * num_words
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = d < num_damped
-    d = row * num_damped + d
-    j = tl.load(damped + d, mask=mask, other=0)
-    here = residual + row * residual_stride + j
-    r = tl.load(here, mask=mask, other=0.0)
-    g = tl.load(grad + row * grad_stride + j, mask=mask, other=0.0)
-    a = (r + g).to(r.dtype)
-    score = tl.load(scores + d, mask=mask, other=0.0)
-    announced = tl.where(g < 0, -score, score)
-    tl.store(saved + d, a, mask=mask)
-    tl.store(here, announced, mask=mask)
-    found = (announced + g).to(r.dtype)
-    least = tl.load(work + GUESS)
-    is_lost = mask & (key_of(found, KEY_BITS) >= least) & (key_of(score, KEY_BITS) < least)
-    num_lost = tl.sum(is_lost.to(tl.int32))
-    if num_lost > 0:
-        tl.atomic_add(work + NUM_LOST, num_lost.to(tl.int64), sem="relaxed")
+    first, stop = tl.load(starts), tl.load(starts + 1)
+    j, x = load_damped(damped, given, first, stop, BLOCK)
+    return first, stop, j, x
 
 
-@triton.jit(do_not_specialize=SIZES)
-def damp_after(
-    residual,
-    damped,
-    scores,
-    saved,
-    work,
-    tile_counts,
-    tile_stops,
-    offsets,
-    keys,
-    num_damped,
-    k,
-    capacity,
-    num_tiles,
-    residual_stride,
-    num_words,
-    IS_ALIGNED: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Put a back if the candidates suffice, with the score's key among theirs; otherwise put the score.
-
-    A damped entry is looked for among the candidates of its tile.
-    """
-    row = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = d < num_damped
-    d = row * num_damped + d
-    j = tl.load(damped + d, mask=mask, other=0)
-    a = tl.load(saved + d, mask=mask, other=0.0)
-    score = tl.load(scores + d, mask=mask, other=0.0)
-    here = residual + row * residual_stride + j
-    if is_enough(work + row * num_words, k, capacity):
-        tl.store(here, a, mask=mask)
-        at_tile = row * num_tiles + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
-        num = tl.load(tile_counts + at_tile, mask=mask, other=0)
-        first = row * capacity + tl.load(tile_stops + at_tile, mask=mask, other=0) - num
-        position = _find_in_tile(offsets + first, num, j, TILE, BLOCK)
-        tl.store(keys + first + position, key_of(score, KEY_BITS), mask=position >= 0)
-    else:
-        tl.store(here, score, mask=mask)
+@triton.jit
+def load_damped(damped, given, first, stop, BLOCK: tl.constexpr):
+    """The next few damped entries from `first` on, and what is given for each."""
+    d = first + tl.arange(0, BLOCK)
+    return tl.load(damped + d, mask=d < stop, other=0), tl.load(given + d, mask=d < stop, other=0.0)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def damp_here(
-    residual,
-    damped,
-    scores,
-    saved,
-    num_damped,
-    residual_stride,
-    BLOCK: tl.constexpr,
-):
-    """Save what is already accumulated where it is damped, and put the score there."""
-    row = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = d < num_damped
-    d = row * num_damped + d
-    here = residual + row * residual_stride + tl.load(damped + d, mask=mask, other=0)
-    a = tl.load(here, mask=mask, other=0.0)
-    tl.store(saved + d, a, mask=mask)
-    tl.store(here, tl.load(scores + d, mask=mask, other=0.0), mask=mask)
+@triton.jit
+def put(residual, damped, given, first, stop, j, x, BLOCK: tl.constexpr):
+    """Write what is given for a tile's damped entries, from `first_of_tile`; then all threads see it."""
+    tl.debug_barrier()
+    while first < stop:
+        tl.store(residual + j, x, mask=first + tl.arange(0, BLOCK) < stop)
+        first += BLOCK
+        j, x = load_damped(damped, given, first, stop, BLOCK)
+    tl.debug_barrier()
+
+
+@triton.jit
+def exchange(place, x, mask, KEY_BITS: tl.constexpr):
+    """Write x, and return what was there: one trip to the cache."""
+    integer = tl.int32 if KEY_BITS == 31 else tl.int64
+    bits = x.to(integer, bitcast=True)
+    old = tl.atomic_xchg(place.to(tl.pointer_type(integer)), bits, mask=mask, sem="relaxed")
+    return old.to(x.dtype, bitcast=True)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def undamp(
-    residual,
-    damped,
-    saved,
-    work,
-    indices,
-    values,
-    num_damped,
-    k,
-    capacity,
-    half_k,
-    num_steps,
-    residual_stride,
-    num_words,
-    BLOCK: tl.constexpr,
-):
-    """Put a back for the score: among the values if the entry was taken, else in the residual.
+    residual, damped, saved, indices, values, starts, num_damped, num_tiles, k, residual_stride,
+    IS_ALIGNED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give damped entries back what they held: among the values if they were taken, else in the residual.
 
-    Looks for it in the ascending indices by bisection, from 2^(num_steps - 1) = half_k < k on. Where
-    the candidates sufficed, `damp_after` has put a back already. A capacity of -1 says that it was not there.
+    They are looked for among what was taken of their tile, which starts at `starts`.
     """
     row = tl.program_id(1).to(tl.int64)
-    if not is_enough(work + row * num_words, k, capacity):
-        d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        mask = d < num_damped
-        d = row * num_damped + d
-        j = tl.load(damped + d, mask=mask, other=0)
-        a = tl.load(saved + d, mask=mask, other=0.0)
-        indices += row * k
-        low = tl.zeros((BLOCK,), tl.int64)  # the last position whose index is <= j, if any
-        width = tl.full((), 0, tl.int64) + half_k
-        for _ in range(num_steps):
-            probe = low + width
-            at = tl.load(indices + probe, mask=mask & (probe < k), other=0)
-            low = tl.where((probe < k) & (at <= j), probe, low)
-            width = width // 2
-        is_taken = tl.load(indices + low, mask=mask, other=-1) == j
-        tl.store(values + row * k + low, a, mask=mask & is_taken)
-        tl.store(residual + row * residual_stride + j, a, mask=mask & (is_taken == 0))
+    d = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = d < num_damped
+    d = row * num_damped + d
+    j = tl.load(damped + d, mask=mask, other=0)
+    a = tl.load(saved + d, mask=mask, other=0.0)
+    at_tile = starts + row * (num_tiles + 1) + (j + lead_of(row, residual_stride, IS_ALIGNED)) // TILE
+    first, stop = tl.load(at_tile), tl.load(at_tile + 1)
+    num_steps, most = 0, tl.max(stop - first)
+    while most > 0:
+        num_steps += 1
+        most = most // 2
+    at = first + count_below(indices + row * k + first, stop - first, num_steps, j)
+    is_taken = tl.load(indices + row * k + at, mask=mask & (at < stop), other=-1) == j
+    tl.store(values + row * k + at, a, mask=mask & is_taken)
+    tl.store(residual + row * residual_stride + j, a, mask=mask & (is_taken == 0))

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from regtopk.kernels.triton_damping import key_of_sample
 from regtopk.kernels.triton_words import (
     GUESS,
     LIMIT,
@@ -27,10 +28,14 @@ def offset_of_sample(i, num_groups):
 def _sample(
     residual,
     grad,
+    damped,
+    scores,
     keys,
     num_groups,
+    num_damped,
+    num_damped_bits,
     first,
-    HAS_GRAD: tl.constexpr,
+    HAS_DAMPED: tl.constexpr,
     KEY_BITS: tl.constexpr,
     NUM_KEYS: tl.constexpr,
     PER_KEY: tl.constexpr,
@@ -38,29 +43,31 @@ def _sample(
 ):
     """Keys of a sample of a: SIZE of NUM_KEYS, from `first` on, each the largest of PER_KEY entries'."""
     at = first + tl.arange(0, SIZE)
-    largest = tl.zeros((SIZE,), keys.dtype.element_ty)
-    for part in tl.static_range(PER_KEY):
-        offsets = offset_of_sample(part * NUM_KEYS + at, num_groups)
-        a = tl.load(residual + offsets)
-        if HAS_GRAD:
-            a = (a + tl.load(grad + offsets)).to(a.dtype)
-        largest = tl.maximum(largest, key_of(a, KEY_BITS))
-    tl.store(keys + at, largest)
+    offsets = offset_of_sample(tl.arange(0, PER_KEY)[:, None] * NUM_KEYS + at[None, :], num_groups)
+    a = tl.load(residual + offsets)
+    key = key_of((a + tl.load(grad + offsets)).to(a.dtype), KEY_BITS)
+    if HAS_DAMPED:
+        key = key_of_sample(key, offsets, damped, scores, num_damped, num_damped_bits, KEY_BITS)
+    tl.store(keys + at, tl.max(key, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def guess(
     residual,
     grad,
+    damped,
+    scores,
     work,
     keys,
     num_groups,
+    num_damped,
+    num_damped_bits,
     rank,
     rank_of_limit,
     residual_stride,
     grad_stride,
     num_words,
-    HAS_GRAD: tl.constexpr,
+    HAS_DAMPED: tl.constexpr,
     IS_WIDE: tl.constexpr,
     KEY_BITS: tl.constexpr,
     NUM_BITS: tl.constexpr,
@@ -78,8 +85,9 @@ def guess(
     work += row * num_words
     keys += row * NUM_KEYS
     _sample(
-        residual + row * residual_stride, grad + row * grad_stride, keys, num_groups, tl.program_id(0) * size,
-        HAS_GRAD, KEY_BITS, NUM_KEYS, PER_KEY, size,
+        residual + row * residual_stride, grad + row * grad_stride, damped + row * num_damped,
+        scores + row * num_damped, keys, num_groups, num_damped, num_damped_bits, tl.program_id(0) * size,
+        HAS_DAMPED, KEY_BITS, NUM_KEYS, PER_KEY, size,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have stored, before one says so
     if tl.atomic_add(work + NUM_SAMPLED, 1, sem="acq_rel") == NUM_SAMPLERS - 1:

@@ -189,20 +189,28 @@ def _room(of_tile: float, tile: int) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How many candidates each tile has, how many there are up to its end, and where its first are in it."""
+    """How many candidates each tile has, how many there are up to its end, and where its first are in it.
+
+    In a wide plan also how many entries of it reach the limit. Where in their list its damped entries start.
+    """
 
     size: int
     room: int
     counts: Tensor
     stops: Tensor
     slots: Tensor
+    above: Tensor
+    is_wide: bool
+    damped_starts: Tensor
 
     def options(self) -> dict[str, Any]:
         """Arguments of the programs that read them."""
         return {
             "tile_counts": self.counts,
             "tile_stops": self.stops,
+            "tile_above": self.above,
             "num_tiles": self.counts.shape[1],
+            "IS_WIDE": self.is_wide,
             "TILE": self.size,
         }
 
@@ -222,17 +230,19 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Damped:
-    """The entries of each row whose score is given, (rows, m), and memory to save what they hold."""
+    """The entries of each row whose score is given, (rows, m), ascending, and memory to save what they hold.
+
+    There may be none; then the programs do not look at them.
+    """
 
     indices: Tensor
     scores: Tensor
     saved: Tensor
-    block: int
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """How many programs serve all of them."""
-        return math.ceil(self.indices.shape[1] / self.block), self.indices.shape[0]
+    def num(self) -> int:
+        """How many of each row."""
+        return self.indices.shape[1]
 
     def options(self) -> dict[str, Any]:
         """Arguments of the programs that read them."""
@@ -240,6 +250,7 @@ class Damped:
             "damped": self.indices,
             "scores": self.scores,
             "saved": self.saved,
-            "num_damped": self.indices.shape[1],
-            "BLOCK": self.block,
+            "num_damped": self.num,
+            "num_damped_bits": self.num.bit_length(),
+            "HAS_DAMPED": self.num > 0,
         }

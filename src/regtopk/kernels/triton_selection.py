@@ -10,7 +10,6 @@ from regtopk.kernels.triton_words import (
     LIMIT,
     NUM_ABOVE,
     NUM_CANDIDATES,
-    NUM_LOST,
     PREFIX,
     SIZES,
     WANTED,
@@ -74,7 +73,7 @@ def gather(
     if tl.program_id(0) == 0:
         tl.store(work + NUM_CANDIDATES, total)
     above = tl.load(work + NUM_ABOVE)
-    if (total <= capacity) & (above + total - tl.load(work + NUM_LOST) >= k) & (above < k):
+    if (total <= capacity) & (above + total >= k) & (above < k):
         lead = lead_of(row, residual_stride, IS_ALIGNED)
         residual += row * residual_stride
         offsets += row * capacity

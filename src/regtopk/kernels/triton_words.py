@@ -5,11 +5,10 @@ on one row, number `program_id(1)`. What a launch finds, it writes to the row's 
 at first), where the next launch reads it. The host reads nothing back.
 
     0          candidates: entries whose key reached the guess
-    1          damped candidates whose score does not reach it
-    2          the guess
-    3          programs that have taken their part of the sample
-    4          the limit: where there is one, entries whose key reaches it are no candidates, but taken
-    5          how many keys reach the limit
+    1          the guess
+    2          programs that have taken their part of the sample
+    3          the limit: where there is one, entries whose key reaches it are no candidates, but taken
+    4          how many keys reach the limit
     8 + i      the leading i digits of the threshold (8 bits a digit)
     24 + i     how many more are to be taken among the keys that start so
     40 + 256 i how many keys have each value of digit i, after the digits before it
@@ -20,9 +19,8 @@ Parameters are annotated with constexpr or not at all: Triton reads annotations 
 import triton
 import triton.language as tl
 
-NUM_CANDIDATES, NUM_LOST = tl.constexpr(0), tl.constexpr(1)
-GUESS, NUM_SAMPLED = tl.constexpr(2), tl.constexpr(3)
-LIMIT, NUM_ABOVE = tl.constexpr(4), tl.constexpr(5)
+NUM_CANDIDATES, GUESS, NUM_SAMPLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LIMIT, NUM_ABOVE = tl.constexpr(3), tl.constexpr(4)
 PREFIX, WANTED, COUNTS = tl.constexpr(8), tl.constexpr(24), tl.constexpr(40)
 BINS = tl.constexpr(256)
 # sizes that change from call to call: no program is compiled again because one is a multiple of 16
@@ -31,14 +29,16 @@ SIZES = [
     "k",
     "capacity",
     "num_damped",
+    "num_damped_bits",
     "num_groups",
     "num_tiles",
     "num_taken",
     "rank",
     "rank_of_limit",
     "chunk",
-    "half_k",
-    "num_steps",
+    "num_listed",
+    "num_listed_bits",
+    "tile",
     "row_words",
     "num_words",
     "num_value_words",
@@ -90,8 +90,43 @@ def lead_of(row, stride, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def bounds_of(start, lead, numel, TILE: tl.constexpr):
+    """Which entries of a tile that begins at `start` are the row's: from the first number to the second."""
+    first = tl.maximum(lead - start, 0).to(tl.int32)
+    return first, tl.minimum(lead + numel - start, TILE).to(tl.int32)
+
+
+@triton.jit
+def load_tile(tile, first, stop, TILE: tl.constexpr):
+    """A tile's entries, zero outside of the row. Loads without a mask are 16 bytes wide."""
+    i = tl.arange(0, TILE)
+    if (first == 0) & (stop == TILE):
+        entries = tl.load(tile + i)
+    else:
+        entries = tl.load(tile + i, mask=(i >= first) & (i < stop), other=0.0)
+    return entries
+
+
+@triton.jit
+def store_tile(tile, entries, first, stop, TILE: tl.constexpr):
+    """Write a tile's entries."""
+    i = tl.arange(0, TILE)
+    if (first == 0) & (stop == TILE):
+        tl.store(tile + i, entries)
+    else:
+        tl.store(tile + i, entries, mask=(i >= first) & (i < stop))
+
+
+@triton.jit
+def keys_of(entries, first, stop, KEY_BITS: tl.constexpr, TILE: tl.constexpr):
+    """The keys of a tile's entries, -1 outside of the row."""
+    i = tl.arange(0, TILE)
+    return tl.where((i >= first) & (i < stop), key_of(entries, KEY_BITS), -1)
+
+
+@triton.jit
 def is_enough(work, k, capacity):
     """Whether the k-th largest is sure to be among a row's candidates, and all of these were kept."""
     num = tl.load(work + NUM_CANDIDATES)
     above = tl.load(work + NUM_ABOVE)
-    return (num <= capacity) & (above + num - tl.load(work + NUM_LOST) >= k) & (above < k)
+    return (num <= capacity) & (above + num >= k) & (above < k)
