@@ -94,6 +94,8 @@ def _run_rank(
 ) -> None:
     """A rank's whole life, in its namespace; what it prints and says goes where the caller reads it."""
     os.setsid()  # Ctrl-C reaches the caller alone, which then ends the ranks
+    if not said.parent.exists():
+        return  # the caller was interrupted before it knew of this rank
     os.dup2(printed.fileno(), 1)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     _enter(namespace)

@@ -14,7 +14,7 @@ from regtopk.core.selection import (
     take_largest_per_chunk_,
     take_where_,
 )
-from regtopk.errors import WireFormatError
+from regtopk.errors import ArgumentError, WireFormatError
 
 
 def test_what_a_code_loses_stays_in_the_residual() -> None:
@@ -124,3 +124,12 @@ def test_what_finds_no_room_is_counted_and_stays() -> None:
     sent = take_above_(residual, grad, 3.0, 2)
     assert sent.indices.tolist() == [0, 2]
     assert residual.tolist() == [0.0, 1.0, 0.0, 0.5, 5.0, -6.0]
+
+
+@pytest.mark.parametrize("damped", [[[1, 2, 3], [0, 5, 4]], [[1, 2, 3], [0, 4, 4]]])
+def test_damped_entries_that_do_not_ascend_are_refused(damped: list[list[int]]) -> None:
+    residual, scores = torch.zeros(2, 8), torch.zeros(2, 3)
+    for take in (take_largest_, find_largest_):
+        with pytest.raises(ArgumentError, match=f"got {damped[1][1]} before 4$"):
+            take(residual, torch.ones(2, 8), 2, damped=torch.tensor(damped), scores=scores)
+    assert not residual.any()

@@ -6,6 +6,7 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.core.codes import is_lossless, quantise
 from regtopk.core.sparse import SparseGradient
+from regtopk.errors import ArgumentError
 
 
 def take_largest_(
@@ -19,8 +20,9 @@ def take_largest_(
 ) -> SparseGradient:
     """residual := residual + grad - sent, where sent holds the k entries of largest score.
 
-    a = residual + grad, score_j = |a_j|, or what ``scores`` says where j is in ``damped``.
+    a = residual + grad, score_j = |a_j|, or what ``scores`` says where j is in ``damped``, which ascends.
     """
+    _check_ascending(damped)
     kernel = kernels.kernel_for(residual, grad)
     indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
     sent = _code_(residual, indices, values, code)
@@ -38,6 +40,7 @@ def take_largest_per_chunk_(
     scores: Tensor | None = None,
 ) -> SparseGradient:
     """The same with the k largest scores of every chunk; all of a last chunk that is shorter."""
+    _check_ascending(damped)
     kernel = kernels.kernel_for(residual, grad)
     indices, values = kernel.take_largest_per_chunk_(
         residual, grad, chunk, k_per_chunk, damped=damped, scores=scores
@@ -119,10 +122,22 @@ def find_largest_(
     scores: Tensor | None = None,
 ) -> Tensor:
     """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
+    _check_ascending(damped)
     kernel = kernels.kernel_for(residual, grad)
     indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
     residual.scatter_(-1, indices, values)
     return indices
+
+
+def _check_ascending(damped: Tensor | None) -> None:
+    """Refuse what the kernels would misread. A GPU is not waited for: there it is not looked at."""
+    if damped is None or damped.device.type != "cpu":
+        return
+    is_next = damped[..., 1:] > damped[..., :-1]
+    if not bool(is_next.all()):
+        *row, place = (~is_next).nonzero()[0].tolist()
+        first, second = damped[tuple(row)][place : place + 2].tolist()
+        raise ArgumentError(f"damped must hold each entry once, ascending, got {first} before {second}")
 
 
 def kth_largest(vector: Tensor, k: int) -> Tensor:

@@ -79,15 +79,6 @@ def num_at_least(bits: Array, mask: Any, key: Any) -> Any:
 
 
 @compiled
-def is_ascending(indices: Array) -> bool:
-    """Whether no index is smaller than the one before it."""
-    for i in range(1, indices.size):  # noqa: SIM110 - a generator is not compiled
-        if indices[i] < indices[i - 1]:
-            return False
-    return True
-
-
-@compiled
 def damp_(accumulated: Array, damped: Array, scores: Array, saved: Array, d: Any, stop: int) -> Any:
     """Put scores in the place of a, for the damped entries from the d-th up to `stop`."""
     while d < damped.size and damped[d] < stop:

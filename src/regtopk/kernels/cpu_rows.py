@@ -41,7 +41,7 @@ class Row:
 
 
 def rows_of(residual: Tensor, grad: Tensor | None, damped: Tensor | None, scores: Tensor | None) -> list[Row]:
-    """Each row's memory, which the loops will change; the damped entries in ascending order."""
+    """Each row's memory, which the loops will change."""
     torch.autograd.graph.increment_version(residual)  # torch does not see what is written through numpy
     key_type = np.uint32 if residual.dtype == torch.float32 else np.uint64
     mask = key_type((1 << (8 * residual.itemsize - 1)) - 1)
@@ -50,9 +50,6 @@ def rows_of(residual: Tensor, grad: Tensor | None, damped: Tensor | None, scores
         damped = residual.new_empty(*residual.shape[:-1], 0, dtype=torch.int64)
         scores = residual.new_empty(*residual.shape[:-1], 0)
     damped, scores = damped.contiguous(), scores.contiguous()
-    if not all(loops.is_ascending(where) for where in flat(damped)):
-        damped, order = damped.sort(dim=-1)
-        scores = scores.gather(-1, order)
     kind = loops.NOTHING if grad is None else _HALF_KINDS.get(grad.dtype, loops.NATIVE)
     if grad is not None and kind != loops.NATIVE:
         grad = grad.view(torch.uint16)

@@ -52,7 +52,6 @@ _TILES_TOGETHER, _TILES_COUNTED = 32, 16  # one program gathers, or counts, the 
 _SMALL_BLOCK = 1 << 8  # damped entries that a program looks at together
 _KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
 _MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
-_MAX_MOVERS = 1 << 10  # programs that share the candidates, to move some out
 _MANY = 1 << 22  # so many entries are worth launches of their own, and not worth being copied
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
@@ -221,7 +220,7 @@ def _move_out_(
     Damped entries get back what they held.
     """
     indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
-    num_parts = _num_stretches(rows, _MAX_MOVERS)
+    num_parts = _num_stretches(rows, _MAX_STRETCHES)
     taken = rows.empty(2 * num_parts, torch.int64)  # of a row, those above the threshold and those equal
     own = {"indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _BLOCK}
     own |= rows.options | candidates.options()

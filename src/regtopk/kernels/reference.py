@@ -51,7 +51,7 @@ def take_largest_(
         residual: (..., J), float32 or float64; changed in place.
         grad: (..., J), any floating dtype; not changed.
         k: how many entries to take, 1 <= k <= J.
-        damped: (..., m) int64, distinct entries whose score is given.
+        damped: (..., m) int64, entries whose score is given, each once and in ascending order.
         scores: (..., m), their scores >= 0, in the residual's dtype.
 
     Returns:
@@ -103,7 +103,7 @@ def take_largest_per_chunk_(
         grad: (..., J), any floating dtype; not changed.
         chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
         k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
-        damped: (..., m) int64, distinct entries of the row whose score is given.
+        damped: (..., m) int64, entries of the row whose score is given, each once and in ascending order.
         scores: (..., m), their scores >= 0, in the residual's dtype.
 
     Returns:
