@@ -10,6 +10,7 @@ from torch import Tensor
 from regtopk.algorithms import Dense, TopK
 from regtopk.core.algorithm import Promise
 from regtopk.core.codes import is_lossless
+from regtopk.core.requests import SparseSum
 from regtopk.core.state import State
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError, GradientError
@@ -137,6 +138,16 @@ def test_replicas_equal_separate_clusters(case: Case) -> None:
     for replica, cluster in enumerate(apart):
         of_replica = {name: t if t.dim() == 0 else t[replica] for name, t in saved_tensors(together).items()}
         assert_same(saved_tensors(cluster), of_replica)
+
+
+@that_promise("one_sum")
+def test_one_sum_of_known_length_is_all_that_is_asked_for(case: Case) -> None:
+    ranks = LockStep(case.make(), WEIGHTS, Layout.anonymous(J), torch.float32)
+    for grads in random_grads(3):
+        (requests,) = ranks.step(grads)[1]
+        for request in requests:
+            assert type(request) is SparseSum and request.sparse.count is None
+    assert "shared" not in type(ranks.states[0]).rules().values()
 
 
 @that_promise("exact_k")

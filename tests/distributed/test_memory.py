@@ -41,7 +41,7 @@ def make_bucket() -> Bucket:
 
 def test_an_aggregates_memory_is_used_again() -> None:
     bucket, aggregate = make_bucket(), torch.ones(8)
-    bucket.recycle(aggregate, None, flat=torch.ones(8))
+    bucket.sums.recycle(aggregate, torch.ones(8), *bucket.state.state_dict().values())
     assert bucket.sums.spare is not None and bucket.sums.spare.vector is aggregate
 
 
@@ -63,9 +63,10 @@ def test_the_memory_of_a_sparse_sum_is_cleared_where_it_is_not_zero() -> None:
 
 def test_memory_that_is_in_use_is_left_alone() -> None:
     bucket, flat = make_bucket(), torch.ones(8)
-    bucket.recycle(flat.view(8), None, flat)
+    bucket.sums.recycle(flat.view(8), flat)
     assert bucket.sums.spare is None
-    bucket.recycle(bucket.state.state_dict()["residual"].view(8), None, flat)
+    residual = bucket.state.state_dict()["residual"]
+    bucket.sums.recycle(residual.view(8), flat, residual)
     assert bucket.sums.spare is None
 
 

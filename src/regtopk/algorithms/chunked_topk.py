@@ -71,9 +71,10 @@ class ChunkedTopK(Sparsifier[ScoredState]):
     @property
     def promises(self) -> Promises:
         """A residual that fades is not conserved, and one that pays for others only together with theirs."""
+        promises: Promises = frozenset({"conserves", "dense_at_full_density", "one_sum", "replicates"})
         if self.decay < 1:
-            return frozenset({"replicates"})
-        return with_imputation(self.impute, frozenset({"conserves", "dense_at_full_density", "replicates"}))
+            promises -= {"conserves", "dense_at_full_density"}
+        return with_imputation(self.impute, promises)
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""

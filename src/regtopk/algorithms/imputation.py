@@ -50,9 +50,10 @@ def check_impute(impute: Any) -> None:
 
 def with_imputation(impute: Impute, promises: Promises) -> Promises:
     """What an algorithm promises if it imputes: one worker's residual then pays for another's entry."""
-    if impute == 0 or "conserves" not in promises:
+    if impute == 0:
         return promises
-    return promises - {"conserves"} | {"conserves_sum"}
+    promises -= {"one_sum"}  # receivers must know who sent an entry
+    return promises - {"conserves"} | {"conserves_sum"} if "conserves" in promises else promises
 
 
 def with_learning(impute: Impute, state: StateT, worker: Worker) -> StateT:

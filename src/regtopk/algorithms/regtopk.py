@@ -74,7 +74,7 @@ class RegTopK(Sparsifier[ScoredState]):
     def promises(self) -> Promises:
         """A worker that pays for others' entries conserves its own only together with them."""
         return with_imputation(
-            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
+            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
         )
 
     @cached_property

@@ -40,7 +40,7 @@ class TopK(Sparsifier[ResidualState]):
     def promises(self) -> Promises:
         """A worker that pays for others' entries conserves its own only together with them."""
         return with_imputation(
-            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
+            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
         )
 
     def init(self, worker: Worker) -> ResidualState:

@@ -32,6 +32,7 @@ Promise = Literal[
     "shared_support",  # all workers send the same entries
     "dense_at_full_density",  # with k = J the aggregate is that of Dense with the same value code
     "unbiased",  # over its random draws, the mean aggregate is sum_n w_n g_n
+    "one_sum",  # a step asks for one sparse sum, of messages whose length is known, and for nothing else
     "replicates",  # runs R independent clusters, (R, N, J), at once: no size depends on the gradients
 ]
 Promises = frozenset[Promise]

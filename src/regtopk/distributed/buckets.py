@@ -20,8 +20,7 @@ from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.layout import flat_dtype, layout_of
 from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.rank import Rank, SumBuffer, Total
-from regtopk.kernels import Support
+from regtopk.distributed.rank import Rank, SumBuffer
 
 Names = tuple[str, ...]
 Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
@@ -69,12 +68,6 @@ class Bucket:
             assert self.state_before is not None
             self.state, self.state_before, self.is_settled = self.state_before, None, True
 
-    def recycle(self, aggregate: Tensor, support: Support | None, flat: Tensor) -> None:
-        """Let the next aggregate be written over this one, unless the state or the vector is there."""
-        in_use = {_memory(tensor) for tensor in (flat, *self.state.state_dict().values())}
-        is_free = _memory(aggregate) not in in_use
-        self.sums.spare = Total(aggregate, support, aggregate._version) if is_free else None
-
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""
         return {
@@ -102,10 +95,6 @@ class Bucket:
         for field, saved in others.items():
             new = getattr(self.state, field)
             setattr(self.state, field, saved.to(device=new.device, dtype=new.dtype, copy=True))
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class Buckets:

@@ -145,21 +145,33 @@ class ShardedHookState(ExchangeBase):
             steps.agree_with_shards()
             with steps.half_way():
                 if steps.is_finite:
-                    steps.exchange(buckets, [self._flats[bucket.names[0]] for bucket in buckets], self._add)
+                    grads: list[Tensor] = []
+                    parts: list[Tensor] = []
+                    flats = [self._flats[bucket.names[0]] for bucket in buckets]
+                    steps.exchange(buckets, flats, partial(self._collect, grads, parts))
+                    torch._foreach_add_(grads, parts)  # FSDP has made the gradients of zeros
             steps.end()
         if not steps.is_finite:  # also in units that did not arrive: no part may make a step alone
             for p in [p for unit in self._units for p in unit.trainable if p.grad is not None]:
                 local(p.grad).fill_(math.nan)
 
-    def _add(self, names: Sequence[str], aggregate: Tensor, _: kernels.Support | None, __: bool) -> None:
-        """Add a unit's aggregate to the gradients of its parameters, which FSDP has made of zeros."""
+    def _collect(
+        self,
+        grads: list[Tensor],
+        parts: list[Tensor],
+        names: Sequence[str],
+        aggregate: Tensor,
+        _: kernels.Support | None,
+        __: bool,
+    ) -> None:
+        """The gradients of a unit's parameters, and what the aggregate is for each of them."""
         unit, sizes = self._sizes_of[names[0]]
-        grads = [p.grad._local_tensor for p in unit.trainable]  # to_local() takes longer than the sum
+        mine = [p.grad._local_tensor for p in unit.trainable]  # to_local() takes longer than the sum
         padded = aggregate.split(sizes)
-        if [grad.numel() for grad in grads] != sizes:
-            padded = [part[: grad.numel()] for part, grad in zip(padded, grads, strict=True)]
-        parts = list(map(Tensor.view_as, padded, grads))
-        torch._foreach_add_(grads, parts)
+        if [grad.numel() for grad in mine] != sizes:
+            padded = [part[: grad.numel()] for part, grad in zip(padded, mine, strict=True)]
+        grads += mine
+        parts += map(Tensor.view_as, padded, mine)
 
 
 class _DenseMean:
@@ -231,10 +243,15 @@ def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
 
 
 def _vectors_for(parameters: Parameters, units: list[Unit]) -> dict[str, Tensor]:
-    """By name, where the units' gradients are kept until backward is over."""
-    stand_ins = {unit.name: parameters.named[unit.name] for unit in units}
+    """By name, where the units' gradients are kept until backward is over; those of one size are rows."""
+    kinds: dict[Any, list[str]] = {}
+    for unit in units:
+        p = parameters.named[unit.name]
+        kinds.setdefault((p.numel(), flat_dtype([p]), p.device), []).append(unit.name)
     return {
-        name: torch.zeros(p.numel(), dtype=flat_dtype([p]), device=p.device) for name, p in stand_ins.items()
+        name: row
+        for (numel, dtype, device), names in kinds.items()
+        for name, row in zip(names, torch.zeros(len(names), numel, dtype=dtype, device=device), strict=True)
     }
 
 

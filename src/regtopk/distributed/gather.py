@@ -46,10 +46,11 @@ def gather_sparse(
 
     Args:
         rank: this one.
-        parts: this rank's sparse vectors, and a few numbers or None; if all ranks' are equally long, they
-            travel together.
+        parts: this rank's sparse vectors, each (m,) or a batch of them, (U, 1, m), which comes back as
+            (U, N, m); and a few numbers or None. If all ranks' are equally long, they travel together.
     """
-    if len(parts) > 1 and all(_is_even(rank, part) for part in parts):
+    is_batch = any(sparse.indices.dim() > 1 for sparse, _ in parts)
+    if (len(parts) > 1 or is_batch) and all(_is_even(rank, part) for part in parts):
         return [(rows, None) for rows in _gather_together(rank, [sparse for sparse, _ in parts])]
     return [_gather_one(rank, *part) for part in parts]
 
@@ -84,16 +85,9 @@ def _gather_together(rank: Rank, parts: list[SparseGradient]) -> list[SparseGrad
     """Vectors of known lengths: one collective for all of them; those of one kind are coded as one batch."""
     kinds: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):
-        key = part.numel, part.indices.shape, part.values.dtype, part.code
+        key = part.numel, part.indices.shape[-1], part.values.dtype, part.code
         kinds.setdefault(key, []).append(number)
-    batches = [
-        replace(
-            parts[numbers[0]],
-            indices=torch.stack([parts[number].indices for number in numbers]),
-            values=torch.stack([parts[number].values for number in numbers]),
-        )
-        for numbers in kinds.values()
-    ]
+    batches = [_as_batch([parts[number] for number in numbers]) for numbers in kinds.values()]
     with rank.timer.phase("encode_s"):
         messages = [encode(batch, rank.index_code) for batch in batches]
     with rank.timer.phase("collective_s"):
@@ -105,11 +99,23 @@ def _gather_together(rank: Rank, parts: list[SparseGradient]) -> list[SparseGrad
         for numbers, batch, message, section in zip(kinds.values(), batches, messages, sections, strict=True):
             of_each = section.unflatten(-1, message.shape).transpose(0, 1).flatten(0, 1)
             rows, status = _decode(rank, of_each, batch.indices.shape[-1], batch)
-            rank.check_later(status.view(len(numbers), -1))
-            columns = [t.unflatten(0, (len(numbers), -1)) for t in (rows.indices, rows.values, rows.counts)]
-            for number, indices, values, counts in zip(numbers, *columns, strict=True):
+            num_rows = len(batch.indices)
+            rank.check_later(status.view(num_rows, -1))
+            sizes = [parts[number].indices.shape[:-1].numel() for number in numbers]
+            columns = [t.unflatten(0, (num_rows, -1)) for t in (rows.indices, rows.values, rows.counts)]
+            for number, *mine in zip(numbers, *(column.split(sizes) for column in columns), strict=True):
+                if parts[number].indices.dim() == 1:
+                    mine = [column.squeeze(0) for column in mine]
+                indices, values, counts = mine
                 found[number] = SparseGradient(indices, values, batch.numel, counts, batch.code)
     return [found[number] for number in range(len(parts))]
+
+
+def _as_batch(parts: list[SparseGradient]) -> SparseGradient:
+    """Vectors of one kind, each (m,) or (U, 1, m), as rows, (R, m)."""
+    columns = [[t.reshape(-1, t.shape[-1]) for t in (part.indices, part.values)] for part in parts]
+    indices, values = (c[0] if len(c) == 1 else torch.cat(c) for c in zip(*columns, strict=True))
+    return replace(parts[0], indices=indices, values=values)
 
 
 def _is_even(rank: Rank, part: tuple[SparseGradient, Tensor | None]) -> bool:

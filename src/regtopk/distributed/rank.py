@@ -37,21 +37,24 @@ class Total:
         support = self.support_of(self.vector)
         if support is None or support.indices.numel() * _WRITTEN_AT_ONCE > self.vector.numel():
             return self.vector.zero_()
-        return self.vector.index_fill_(0, support.indices.flatten(), 0)
+        if self.vector.dim() == 1:
+            return self.vector.index_fill_(0, support.indices.flatten(), 0)
+        return self.vector.scatter_(-1, support.indices.flatten(-2), 0)
 
 
 class SumBuffer:
-    """Where the sums of one bucket are made: in memory that is used again, because new memory costs more."""
+    """Where the sums of a bucket are made: in memory that is used again, because new memory costs more."""
 
     def __init__(self) -> None:
         self.spare: Total | None = None  # memory for the next sum, which nobody needs any more
         self.total: Total | None = None  # the last sparse sum
 
     def zeros_for(self, sparse: SparseGradient) -> Tensor:
-        """A vector of zeros for a sum, in the spare memory if it fits."""
+        """A vector of zeros for a sum, (J,), or (U, J) for U at once, in the spare memory if it fits."""
         spare, self.spare = self.spare, None
-        if spare is None or spare.vector.numel() != sparse.numel or spare.vector.dtype != sparse.values.dtype:
-            return sparse.values.new_zeros(sparse.numel)
+        shape = (*sparse.indices.shape[:-2], sparse.numel)
+        if spare is None or spare.vector.shape != shape or spare.vector.dtype != sparse.values.dtype:
+            return sparse.values.new_zeros(shape)
         return spare.cleared()
 
     def keep(self, vector: Tensor, indices: Tensor, counts: Tensor) -> None:
@@ -61,6 +64,23 @@ class SumBuffer:
     def support_of(self, aggregate: Tensor) -> Support | None:
         """Where an aggregate is not zero, if it is the last sparse sum, unchanged."""
         return None if self.total is None else self.total.support_of(aggregate)
+
+    def recycle(self, aggregate: Tensor, *in_use: Tensor) -> None:
+        """Let the next sum be made in the memory of this one, unless something else is there."""
+        here = memory_of(aggregate)
+        self.spare = None
+        if here in map(memory_of, in_use):
+            return
+        total = self.total
+        if total is not None and memory_of(total.vector) == here and aggregate._version == total.version:
+            self.spare = total
+        elif aggregate.dim() == 1:
+            self.spare = Total(aggregate, None, aggregate._version)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where a tensor's memory starts."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class Rank:
@@ -165,7 +185,7 @@ class Rank:
     def count_entries(self, sparse: SparseGradient) -> None:
         """Add the entries this rank sent."""
         if not self.is_idle:
-            self.record.num_entries += sparse.indices.shape[-1] if sparse.count is None else int(sparse.count)
+            self.record.num_entries += sparse.indices.numel() if sparse.count is None else int(sparse.count)
 
 
 @lru_cache(maxsize=64)

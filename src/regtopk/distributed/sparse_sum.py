@@ -1,7 +1,9 @@
 """Sparse sums: everybody's messages by all_gather, or split by index region, whichever moves fewer bytes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from regtopk import kernels
@@ -30,9 +32,22 @@ def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> lis
         )
     )
     return [
-        split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, *next(gathered))
+        _split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, *next(gathered))
         for (request, sums), is_split in zip(asked, are_split, strict=True)
     ]
+
+
+def _split_sum(rank: Rank, request: SparseSum, sums: SumBuffer) -> Tensor | OfSenders:
+    """The sum of vectors that are split by region; of a batch, (U, 1, m), one after another."""
+    sparse = request.sparse
+    if sparse.indices.dim() == 1:
+        return split_sum(rank, request, sums)
+    assert type(request) is SparseSum
+    rows = zip(sparse.indices.squeeze(1), sparse.values.squeeze(1), strict=True)
+    parts = [replace(sparse, indices=indices, values=values) for indices, values in rows]
+    weight = request.weight.view(())
+    totals = [split_sum(rank, SparseSum(part, weight), SumBuffer()) for part in parts]
+    return torch.stack([total for total in totals if isinstance(total, Tensor)]).unsqueeze(1)
 
 
 def _is_split(rank: Rank, request: SparseSum) -> bool:
@@ -44,7 +59,10 @@ def _is_split(rank: Rank, request: SparseSum) -> bool:
 def _sum(
     rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient, everyones: Tensor | None
 ) -> Tensor | OfSenders:
-    """The sum of everybody's sparse vectors, (N, m), and of the numbers that came along."""
+    """The sum of everybody's sparse vectors, (N, m), and of the numbers that came along.
+
+    Of a batch, (U, N, m), the sums are (U, 1, J), as the simulator answers for U clusters.
+    """
     sparse = request.sparse
     rank.count_entries(sparse)
     with rank.timer.phase("decode_s"):
@@ -53,7 +71,7 @@ def _sum(
         kernels.add_in_rank_order_(total, indices, values, weights)
         sums.keep(total, indices, rows.counts)
         if not isinstance(request, SenderSum):
-            return total
+            return total if total.dim() == 1 else total.unsqueeze(1)
         weight_of_each = rows.weight_of_each(weights.unsqueeze(-1))
         sent_weight = kernels.sum_sparse_in_rank_order(indices, weight_of_each, sparse.numel)
         added = None if everyones is None else kernels.sum_dense_in_rank_order(everyones, weights)

@@ -20,6 +20,7 @@ from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
 from regtopk.distributed import checkpoint, layout
+from regtopk.distributed.alike import Alike, Part
 from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import converse
@@ -96,6 +97,7 @@ class Steps:
         self.buckets = Buckets(
             parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
         )
+        self._alike = Alike()
         self.ledger = Ledger()
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
@@ -323,27 +325,42 @@ class Steps:
 
         With each comes where it is not zero, if the algorithm returns a sparse sum as it was received.
         """
-        workers = [bucket.worker.at(self.num_turns, self._shared_report) for bucket in buckets]
-        algorithms, states = [bucket.algorithm for bucket in buckets], [bucket.state for bucket in buckets]
-        if self.num_turns < self._options.dense_steps:
-            algorithms = [Dense() for _ in buckets]
-            states = [Dense().init(worker) for worker in workers]
-        kept = [_copy_of_per_worker(state) if self.rank.is_idle else {} for state in states]
-        sums = [bucket.sums for bucket in buckets]
-        for each in sums:
-            each.total = None
         with self.rank.timer.phase("select_s"):
-            totals = converse(self.rank, list(map(exchange, algorithms, flats, states, workers)), sums)
-        for state, fields in zip(states, kept, strict=True):
-            for name, tensor in fields.items():
-                setattr(state, name, tensor)
-        supports = [own.support_of(total) for own, total in zip(sums, totals, strict=True)]
-        for bucket, total, support, flat in zip(buckets, totals, supports, flats, strict=True):
-            bucket.recycle(total, support, flat)
+            parts = self._parts(buckets, flats)
+            kept = [_copy_of_per_worker(part.state) if self.rank.is_idle else {} for part in parts]
+            for part in parts:
+                part.sums.total = None
+            conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
+            totals = converse(self.rank, conversations, [part.sums for part in parts])
+        aggregates: list[tuple[Tensor, kernels.Support | None]] = [(flat, None) for flat in flats]
         scaler = self._options.grad_scaler
-        if scaler is not None:  # not in place: the algorithm may have kept it
-            return [(total * scaler.get_scale(), None) for total in totals]
-        return list(zip(totals, supports, strict=True))
+        for part, fields, total in zip(parts, kept, totals, strict=True):
+            for name, tensor in fields.items():
+                setattr(part.state, name, tensor)
+            self._alike.show(part, buckets)
+            support = part.sums.support_of(total)
+            part.sums.recycle(total, part.flat, *part.state.state_dict().values())
+            if scaler is not None:  # not in place: the algorithm may have kept it
+                total, support = total * scaler.get_scale(), None
+            rows = [total] if len(part.places) == 1 else total.squeeze(1).unbind()
+            for place, row in zip(part.places, rows, strict=True):
+                aggregates[place] = row, support
+        return aggregates
+
+    def _parts(self, buckets: list[Bucket], flats: list[Tensor]) -> list[Part]:
+        """What the conversations of this step are about."""
+        report, is_dense = self._shared_report, self.num_turns < self._options.dense_steps
+        if not is_dense and not self.rank.idle and self._options.index_code != "rice":
+            return self._alike.parts_of(buckets, flats, self.num_turns, report)
+        parts = []
+        for place, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
+            worker = bucket.worker.at(self.num_turns, report)
+            algorithm, state = bucket.algorithm, bucket.state
+            if is_dense:
+                algorithm = Dense()
+                state = algorithm.init(worker)
+            parts.append(Part([place], algorithm, flat, state, worker, bucket.sums))
+        return parts
 
     def _numbers(self) -> dict[str, float]:
         return self.with_residual_norm(self.ledger.last_step).as_dict()

@@ -1,0 +1,148 @@
+"""Buckets that are alike are computed together: the units of a sharded model are mostly blocks of one shape.
+
+U buckets of equal layout are U independent clusters to an algorithm, as in the simulator: every tensor has a
+row for each, (U, 1, m). So a selection of all of them takes as many operations as one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.state import State
+from regtopk.core.worker import Report, Worker
+from regtopk.distributed.buckets import Bucket
+from regtopk.distributed.rank import SumBuffer
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one conversation is about: a bucket, or several that are alike.
+
+    Attributes:
+        places: which of the buckets of a step they are.
+        flat: their gradients, (J,) or (U, 1, J).
+        state: theirs, which the conversation changes.
+        worker: this rank.
+        sums: where their sums are made.
+    """
+
+    places: list[int]
+    algorithm: Algorithm[Any]
+    flat: Tensor
+    state: State
+    worker: Worker
+    sums: SumBuffer
+
+
+class Rows:
+    """The states of buckets that are alike, as one: each bucket's tensors are views of a row."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        first = buckets[0].worker
+        weight, index = first.weight.view(1, 1), first.index.view(1, 1)
+        self.of = first
+        self.worker = replace(first, weight=weight, index=index, batch_shape=(len(buckets), 1))
+        self.sums = SumBuffer()
+        self._state: Any = None
+        self._views: list[list[Tensor]] = []
+
+    def state_of(self, buckets: Sequence[Bucket]) -> State:
+        """The states as one; they are copied only if somebody has put other tensors in their place."""
+        names = list(buckets[0].state.rules())
+        now = [[getattr(bucket.state, name) for name in names] for bucket in buckets]
+        if self._state is None or any(
+            tensor is not view
+            for tensors, views in zip(now, self._views, strict=True)
+            for tensor, view in zip(tensors, views, strict=True)
+        ):
+            columns = [torch.stack(column).unsqueeze(1) for column in zip(*now, strict=True)]
+            self._state = type(buckets[0].state)(**dict(zip(names, columns, strict=True)))
+            self.show(buckets)
+        state: State = self._state
+        return state
+
+    def show(self, buckets: Sequence[Bucket]) -> None:
+        """Let the buckets see what became of their states."""
+        names = list(self._state.rules())
+        columns = [getattr(self._state, name).squeeze(1).unbind() for name in names]
+        self._views = [list(row) for row in zip(*columns, strict=True)]
+        for bucket, row in zip(buckets, self._views, strict=True):
+            for name, view in zip(names, row, strict=True):
+                setattr(bucket.state, name, view)
+
+
+class Alike:
+    """Finds out which buckets are alike, and remembers their rows from step to step."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Any, ...], Rows] = {}
+
+    def parts_of(
+        self, buckets: Sequence[Bucket], flats: Sequence[Tensor], num_turns: int, report: Report | None
+    ) -> list[Part]:
+        """The conversations of a step, in the order of the buckets."""
+        kinds: dict[Any, list[int]] = {}
+        for place, bucket in enumerate(buckets):
+            kinds.setdefault(_kind_of(bucket) or place, []).append(place)
+        return [self._part(places, buckets, flats, num_turns, report) for places in kinds.values()]
+
+    def _part(
+        self,
+        places: list[int],
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor],
+        num_turns: int,
+        report: Report | None,
+    ) -> Part:
+        mine = [buckets[place] for place in places]
+        bucket = mine[0]
+        if len(mine) == 1:
+            worker = bucket.worker.at(num_turns, report)
+            return Part(places, bucket.algorithm, flats[places[0]], bucket.state, worker, bucket.sums)
+        names = tuple(each.names for each in mine)
+        rows = self._rows.get(names)
+        if rows is None or rows.of is not bucket.worker:
+            self._rows = {  # a bucket is in one place alone
+                theirs: others for theirs, others in self._rows.items() if not set(theirs) & set(names)
+            }
+            rows = self._rows[names] = Rows(mine)
+        flat = as_rows([flats[place] for place in places]).unsqueeze(1)
+        worker = rows.worker.at(num_turns, report)
+        return Part(places, bucket.algorithm, flat, rows.state_of(mine), worker, rows.sums)
+
+    def show(self, part: Part, buckets: Sequence[Bucket]) -> None:
+        """The end of a conversation: the buckets see what became of their states."""
+        if len(part.places) > 1:
+            mine = [buckets[place] for place in part.places]
+            self._rows[tuple(each.names for each in mine)].show(mine)
+
+
+def as_rows(vectors: Sequence[Tensor]) -> Tensor:
+    """Vectors of one length as rows, (U, J); without a copy if they lie one after another in memory."""
+    first = vectors[0]
+    start, size = first.data_ptr(), first.numel() * first.itemsize
+    storage = first.untyped_storage().data_ptr()
+    if all(
+        each.untyped_storage().data_ptr() == storage and each.data_ptr() == start + n * size
+        for n, each in enumerate(vectors)
+    ):
+        return first.as_strided((len(vectors), first.numel()), (first.numel(), 1))
+    return torch.stack(list(vectors))
+
+
+def _kind_of(bucket: Bucket) -> Any:
+    """Equal for buckets that can be computed together; None if it can be with no other.
+
+    All that the algorithm asks for must be one sum of equally long messages, and nothing of its state may be
+    shared by ranks, which has no row for each bucket.
+    """
+    promises, state = bucket.algorithm.promises, bucket.state
+    if not {"one_sum", "replicates"} <= promises or "shared" in state.rules().values():
+        return None
+    shapes = tuple((layer.shape, layer.kind) for layer in bucket.layout.layers)
+    sizes = tuple(tensor.shape for tensor in state.state_dict().values())
+    return id(bucket.algorithm), type(state), shapes, sizes, bucket.worker.weight.dtype

@@ -1,0 +1,101 @@
+"""Buckets that are computed together give the bits of buckets that are not."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed import alike
+from regtopk.distributed.buckets import Bucket
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.kind import Kind
+from regtopk.distributed.layout import into
+from regtopk.distributed.options import Options
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.step import Steps
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import same
+
+SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
+ALIKE = [[["a"], ["c"], ["d"]]]
+
+CASES: dict[str, tuple[Algorithm[Any], dict[str, Any]]] = {
+    "topk": (regtopk.TopK(density=0.05), {}),
+    "regtopk": (regtopk.RegTopK(density=0.05), {}),
+    "4-bit": (regtopk.TopK(density=0.2, value_code="4bit"), {}),
+    "chunks": (regtopk.ChunkedTopK(density=0.05, chunk=64), {}),
+    "bfloat16": (regtopk.RegTopK(density=0.05), {"residual_dtype": "bfloat16"}),
+    "split": (regtopk.RegTopK(density=0.3), {"collective": "split"}),
+    "a schedule": (regtopk.RegTopK(density=lambda step: 0.3 / (1 + step)), {}),
+    "weights": (regtopk.RegTopK(density=0.05), {"weight": (0.25, 0.75)}),
+    "not alike": (regtopk.TopK(density=0.05, impute=0.5), {}),
+}
+
+
+def steps_of(algorithm: Algorithm[Any], given: dict[str, Any]) -> Steps:
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    if "weight" in given:
+        given = given | {"weight": given["weight"][dist.get_rank()]}
+    parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
+    steps = Steps(parameters, algorithm, Collectives(group), Options(**given), Kind("test"))
+    for name in SIZES:
+        steps.buckets.covering((name,))
+    return steps
+
+
+def run(
+    algorithm: Algorithm[Any], given: dict[str, Any], is_together: bool
+) -> tuple[list[Tensor], list[Any]]:
+    steps, generator = steps_of(algorithm, given), torch.Generator().manual_seed(dist.get_rank())
+    kind_of = alike._kind_of
+    if not is_together:
+        alike._kind_of = lambda bucket: None
+    try:
+        aggregates = []
+        for number in range(6):
+            grads = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+            if number == 2:  # a unit that a step did not use
+                del grads["c"]
+            if number == 4:  # somebody puts other tensors in the place of a state's
+                steps.buckets.all[0].state = steps.buckets.all[0].state.clone()
+            steps.begin()
+            buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
+            flats = [grads[bucket.names[0]] for bucket in buckets]
+            steps.agree(buckets, torch.tensor(True))
+            steps.exchange(buckets, flats, into(grads))
+            steps.end()
+            aggregates += [grads[name].clone() for name in sorted(grads)]
+        groups = [[list(names) for names in group] for group in steps._alike._rows]
+        return aggregates, [groups, *map(states_of, steps.buckets.all), steps.ledger.total.sent_bytes]
+    finally:
+        alike._kind_of = kind_of
+
+
+def states_of(bucket: Bucket) -> list[Tensor]:
+    return [tensor.clone() for tensor in bucket.state.state_dict().values()]
+
+
+def compare(name: str) -> tuple[bool, list[Any]]:
+    together, apart = (run(*CASES[name], is_together) for is_together in (True, False))
+    are_equal = same(together[0], apart[0]) and together[1][-1] == apart[1][-1]
+    for mine, theirs in zip(together[1][1:-1], apart[1][1:-1], strict=True):
+        are_equal &= same(mine, theirs)
+    return are_equal, together[1][0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_together_and_apart_are_the_same_bits(two_ranks: Ranks, name: str) -> None:
+    for are_equal, groups in two_ranks.run(compare, name):
+        assert are_equal
+        assert groups == ([] if name == "not alike" else ALIKE)
+
+
+def test_rows_that_follow_one_another_are_not_copied() -> None:
+    rows = torch.zeros(3, 5)
+    assert alike.as_rows(list(rows)).data_ptr() == rows.data_ptr()
+    assert alike.as_rows([rows[0], rows[2]]).data_ptr() != rows.data_ptr()
