@@ -74,10 +74,13 @@ class ShardedHookState(ExchangeBase):
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._units = units
-        self._flats = _vectors_for(steps.parameters, units)
+        self._blocks = _blocks_for(steps.parameters, units)
+        self._flats = {
+            name: row for names, block in self._blocks for name, row in zip(names, block, strict=True)
+        }
         self._sizes_of = {unit.name: (unit, list(map(_padded_numel, unit.trainable))) for unit in units}
-        self._are_finite: dict[str, Tensor] = {}  # of units that have arrived in this backward
-        self._last_arrival: torch.cuda.Event | None = None
+        self._arrived: set[str] = set()  # units, in this backward
+        self._last_arrival = torch.cuda.Event() if steps.device.type == "cuda" else None
         self._backward = -1  # the one that makes the current step
         self._is_detached = False
         for unit in units:
@@ -90,7 +93,8 @@ class ShardedHookState(ExchangeBase):
         rank, between two steps. Then `attach` may be called again.
         """
         self._steps.close("detach")
-        self._steps.buckets.all, self._flats = [], {}  # sets the memory of residuals and gradients free
+        # sets the memory of residuals and gradients free
+        self._steps.buckets.all, self._blocks, self._flats = [], [], {}
         self._is_detached = True
         for unit in self._units:
             unit.module.set_all_reduce_hook(_DenseMean(self._collectives))
@@ -114,15 +118,15 @@ class ShardedHookState(ExchangeBase):
             )
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # the last one may have failed before its end
-            self._backward, self._are_finite = backward, {}
+            self._backward, self._arrived = backward, set()
             _after_backward(self._end_step)
-        if name in self._are_finite:  # a unit that is used twice may arrive twice
-            self._are_finite[name] = kernels.is_finite(own.add_(flat))
+        if name in self._arrived:  # a unit that is used twice may arrive twice
+            own.add_(flat)
         else:
-            self._are_finite[name] = kernels.join_(own, [flat])
+            own.copy_(flat)
+            self._arrived.add(name)
         flat.zero_()
-        if flat.is_cuda:  # FSDP has streams of its own
-            self._last_arrival = torch.cuda.Event()
+        if self._last_arrival is not None:  # FSDP has streams of its own
             self._last_arrival.record(torch.cuda.current_stream(flat.device.index))
 
     @torch.no_grad()
@@ -136,8 +140,8 @@ class ShardedHookState(ExchangeBase):
             )
         if self._last_arrival is not None:
             self._last_arrival.wait(torch.cuda.current_stream(steps.device.index))
-        arrived, self._are_finite = self._are_finite, {}
-        are_finite = [steps.unscale_(self._flats[name], is_finite) for name, is_finite in arrived.items()]
+        arrived, self._arrived = self._arrived, set()
+        are_finite = [steps.unscale_(flat) for flat in self._vectors_of(arrived)]
         with steps.lock:
             steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
@@ -154,6 +158,15 @@ class ShardedHookState(ExchangeBase):
         if not steps.is_finite:  # also in units that did not arrive: no part may make a step alone
             for p in [p for unit in self._units for p in unit.trainable if p.grad is not None]:
                 local(p.grad).fill_(math.nan)
+
+    def _vectors_of(self, arrived: set[str]) -> list[Tensor]:
+        """All that has arrived, in as few pieces as can be."""
+        pieces: list[Tensor] = []
+        for names, block in self._blocks:
+            pieces += (
+                [block] if arrived.issuperset(names) else [self._flats[n] for n in names if n in arrived]
+            )
+        return pieces
 
     def _collect(
         self,
@@ -242,17 +255,16 @@ def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
     return Sharding(wholes, pieces)
 
 
-def _vectors_for(parameters: Parameters, units: list[Unit]) -> dict[str, Tensor]:
-    """By name, where the units' gradients are kept until backward is over; those of one size are rows."""
+def _blocks_for(parameters: Parameters, units: list[Unit]) -> list[tuple[list[str], Tensor]]:
+    """Where the units' gradients are kept until backward is over: (U, J), a row for each of one size."""
     kinds: dict[Any, list[str]] = {}
     for unit in units:
         p = parameters.named[unit.name]
         kinds.setdefault((p.numel(), flat_dtype([p]), p.device), []).append(unit.name)
-    return {
-        name: row
+    return [
+        (names, torch.zeros(len(names), numel, dtype=dtype, device=device))
         for (numel, dtype, device), names in kinds.items()
-        for name, row in zip(names, torch.zeros(len(names), numel, dtype=dtype, device=device), strict=True)
-    }
+    ]
 
 
 def _padded_numel(p: Any) -> int:

@@ -51,7 +51,7 @@ _BLOCK = 1 << 10  # entries looked at together after that
 _TILES_TOGETHER, _TILES_COUNTED = 32, 16  # one program gathers, or counts, the candidates of so many tiles
 _SMALL_BLOCK = 1 << 8  # damped entries that a program looks at together
 _KEYS_OF_SAMPLER, _SAMPLER_WARPS = 1 << 7, 8  # keys of the sample that one program takes
-_MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 10, 1 << 12  # programs that share a row's candidates, or the row
+_MAX_STRETCHES, _MAX_LONG_STRETCHES = 1 << 9, 1 << 12  # programs that share a row's candidates, or the row
 _MANY = 1 << 22  # so many entries are worth launches of their own, and not worth being copied
 _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
