@@ -57,21 +57,23 @@ def repeat(
     device = (*fixed, *inputs)[0].device
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return function(*settings, *fixed, *inputs)
-    with torch.cuda.device(device):
-        stream = device.index, torch.cuda.current_stream(device.index).cuda_stream
-        at = tuple((tensor.data_ptr(), *_shape_of(tensor)) for tensor in fixed)
-        key = function, settings, stream, at, tuple(map(_shape_of, inputs))
-        captured = _captured.get(key)
-        if captured is None:
-            with _lock:
-                if _is_due(key):
-                    captured = _capture(key, function, settings, fixed, inputs)
-        if captured is None:
-            return function(*settings, *fixed, *inputs)
-        for own, given in zip(captured.inputs, inputs, strict=True):
-            own.copy_(given)
-        captured.graph.replay()
-        return tuple(tensor.clone() for tensor in captured.outputs)
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return repeat(function, settings, fixed, inputs)
+    stream = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    at = tuple((tensor.data_ptr(), *_shape_of(tensor)) for tensor in fixed)
+    key = function, settings, stream, at, tuple(map(_shape_of, inputs))
+    captured = _captured.get(key)
+    if captured is None:
+        with _lock:
+            if _is_due(key):
+                captured = _capture(key, function, settings, fixed, inputs)
+    if captured is None:
+        return function(*settings, *fixed, *inputs)
+    if inputs:
+        torch._foreach_copy_(captured.inputs, list(inputs))
+    captured.graph.replay()
+    return tuple(map(Tensor.clone, captured.outputs))
 
 
 def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
