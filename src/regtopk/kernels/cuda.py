@@ -110,7 +110,7 @@ def _take_above_(
         own = {"indices": indices, "values": values, "capacity": capacity}
         grid = tiles.stops.shape[1], rows.num
         launch(triton_accumulate.write_above, grid, rows.options | tiles.options() | own, _TILE_WARPS)
-        num_found = tiles.stops[:, -1].view(residual.shape[:-1])
+        num_found = tiles.stops[:, -1].long().view(residual.shape[:-1])
         count = num_found.clamp_max(capacity)
     return _as_batch(residual, indices), _as_batch(residual, values), count, num_found - count
 
@@ -176,8 +176,8 @@ def _accumulate_(rows: Rows, damped: Damped, room: int, is_wide: bool = False) -
     Damped entries hold their scores from then on.
     """
     num_tiles = rows.num_tiles(_TILE)
-    above = rows.empty(num_tiles if is_wide else 0, torch.int64)
-    counts, slots = rows.empty(num_tiles, torch.int64), rows.empty(num_tiles * room, torch.int16)
+    above = rows.empty(num_tiles if is_wide else 0, rows.offset_dtype)
+    counts, slots = rows.empty(num_tiles, rows.offset_dtype), rows.empty(num_tiles * room, torch.int16)
     damped_starts = _cut(rows, damped.indices, _TILE, num_tiles, rows.is_aligned)
     own = {
         "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "tile_counts": counts,
@@ -189,7 +189,8 @@ def _accumulate_(rows: Rows, damped: Damped, room: int, is_wide: bool = False) -
     launch(triton_accumulate.accumulate, (num_tiles, rows.num), own, _TILE_WARPS, registers)
     if is_wide:
         rows.work[:, NUM_ABOVE.value] = above.cumsum(-1)[:, -1]  # a sum of so many takes longer
-    return Tiles(_TILE, room, counts, counts.cumsum(-1), slots, above, is_wide, damped_starts)
+    stops = counts.cumsum(-1, dtype=rows.offset_dtype)
+    return Tiles(_TILE, room, counts, stops, slots, above, is_wide, damped_starts)
 
 
 def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
@@ -229,7 +230,7 @@ def _move_out_(
     launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
     if damped.num > 0:
         num_tiles = tiles.counts.shape[1]
-        starts = _cut(rows, indices, tiles.size, num_tiles, rows.is_aligned)
+        starts = _cut(rows, indices, tiles.size, num_tiles, rows.is_aligned, out=tiles.damped_starts)
         own |= damped.options() | tiles.options() | {"starts": starts, "BLOCK": _SMALL_BLOCK}
         launch(triton_damping.undamp, (math.ceil(damped.num / _SMALL_BLOCK), rows.num), own)
     return indices, values
@@ -265,10 +266,12 @@ def _damped(rows: Rows, *given: Tensor) -> Damped:
     return Damped(indices, scores, rows.empty(indices.shape[-1], rows.residual.dtype))
 
 
-def _cut(rows: Rows, listed: Tensor, tile: int, num_tiles: int, is_aligned: bool) -> Tensor:
+def _cut(
+    rows: Rows, listed: Tensor, tile: int, num_tiles: int, is_aligned: bool, out: Tensor | None = None
+) -> Tensor:
     """Where in an ascending list, (rows, m), the entries of each tile start; nothing if there are none."""
     num = listed.shape[1]
-    starts = rows.empty(num_tiles + 1 if num > 0 else 0, torch.int64)
+    starts = rows.empty(num_tiles + 1 if num > 0 else 0, rows.offset_dtype) if out is None else out
     if num > 0:
         own = {
             "listed": listed, "starts": starts, "num_listed": num, "num_listed_bits": num.bit_length(),

@@ -106,7 +106,7 @@ def accumulate(
     if IS_WIDE:
         is_above = keys >= limit.to(keys.dtype)
         is_candidate = is_candidate & (is_above == 0)
-        tl.store(tile_above + at_tile, tl.sum(is_above.to(tl.int32)).to(tl.int64))
+        tl.store(tile_above + at_tile, tl.sum(is_above.to(tl.int32)))
     if ROOM > 0:
         position = tl.cumsum(is_candidate.to(tl.int32), 0)
         num = tl.max(position, 0)
@@ -116,7 +116,7 @@ def accumulate(
             tl.store(here, tl.arange(0, TILE).to(tl.int16), mask=slot > 0)
     else:
         num = tl.sum(is_candidate.to(tl.int32))
-    tl.store(tile_counts + at_tile, num.to(tl.int64))
+    tl.store(tile_counts + at_tile, num)
 
 
 @triton.jit(do_not_specialize=SIZES)
