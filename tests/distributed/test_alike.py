@@ -1,5 +1,6 @@
 """Buckets that are computed together give the bits of buckets that are not."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -93,6 +94,48 @@ def test_together_and_apart_are_the_same_bits(two_ranks: Ranks, name: str) -> No
     for are_equal, groups in two_ranks.run(compare, name):
         assert are_equal
         assert groups == ([] if name == "not alike" else ALIKE)
+
+
+def live_bytes(steps: Steps) -> int:
+    """Memory of all states and sums, each storage once."""
+    gc.collect()
+    buckets = steps.buckets.all
+    tensors = [t for bucket in buckets for t in bucket.state.state_dict().values()]
+    for sums in [bucket.sums for bucket in buckets] + [rows.sums for rows in steps._alike._rows.values()]:
+        tensors += [total.vector for total in (sums.spare, sums.total) if total is not None]
+    for rows in steps._alike._rows.values():
+        tensors += rows._state.state_dict().values()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def memory() -> list[list[int]]:
+    """After steps in which all units, and then fewer and fewer of them, take part."""
+    found = []
+    for given in ({}, {"dense_steps": 2}):
+        steps = steps_of(regtopk.TopK(k=4), given)
+        after = []
+        for names in ("abcde", "abcde", "abcde", "acde", "ace", "abcde"):
+            grads = {name: torch.ones(SIZES[name]) for name in names}
+            steps.begin()
+            buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
+            steps.agree(buckets, torch.tensor(True))
+            steps.exchange(buckets, [grads[bucket.names[0]] for bucket in buckets], into(grads))
+            steps.end()
+            after.append(live_bytes(steps))
+        steps.forget_rows()
+        found.append([*after, live_bytes(steps)])
+    return found
+
+
+def test_memory_does_not_grow(two_ranks: Ranks) -> None:
+    """A residual and a sum for each entry; units that take part while others do not add their sums."""
+    vectors, of_alike = 4 * sum(SIZES.values()), 3 * 4 * SIZES["a"]
+    for plain, first_dense in two_ranks.run(memory):
+        assert plain[:3] == [2 * vectors] * 3 and first_dense[2] == 2 * vectors
+        assert max(plain) <= 2 * vectors + of_alike
+        assert plain[5] == first_dense[5] == 2 * vectors
+        assert plain[6] == first_dense[6] == 2 * vectors - of_alike
 
 
 def test_rows_that_follow_one_another_are_not_copied() -> None:

@@ -1,13 +1,16 @@
 """What a cluster refuses, and that refusing costs nothing; saving and loading."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from regtopk.algorithms import Dense, RegTopK, TopK
+from regtopk.algorithms import DGC, Dense, RegTopK, TopK
+from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.link import Link
 from regtopk.core.requests import DenseSum
@@ -198,3 +201,13 @@ def test_dense_has_nothing_to_save_but_its_counts() -> None:
     other.load_state_dict(cluster.state_dict())
     assert other.num_steps == 1
     assert torch.equal(other.total.payload_bytes, cluster.total.payload_bytes)
+
+
+@pytest.mark.parametrize("kind", [RegTopK, partial(DGC, score=PosteriorScore())])
+def test_an_idle_worker_whose_selection_grows(kind: Callable[..., Any]) -> None:
+    cluster = Cluster(kind(density=lambda step: 0.05 * (1 + step)), num_workers=3, weights=[0.5, 0.5, 0.0])
+    for step in range(5):
+        aggregate = cluster.step(torch.randn(3, 100, generator=torch.Generator().manual_seed(step)))
+        assert aggregate.isfinite().all()
+    state: Any = cluster.state
+    assert not state.residual[2].any()

@@ -10,6 +10,7 @@ nearest would drop a gradient below 2^-9 of its entry's residual in every step. 
 vector, and a float32 copy of it while the conversation lasts.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -71,9 +72,10 @@ def round_at_random(vector: Tensor, index: Tensor, step: int) -> Tensor:
         step: t, for other draws in every step, the same after a resume.
     """
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
-    numel = vector.shape[-1]
-    for start in range(0, numel, _PIECE):
-        stop = min(start + _PIECE, numel)
+    *batch, numel = vector.shape
+    size = max(4, _PIECE // math.prod(batch) // 4 * 4)  # of each row; four entries share a word
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
         words = random_words(index, _SEED, step, range(start // 4, -(-stop // 4)))  # 16 bits for each entry
         draws = words.view(torch.int16)[..., : stop - start].int() & 0xFFFF  # below what bfloat16 keeps
         bits = vector[..., start:stop].float().view(torch.int32)

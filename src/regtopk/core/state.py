@@ -93,13 +93,11 @@ class State:
         }
 
     def restore_workers_(self, rows: Tensor, kept: dict[str, Tensor]) -> None:
-        """Give those workers back what `copy_of_workers` kept."""
+        """Give those workers back what `copy_of_workers` kept, but for a selection whose size has changed."""
         for name, old in kept.items():
             now = getattr(self, name)
-            width = min(old.shape[-1], now.shape[-1])  # the size of a selection may have changed
-            restored = now.new_zeros(*old.shape[:-1], now.shape[-1])
-            restored[..., :width] = old[..., :width]
-            setattr(self, name, now.index_copy(-2, rows, restored))
+            if old.shape[-1] == now.shape[-1]:
+                setattr(self, name, now.index_copy(-2, rows, old))
 
 
 def extended(state: StateT, rules: dict[str, Any], **tensors: Tensor) -> StateT:

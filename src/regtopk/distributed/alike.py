@@ -4,6 +4,8 @@ U buckets of equal layout are U independent clusters to an algorithm, as in the 
 row for each, (U, 1, m). So a selection of all of them takes as many operations as one.
 """
 
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,31 +50,31 @@ class Rows:
         self.worker = replace(first, weight=weight, index=index, batch_shape=(len(buckets), 1))
         self.sums = SumBuffer()
         self._state: Any = None
-        self._views: list[list[Tensor]] = []
+        self._views: dict[str, tuple[Tensor, ...]] = {}
 
     def state_of(self, buckets: Sequence[Bucket]) -> State:
-        """The states as one; they are copied only if somebody has put other tensors in their place."""
-        names = list(buckets[0].state.rules())
-        now = [[getattr(bucket.state, name) for name in names] for bucket in buckets]
-        if self._state is None or any(
-            tensor is not view
-            for tensors, views in zip(now, self._views, strict=True)
-            for tensor, view in zip(tensors, views, strict=True)
-        ):
-            columns = [torch.stack(column).unsqueeze(1) for column in zip(*now, strict=True)]
-            self._state = type(buckets[0].state)(**dict(zip(names, columns, strict=True)))
-            self.show(buckets)
+        """The states as one; a field is copied only if somebody has put other tensors in its place."""
+        fields = {}
+        for name in buckets[0].state.rules():
+            tensors = [getattr(bucket.state, name) for bucket in buckets]
+            views = self._views.get(name, ())
+            is_same = len(views) > 0 and all(map(operator.is_, tensors, views))
+            fields[name] = getattr(self._state, name) if is_same else torch.stack(tensors).unsqueeze(1)
+            if not is_same:
+                self._show(name, fields[name], buckets)  # one by one: old tensors are let go of at once
+        self._state = type(buckets[0].state)(**fields)
         state: State = self._state
         return state
 
     def show(self, buckets: Sequence[Bucket]) -> None:
         """Let the buckets see what became of their states."""
-        names = list(self._state.rules())
-        columns = [getattr(self._state, name).squeeze(1).unbind() for name in names]
-        self._views = [list(row) for row in zip(*columns, strict=True)]
-        for bucket, row in zip(buckets, self._views, strict=True):
-            for name, view in zip(names, row, strict=True):
-                setattr(bucket.state, name, view)
+        for name in self._state.rules():
+            self._show(name, getattr(self._state, name), buckets)
+
+    def _show(self, name: str, field: Tensor, buckets: Sequence[Bucket]) -> None:
+        self._views[name] = field.squeeze(1).unbind()
+        for bucket, view in zip(buckets, self._views[name], strict=True):
+            setattr(bucket.state, name, view)
 
 
 class Alike:
@@ -82,13 +84,33 @@ class Alike:
         self._rows: dict[tuple[Any, ...], Rows] = {}
 
     def parts_of(
-        self, buckets: Sequence[Bucket], flats: Sequence[Tensor], num_turns: int, report: Report | None
+        self,
+        everyone: Sequence[Bucket],
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor],
+        num_turns: int,
+        report: Report | None,
     ) -> list[Part]:
-        """The conversations of a step, in the order of the buckets."""
+        """The conversations of a step, in the order of the buckets.
+
+        Only if all buckets that are alike take part in the step, they are computed together. Rows of some of
+        them would be copied, and the others would keep the memory of all.
+
+        Args:
+            everyone: all buckets.
+            buckets: those of this step.
+            flats: their gradients.
+            num_turns: the step.
+            report: see `Worker`.
+        """
+        num_alike = Counter(map(_kind_of, everyone))
         kinds: dict[Any, list[int]] = {}
         for place, bucket in enumerate(buckets):
             kinds.setdefault(_kind_of(bucket) or place, []).append(place)
-        return [self._part(places, buckets, flats, num_turns, report) for places in kinds.values()]
+        groups = []
+        for kind, places in kinds.items():
+            groups += [places] if num_alike[kind] == len(places) else [[place] for place in places]
+        return [self._part(places, buckets, flats, num_turns, report) for places in groups]
 
     def _part(
         self,
@@ -110,6 +132,8 @@ class Alike:
                 theirs: others for theirs, others in self._rows.items() if not set(theirs) & set(names)
             }
             rows = self._rows[names] = Rows(mine)
+        for each in mine:
+            each.sums.spare = each.sums.total = None  # memory of steps that it made alone
         flat = as_rows([flats[place] for place in places]).unsqueeze(1)
         worker = rows.worker.at(num_turns, report)
         return Part(places, bucket.algorithm, flat, rows.state_of(mine), worker, rows.sums)

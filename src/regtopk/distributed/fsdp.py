@@ -95,6 +95,7 @@ class ShardedHookState(ExchangeBase):
         self._steps.close("detach")
         # sets the memory of residuals and gradients free
         self._steps.buckets.all, self._blocks, self._flats = [], [], {}
+        self._steps.forget_rows()
         self._is_detached = True
         for unit in self._units:
             unit.module.set_all_reduce_hook(_DenseMean(self._collectives))

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from regtopk import kernels
@@ -11,7 +10,7 @@ from regtopk.core.requests import SenderSum, SparseSum
 from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.gather import gather_sparse
-from regtopk.distributed.rank import Rank, SumBuffer
+from regtopk.distributed.rank import Rank, SumBuffer, Total
 from regtopk.distributed.split import split_moves_less, split_sum
 
 
@@ -43,11 +42,14 @@ def _split_sum(rank: Rank, request: SparseSum, sums: SumBuffer) -> Tensor | OfSe
     if sparse.indices.dim() == 1:
         return split_sum(rank, request, sums)
     assert type(request) is SparseSum
-    rows = zip(sparse.indices.squeeze(1), sparse.values.squeeze(1), strict=True)
-    parts = [replace(sparse, indices=indices, values=values) for indices, values in rows]
-    weight = request.weight.view(())
-    totals = [split_sum(rank, SparseSum(part, weight), SumBuffer()) for part in parts]
-    return torch.stack([total for total in totals if isinstance(total, Tensor)]).unsqueeze(1)
+    weight, totals = request.weight.view(()), sums.zeros_for(sparse)
+    for total, indices, values in zip(totals, sparse.indices[:, 0], sparse.values[:, 0], strict=True):
+        row = replace(sparse, indices=indices, values=values)
+        found = split_sum(rank, SparseSum(row, weight), SumBuffer())
+        assert isinstance(found, Tensor)
+        total.copy_(found)
+    sums.total = Total(totals, None, totals._version)
+    return totals.unsqueeze(1)
 
 
 def _is_split(rank: Rank, request: SparseSum) -> bool:

@@ -130,6 +130,11 @@ class Steps:
         """Go on among other ranks, or with other weights, between two steps."""
         self.rank = self._rank_in(collectives, weights)
         self.buckets.regroup(self.rank)
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Let go of the memory of buckets that were computed together, if they hold other tensors now."""
+        self._alike = Alike()
 
     @property
     def num_turns(self) -> int:
@@ -218,11 +223,10 @@ class Steps:
             flats, are_finite = zip(*(self._flat_gradient(bucket, grads) for bucket in buckets), strict=True)
         try:
             self.agree(buckets, torch.stack(are_finite).all(), lambda: self._clear(buckets, grads))
-        except ClusterError:
+        except BaseException:
             for bucket in buckets:
                 if bucket.is_cleared:
-                    assert bucket.flat is not None
-                    layout.write_([grads[name] for name in bucket.names], bucket.flat)
+                    self._put_back(bucket, grads)
             raise
         return list(flats)
 
@@ -232,8 +236,16 @@ class Steps:
             return
         for bucket in buckets:
             if bucket.is_joined and not isinstance(bucket.algorithm, Dense):
-                kernels.clear_([grads[name] for name in bucket.names])
                 bucket.is_cleared = True
+                kernels.clear_([grads[name] for name in bucket.names])
+
+    def _put_back(self, bucket: Bucket, grads: dict[str, Tensor]) -> None:
+        """Undo `_clear`: the gradients are as they were, with the loss scale."""
+        scaler = self._options.grad_scaler
+        assert bucket.flat is not None
+        flat = bucket.flat if scaler is None else bucket.flat.mul_(scaler.get_scale())
+        layout.write_([grads[name] for name in bucket.names], flat)
+        bucket.is_cleared = False
 
     def agree(
         self, buckets: list[Bucket], is_finite: Tensor, meanwhile: Callable[[], None] = lambda: None
@@ -351,7 +363,7 @@ class Steps:
         """What the conversations of this step are about."""
         report, is_dense = self._shared_report, self.num_turns < self._options.dense_steps
         if not is_dense and not self.rank.idle and self._options.index_code != "rice":
-            return self._alike.parts_of(buckets, flats, self.num_turns, report)
+            return self._alike.parts_of(self.buckets.all, buckets, flats, self.num_turns, report)
         parts = []
         for place, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
             worker = bucket.worker.at(self.num_turns, report)
@@ -411,6 +423,7 @@ class Steps:
         with self.lock:
             self.buckets.all, self.num_steps, self.ledger, self.pending_report = progress
             self.obstacle = None
+            self.forget_rows()
 
 
 def _copy_of_per_worker(state: State) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def first_of_tile(starts, damped, given, BLOCK: tl.constexpr):
 
     A program that loads them before it needs them does not wait for them.
     """
-    first, stop = tl.load(starts), tl.load(starts + 1)
+    first, stop = tl.load(starts).to(tl.int64), tl.load(starts + 1).to(tl.int64)
     j, x = load_damped(damped, given, first, stop, BLOCK)
     return first, stop, j, x
 
