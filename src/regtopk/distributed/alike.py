@@ -139,10 +139,9 @@ class Alike:
         return Part(places, bucket.algorithm, flat, rows.state_of(mine), worker, rows.sums)
 
     def show(self, part: Part, buckets: Sequence[Bucket]) -> None:
-        """The end of a conversation: the buckets see what became of their states."""
-        if len(part.places) > 1:
-            mine = [buckets[place] for place in part.places]
-            self._rows[tuple(each.names for each in mine)].show(mine)
+        """The end of a conversation of several: the buckets see what became of their states."""
+        mine = [buckets[place] for place in part.places]
+        self._rows[tuple(each.names for each in mine)].show(mine)
 
 
 def as_rows(vectors: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,6 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -171,16 +170,27 @@ class Agreement(NamedTuple):
     waited_s: list[float]  # by rank, what each told
 
 
-def agree_on_step(
+class Asked(NamedTuple):
+    """What was asked of all ranks, and the answers, which may still be on their way to the host."""
+
+    collectives: Collectives
+    question: tuple[int, list[str], list[int]]
+    stamp: int
+    answers: Tensor
+    are_there: torch.cuda.Event | None
+
+
+def ask_before_step(
     collectives: Collectives,
     is_bad: Tensor,
     num_steps: int,
     names: list[str],
     num_selected: list[int],
     waited_s: float = 0.0,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Agreement:
-    """Make sure that all ranks exchange the same, and tell what each must know: one small all_gather.
+) -> Asked:
+    """Ask whether all ranks exchange the same, and tell what each must know: one small all_gather.
+
+    What the caller launches until it hears `agreed` does not hold the answers up.
 
     Args:
         collectives: the process group.
@@ -189,19 +199,29 @@ def agree_on_step(
         names: the parameters it is about to exchange, in order.
         num_selected: how many entries of each bucket it is about to send, where that is known before.
         waited_s: how long it has been in collectives so far.
-        meanwhile: launches what the device can do until the host has read the others' answers.
-
-    Raises:
-        ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
-            send different numbers of entries (by a density of their own).
     """
     stamp = num_steps << 32 | crc32(repr((names, num_selected)).encode())
     numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
     numbers[0] = is_bad
     numbers[2:] = round(1e6 * waited_s)
-    are_bad, stamps, waited_us = zip(*_read(collectives.all_gather(numbers), meanwhile), strict=True)
-    if any(theirs != stamp for theirs in stamps):
-        everyone = collectives.all_gather_objects((num_steps, names, num_selected))
+    answers = collectives.all_gather(numbers).to("cpu", non_blocking=True)
+    is_cuda = is_bad.is_cuda
+    are_there = torch.cuda.current_stream(is_bad.device).record_event() if is_cuda else None
+    return Asked(collectives, (num_steps, names, num_selected), stamp, answers, are_there)
+
+
+def agreed(asked: Asked) -> Agreement:
+    """What all ranks have answered. The host waits here.
+
+    Raises:
+        ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
+            send different numbers of entries (by a density of their own).
+    """
+    if asked.are_there is not None:
+        asked.are_there.synchronize()
+    are_bad, stamps, waited_us = zip(*asked.answers.tolist(), strict=True)
+    if any(theirs != asked.stamp for theirs in stamps):
+        everyone = asked.collectives.all_gather_objects(asked.question)
         if all(theirs[:2] == everyone[0][:2] for theirs in everyone):
             counts = _by_rank("k", [theirs[2] for theirs in everyone])
             raise ClusterError(f"all ranks must select equally many entries of every bucket, got {counts}")
@@ -211,17 +231,6 @@ def agree_on_step(
             f"parameters: {[theirs[1][:1] for theirs in everyone]}"
         )
     return Agreement(not any(are_bad), [waited / 1e6 for waited in waited_us])
-
-
-def _read(numbers: Tensor, meanwhile: Callable[[], None]) -> list[list[int]]:
-    """The numbers, on the host, which does not wait for what is launched meanwhile."""
-    on_host = numbers.to("cpu", non_blocking=True)
-    is_there = torch.cuda.current_stream(numbers.device).record_event() if numbers.is_cuda else None
-    meanwhile()
-    if is_there is not None:
-        is_there.synchronize()
-    rows: list[list[int]] = on_host.tolist()
-    return rows
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

@@ -3,7 +3,7 @@
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,10 @@ from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import converse
 from regtopk.distributed.handshake import (
+    Asked,
     agree,
-    agree_on_step,
+    agreed,
+    ask_before_step,
     described,
     meet_shards,
     refuse_oracles,
@@ -222,7 +224,9 @@ class Steps:
         with self.rank.timer.phase("select_s"):
             flats, are_finite = zip(*(self._flat_gradient(bucket, grads) for bucket in buckets), strict=True)
         try:
-            self.agree(buckets, torch.stack(are_finite).all(), lambda: self._clear(buckets, grads))
+            asked = self._ask(buckets, torch.stack(are_finite).all())
+            self._clear(buckets, grads)
+            self._hear(asked)
         except BaseException:
             for bucket in buckets:
                 if bucket.is_cleared:
@@ -247,30 +251,29 @@ class Steps:
         layout.write_([grads[name] for name in bucket.names], flat)
         bucket.is_cleared = False
 
-    def agree(
-        self, buckets: list[Bucket], is_finite: Tensor, meanwhile: Callable[[], None] = lambda: None
-    ) -> None:
+    def agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
         """Make sure that all ranks exchange the same, and find out whether all ranks' vectors are finite.
 
         Args:
             buckets: what is exchanged.
             is_finite: (), whether this rank's vectors are.
-            meanwhile: launches what the device can do until the host knows.
         """
+        self._hear(self._ask(buckets, is_finite))
+
+    def _ask(self, buckets: list[Bucket], is_finite: Tensor) -> Asked:
         num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
-            agreed = agree_on_step(
-                self.rank.collectives,
-                ~is_finite,
-                self.num_steps,
-                names,
-                num_selected,
-                self.ledger.waited_s,
-                meanwhile,
+            waited_s = self.ledger.waited_s
+            return ask_before_step(
+                self.rank.collectives, ~is_finite, self.num_steps, names, num_selected, waited_s
             )
-        self.is_finite &= agreed.is_finite
-        self.ledger.waits = agreed.waited_s
+
+    def _hear(self, asked: Asked) -> None:
+        with self.rank.timer.phase("collective_s"):
+            found = agreed(asked)
+        self.is_finite &= found.is_finite
+        self.ledger.waits = found.waited_s
 
     def agree_with_shards(self) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
@@ -278,8 +281,8 @@ class Steps:
             return
         with self.rank.timer.phase("collective_s"):
             is_bad = torch.tensor(not self.is_finite, device=self.device)
-            agreed = agree_on_step(self._shards.collectives, is_bad, self.num_steps, [], [])
-        self.is_finite = agreed.is_finite
+            asked = ask_before_step(self._shards.collectives, is_bad, self.num_steps, [], [])
+            self.is_finite = agreed(asked).is_finite
 
     def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
@@ -349,7 +352,8 @@ class Steps:
         for part, fields, total in zip(parts, kept, totals, strict=True):
             for name, tensor in fields.items():
                 setattr(part.state, name, tensor)
-            self._alike.show(part, buckets)
+            if len(part.places) > 1:
+                self._alike.show(part, buckets)
             support = part.sums.support_of(total)
             part.sums.recycle(total, part.flat, *part.state.state_dict().values())
             if scaler is not None:  # not in place: the algorithm may have kept it
@@ -362,7 +366,8 @@ class Steps:
     def _parts(self, buckets: list[Bucket], flats: list[Tensor]) -> list[Part]:
         """What the conversations of this step are about."""
         report, is_dense = self._shared_report, self.num_turns < self._options.dense_steps
-        if not is_dense and not self.rank.idle and self._options.index_code != "rice":
+        is_even = not is_dense and not self.rank.idle and self._options.index_code != "rice"
+        if is_even and len(buckets) > 1:
             return self._alike.parts_of(self.buckets.all, buckets, flats, self.num_turns, report)
         parts = []
         for place, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
