@@ -279,8 +279,10 @@ def _killed_once(here: Path, words: list[str], expected: Any, chance: random.Ran
     with started(example, str(here), *words, num_ranks=4) as process:
         wait_for("step", lambda: number_in(here / f"step-of-{rank}") >= kill_at)
         time.sleep(chance.random() * 0.02)
+        steps = [number_in(here / f"step-of-{n}") for n in range(4)]
         os.kill(number_in(here / f"pid-{rank}"), signal.SIGKILL)
-        killed_at = max(number_in(here / f"step-of-{n}") for n in range(4))
+        steps += [number_in(here / f"step-of-{n}") for n in range(4)]  # unless all have started anew already
+        killed_at = max(steps)
         process.join(TIMEOUT_S)
         has_ended = process.exitcode == 0
     starts = starts_of(here, 0)
