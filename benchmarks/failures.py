@@ -78,7 +78,9 @@ def _watch(batches: Any, folder: Path, rank: int, num_ranks: int) -> None:
     def counted_next(self: Any, *args: int) -> Tensor:
         share: Tensor = take_next(self, *args)
         num_steps = self.epoch * (self.num_samples // self.size) + self.place // self.size
-        (folder / f"step-of-{rank}").write_text(str(num_steps))
+        written = folder / f"step-of-{rank}.new"  # a file that is written over is empty for a while
+        written.write_text(str(num_steps))
+        written.replace(folder / f"step-of-{rank}")
         return share
 
     def written_load(self: regtopk.Checkpoints, **things: Any) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from regtopk.kernels.triton_plan import Plan, plan_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SAMPLES = 1 << 15
-GIVEN_OR_K_LONG = {"residual", "grad", "damped", "scores", "saved", "indices", "values"}
+GIVEN_OR_K_LONG = {"residual", "grad", "damped", "listed", "scores", "saved", "indices", "values"}
 
 
 @pytest.mark.parametrize("item_bytes", [4, 8])
