@@ -13,6 +13,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed import alike
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.driver import _as_rows
 from regtopk.distributed.kind import Kind
 from regtopk.distributed.layout import into
 from regtopk.distributed.options import Options
@@ -71,7 +72,7 @@ def run(
             steps.exchange(buckets, flats, into(grads))
             steps.end()
             aggregates += [grads[name].clone() for name in sorted(grads)]
-        groups = [[list(names) for names in group] for group in steps._alike._rows]
+        groups = [[list(names) for names in group] for group in steps._driver.alike._rows]
         return aggregates, [groups, *map(states_of, steps.buckets.all), steps.ledger.total.sent_bytes]
     finally:
         alike._kind_of = kind_of
@@ -101,10 +102,11 @@ def live_bytes(steps: Steps) -> int:
     gc.collect()
     buckets = steps.buckets.all
     tensors = [t for bucket in buckets for t in bucket.state.state_dict().values()]
-    for sums in [bucket.sums for bucket in buckets] + [rows.sums for rows in steps._alike._rows.values()]:
+    rows = steps._driver.alike._rows.values()
+    for sums in [*(bucket.sums for bucket in buckets), *(each.sums for each in rows)]:
         tensors += [total.vector for total in (sums.spare, sums.total) if total is not None]
-    for rows in steps._alike._rows.values():
-        tensors += rows._state.state_dict().values()
+    for each in rows:
+        tensors += each._state.state_dict().values()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -140,5 +142,5 @@ def test_memory_does_not_grow(two_ranks: Ranks) -> None:
 
 def test_rows_that_follow_one_another_are_not_copied() -> None:
     rows = torch.zeros(3, 5)
-    assert alike.as_rows(list(rows)).data_ptr() == rows.data_ptr()
-    assert alike.as_rows([rows[0], rows[2]]).data_ptr() != rows.data_ptr()
+    assert _as_rows(list(rows)).data_ptr() == rows.data_ptr()
+    assert _as_rows([rows[0], rows[2]]).data_ptr() != rows.data_ptr()

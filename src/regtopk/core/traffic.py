@@ -23,6 +23,9 @@ from regtopk.core.worker import Worker
 # every rank directly, as many bytes take one. Long vectors keep to the ring, which shares the links more
 # evenly: on 4 ranks at 100 Mbit/s without latency, 100 kB took as long both ways, 250 kB a third longer.
 LONGEST_DIRECT_BYTES = 1 << 17
+# Two ranks are a ring of one trip either way, and gloo's own was slower at all lengths: by 30 ms for 0.7 MB
+# between two processes of one machine. Copies for every rank should not take much memory, though.
+LONGEST_BYTES_OF_TWO = 1 << 24
 
 NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
 

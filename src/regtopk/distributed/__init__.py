@@ -5,7 +5,8 @@ it came from (tests/distributed/test_way.py traces a step on two ranks)::
 
     ddp.py             DDP hands over its buckets (without DDP: exchange.py; scope="bucket": bucket_queue.py;
                        sharded models: fsdp.py)
-    step.py            makes flat vectors of them, and runs the algorithm on each
+    step.py            makes flat vectors of them, once all ranks agree on what is exchanged
+    driver.py          runs the algorithm on each, or on several at once that are alike (alike.py):
     core/algorithm.py  the algorithm selects entries and makes requests
     driver.py          passes each request to its function:
     sparse_sum.py      here a sparse sum; dense_sum.py and broadcast.py are others

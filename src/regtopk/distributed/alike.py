@@ -7,37 +7,15 @@ row for each, (U, 1, m). So a selection of all of them takes as many operations 
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm
 from regtopk.core.state import State
-from regtopk.core.worker import Report, Worker
 from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.rank import SumBuffer
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What one conversation is about: a bucket, or several that are alike.
-
-    Attributes:
-        places: which of the buckets of a step they are.
-        flat: their gradients, (J,) or (U, 1, J).
-        state: theirs, which the conversation changes.
-        worker: this rank.
-        sums: where their sums are made.
-    """
-
-    places: list[int]
-    algorithm: Algorithm[Any]
-    flat: Tensor
-    state: State
-    worker: Worker
-    sums: SumBuffer
 
 
 class Rows:
@@ -51,6 +29,7 @@ class Rows:
         self.sums = SumBuffer()
         self._state: Any = None
         self._views: dict[str, tuple[Tensor, ...]] = {}
+        self._seen: dict[str, Tensor] = {}  # whose rows the views are
 
     def state_of(self, buckets: Sequence[Bucket]) -> State:
         """The states as one; a field is copied only if somebody has put other tensors in its place."""
@@ -72,7 +51,9 @@ class Rows:
             self._show(name, getattr(self._state, name), buckets)
 
     def _show(self, name: str, field: Tensor, buckets: Sequence[Bucket]) -> None:
-        self._views[name] = field.squeeze(1).unbind()
+        if self._seen.get(name) is field:
+            return
+        self._seen[name], self._views[name] = field, field.squeeze(1).unbind()
         for bucket, view in zip(buckets, self._views[name], strict=True):
             setattr(bucket.state, name, view)
 
@@ -83,15 +64,8 @@ class Alike:
     def __init__(self) -> None:
         self._rows: dict[tuple[Any, ...], Rows] = {}
 
-    def parts_of(
-        self,
-        everyone: Sequence[Bucket],
-        buckets: Sequence[Bucket],
-        flats: Sequence[Tensor],
-        num_turns: int,
-        report: Report | None,
-    ) -> list[Part]:
-        """The conversations of a step, in the order of the buckets.
+    def groups(self, everyone: Sequence[Bucket], buckets: Sequence[Bucket]) -> list[list[int]]:
+        """Which of the buckets of a step are computed together, in the order of the first of each group.
 
         Only if all buckets that are alike take part in the step, they are computed together. Rows of some of
         them would be copied, and the others would keep the memory of all.
@@ -99,9 +73,6 @@ class Alike:
         Args:
             everyone: all buckets.
             buckets: those of this step.
-            flats: their gradients.
-            num_turns: the step.
-            report: see `Worker`.
         """
         num_alike = Counter(map(_kind_of, everyone))
         kinds: dict[Any, list[int]] = {}
@@ -110,51 +81,20 @@ class Alike:
         groups = []
         for kind, places in kinds.items():
             groups += [places] if num_alike[kind] == len(places) else [[place] for place in places]
-        return [self._part(places, buckets, flats, num_turns, report) for places in groups]
+        return groups
 
-    def _part(
-        self,
-        places: list[int],
-        buckets: Sequence[Bucket],
-        flats: Sequence[Tensor],
-        num_turns: int,
-        report: Report | None,
-    ) -> Part:
-        mine = [buckets[place] for place in places]
-        bucket = mine[0]
-        if len(mine) == 1:
-            worker = bucket.worker.at(num_turns, report)
-            return Part(places, bucket.algorithm, flats[places[0]], bucket.state, worker, bucket.sums)
-        names = tuple(each.names for each in mine)
+    def rows_of(self, buckets: Sequence[Bucket]) -> Rows:
+        """What makes these buckets one; the same as in the last step, if that computed them together."""
+        names = tuple(bucket.names for bucket in buckets)
         rows = self._rows.get(names)
-        if rows is None or rows.of is not bucket.worker:
+        if rows is None or rows.of is not buckets[0].worker:
             self._rows = {  # a bucket is in one place alone
                 theirs: others for theirs, others in self._rows.items() if not set(theirs) & set(names)
             }
-            rows = self._rows[names] = Rows(mine)
-        for each in mine:
-            each.sums.spare = each.sums.total = None  # memory of steps that it made alone
-        flat = as_rows([flats[place] for place in places]).unsqueeze(1)
-        worker = rows.worker.at(num_turns, report)
-        return Part(places, bucket.algorithm, flat, rows.state_of(mine), worker, rows.sums)
-
-    def show(self, part: Part, buckets: Sequence[Bucket]) -> None:
-        """The end of a conversation of several: the buckets see what became of their states."""
-        mine = [buckets[place] for place in part.places]
-        self._rows[tuple(each.names for each in mine)].show(mine)
-
-
-def as_rows(vectors: Sequence[Tensor]) -> Tensor:
-    """Vectors of one length as rows, (U, J); without a copy if they lie one after another in memory."""
-    first = vectors[0]
-    start, size = first.data_ptr(), first.numel() * first.itemsize
-    storage = first.untyped_storage().data_ptr()
-    if all(
-        each.untyped_storage().data_ptr() == storage and each.data_ptr() == start + n * size
-        for n, each in enumerate(vectors)
-    ):
-        return first.as_strided((len(vectors), first.numel()), (first.numel(), 1))
-    return torch.stack(list(vectors))
+            rows = self._rows[names] = Rows(buckets)
+        for bucket in buckets:
+            bucket.sums.spare = bucket.sums.total = None  # memory of steps that it made alone
+        return rows
 
 
 def _kind_of(bucket: Bucket) -> Any:

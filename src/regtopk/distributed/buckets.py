@@ -6,19 +6,20 @@ last selection) starts anew.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
-from regtopk.distributed.layout import flat_dtype, layout_of
+from regtopk.distributed.layout import as_flat, flat_dtype, layout_of, write_
 from regtopk.distributed.parameters import Parameters
 from regtopk.distributed.rank import Rank, SumBuffer
 
@@ -67,6 +68,29 @@ class Bucket:
         if not self.is_settled:
             assert self.state_before is not None
             self.state, self.state_before, self.is_settled = self.state_before, None, True
+
+    def join(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
+        tensors = [grads[name] for name in self.names]
+        flat = as_flat(tensors, self.worker.weight.dtype)
+        self.is_joined, self.is_cleared = flat is None, False
+        if flat is not None:
+            return flat, None
+        self.flat = self.worker.zeros() if self.flat is None else self.flat
+        return self.flat, kernels.join_(self.flat, tensors)
+
+    def clear(self, grads: Mapping[str, Tensor]) -> None:
+        """Clear the gradients, if they were copied."""
+        if self.is_joined:
+            self.is_cleared = True
+            kernels.clear_([grads[name] for name in self.names])
+
+    def put_back(self, grads: Mapping[str, Tensor], loss_scale: float) -> None:
+        """Undo `clear`."""
+        if self.is_cleared:
+            assert self.flat is not None
+            write_([grads[name] for name in self.names], self.flat.mul_(loss_scale))
+            self.is_cleared = False
 
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""

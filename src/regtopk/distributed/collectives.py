@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from regtopk.core.traffic import LONGEST_DIRECT_BYTES
+from regtopk.core.traffic import LONGEST_BYTES_OF_TWO, LONGEST_DIRECT_BYTES
 from regtopk.errors import ClusterError
 
 # torch 2.13 renamed it, and warns of the old name
@@ -36,7 +36,7 @@ class Collectives:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(m,) of equal length on all ranks -> (N, m)."""
         with clear_errors("all_gather"):
-            if _goes_directly(tensor):
+            if self._goes_directly(tensor):
                 return self._send_directly(tensor)
             gathered = tensor.new_empty(self.num_workers, tensor.numel())
             _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
@@ -93,10 +93,19 @@ class Collectives:
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of the ranks' values, entry by entry."""
         with clear_errors("all_reduce"):
-            if _goes_directly(tensor):
+            if self._goes_directly(tensor):
                 return self._send_directly(tensor).amax(0)
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
+
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
+        longest = LONGEST_BYTES_OF_TWO if self.num_workers == 2 else LONGEST_DIRECT_BYTES
+        return tensor.nbytes <= longest and not self.is_on_device(tensor.device)
+
+    def is_on_device(self, device: torch.device) -> bool:
+        """Whether collectives run on the device itself, as NCCL's do: the host does not wait for them."""
+        return device.type == "cuda" and self.group._get_backend(device).name() == "nccl"
 
     def _send_directly(self, tensor: Tensor) -> Tensor:
         """`all_gather` in one trip over the network."""
@@ -124,11 +133,6 @@ class Collectives:
         with clear_errors("gather_object"):
             dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
-
-
-def _goes_directly(tensor: Tensor) -> bool:
-    """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
-    return tensor.device.type == "cpu" and tensor.nbytes <= LONGEST_DIRECT_BYTES
 
 
 def check_size(rank: int, size: int, limit: int) -> None:

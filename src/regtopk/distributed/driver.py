@@ -1,27 +1,155 @@
-"""Answers algorithms' requests on one rank of a process group.
+"""Runs an algorithm on one rank of a process group, and answers its requests.
 
 All ranks receive the same bits: messages are coded without loss, and sums run from zero in rank order in at
 least float32, as in the simulator. `deterministic=False` lets the backend add uncoded dense vectors instead.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation
+from regtopk.algorithms.dense import Dense
+from regtopk.core.algorithm import Algorithm, Conversation
+from regtopk.core.precision import exchange
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.state import State
+from regtopk.core.worker import Report, Worker
+from regtopk.distributed.alike import Alike, Rows
 from regtopk.distributed.broadcast import broadcast
+from regtopk.distributed.buckets import Bucket
 from regtopk.distributed.dense_sum import dense_sum
 from regtopk.distributed.gather import gather
+from regtopk.distributed.layout import as_flat
 from regtopk.distributed.rank import Rank, SumBuffer
 from regtopk.distributed.sparse_sum import sparse_sums
 from regtopk.errors import OracleError
+from regtopk.kernels import Support
 
 PEEKS = (  # why an oracle is refused
     "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer that "
     "(regtopk.simulate.Cluster), a real cluster cannot"
 )
+
+# A vector, and where it is not zero if it is a sparse sum as it was received.
+Aggregate = tuple[Tensor, Support | None]
+
+
+class Turn(NamedTuple):
+    """What all buckets of a step have in common.
+
+    Attributes:
+        number: how many steps were made before.
+        report: see `Worker`.
+        is_dense: whether everything is sent.
+        is_bad: (), on the device, whether the states must stay as they are; None: they change.
+    """
+
+    number: int
+    report: Report | None
+    is_dense: bool
+    is_bad: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one conversation is about: a bucket, or several that are alike.
+
+    Attributes:
+        places: which of the buckets of a step they are.
+        flat: their gradients, (J,) or (U, 1, J).
+        state: theirs, which the conversation changes.
+        worker: this rank.
+        sums: where their sums are made.
+        rows: what makes several of them one.
+    """
+
+    places: list[int]
+    algorithm: Algorithm[Any]
+    flat: Tensor
+    state: State
+    worker: Worker
+    sums: SumBuffer
+    rows: Rows | None = None
+
+
+class Driver:
+    """Runs the algorithm on a step's buckets, side by side, and remembers which are computed together."""
+
+    def __init__(self) -> None:
+        self.alike = Alike()
+
+    def run(
+        self,
+        rank: Rank,
+        everyone: Sequence[Bucket],
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor],
+        turn: Turn,
+    ) -> list[Aggregate]:
+        """Turn this rank's gradients into the aggregates.
+
+        Args:
+            rank: this one.
+            everyone: all buckets.
+            buckets: those of this step.
+            flats: their gradients.
+            turn: the step.
+        """
+        with rank.timer.phase("select_s"):
+            parts = self._parts(rank, everyone, buckets, flats, turn)
+            kept = [_kept(part.state, rank, turn) for part in parts]
+            for part in parts:
+                part.sums.total = None
+                if turn.is_bad is not None:
+                    part.flat.masked_fill_(turn.is_bad, 0)  # what algorithms make of a NaN is not known
+            conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
+            totals = converse(rank, conversations, [part.sums for part in parts])
+        aggregates: dict[int, Aggregate] = {}
+        for part, fields, total in zip(parts, kept, totals, strict=True):
+            support = part.sums.support_of(total)
+            _give_back(part.state, fields, turn.is_bad)
+            if part.rows is not None:
+                part.rows.show([buckets[place] for place in part.places])
+            part.sums.recycle(total, part.flat, *part.state.state_dict().values())
+            rows = [total] if part.rows is None else total.squeeze(1).unbind()
+            aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
+        return [aggregates[place] for place in range(len(buckets))]
+
+    def _parts(
+        self,
+        rank: Rank,
+        everyone: Sequence[Bucket],
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor],
+        turn: Turn,
+    ) -> list[Part]:
+        """What the conversations of this step are about, in the order of the buckets."""
+        are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
+        groups = [[place] for place in range(len(buckets))]
+        if are_even and len(buckets) > 1:
+            groups = self.alike.groups(everyone, buckets)
+        return [
+            self._part(places, [buckets[n] for n in places], [flats[n] for n in places], turn)
+            for places in groups
+        ]
+
+    def _part(
+        self, places: list[int], buckets: Sequence[Bucket], flats: Sequence[Tensor], turn: Turn
+    ) -> Part:
+        bucket = buckets[0]
+        if len(places) > 1:
+            rows = self.alike.rows_of(buckets)
+            flat, worker = _as_rows(flats).unsqueeze(1), rows.worker.at(turn.number, turn.report)
+            return Part(places, bucket.algorithm, flat, rows.state_of(buckets), worker, rows.sums, rows)
+        algorithm, state = bucket.algorithm, bucket.state
+        worker = bucket.worker.at(turn.number, turn.report)
+        if turn.is_dense:
+            algorithm = Dense()
+            state = algorithm.init(worker)
+        return Part(places, algorithm, flats[0], state, worker, bucket.sums)
 
 
 def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[SumBuffer]) -> list[Tensor]:
@@ -73,3 +201,27 @@ def _answer(rank: Rank, request: Request) -> Any:
         return broadcast(rank, request)
     assert isinstance(request, Peek)
     raise OracleError(f"this algorithm {PEEKS}")
+
+
+def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:
+    """A copy of what a step may not change: of a rank of weight zero its own, all if the step may be bad."""
+    if turn.is_bad is not None:
+        return {name: tensor.clone() for name, tensor in state.state_dict().items()}
+    own = [name for name, rule in state.rules().items() if rule != "shared"] if rank.is_idle else []
+    return {name: getattr(state, name).clone() for name in own}
+
+
+def _give_back(state: State, kept: dict[str, Tensor], is_bad: Tensor | None) -> None:
+    """Give a state what was kept, if the step is bad; in the place of the new: programs know its address."""
+    for name, old in kept.items():
+        new = getattr(state, name)
+        if is_bad is None or (old.shape != new.shape and bool(is_bad)):
+            setattr(state, name, old)
+        elif old.shape == new.shape:
+            torch.where(is_bad, old, new, out=new)
+
+
+def _as_rows(vectors: Sequence[Tensor]) -> Tensor:
+    """Vectors of one length as rows, (U, J); without a copy if they lie one after another in memory."""
+    flat = as_flat(list(vectors), vectors[0].dtype)
+    return torch.stack(list(vectors)) if flat is None else flat.view(len(vectors), -1)

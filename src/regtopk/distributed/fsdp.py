@@ -8,7 +8,7 @@ within, one by one, and sent together. So the host waits once for all of them, a
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class ShardedHookState(ExchangeBase):
             name: row for names, block in self._blocks for name, row in zip(names, block, strict=True)
         }
         self._sizes_of = {unit.name: (unit, list(map(_padded_numel, unit.trainable))) for unit in units}
-        self._arrived: set[str] = set()  # units, in this backward
+        self._arrived: dict[str, Tensor | None] = {}  # units in this backward: see `_arrival`
         self._last_arrival = torch.cuda.Event() if steps.device.type == "cuda" else None
         self._backward = -1  # the one that makes the current step
         self._is_detached = False
@@ -119,16 +119,26 @@ class ShardedHookState(ExchangeBase):
             )
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # the last one may have failed before its end
-            self._backward, self._arrived = backward, set()
+            self._backward, self._arrived = backward, {}
             _after_backward(self._end_step)
         if name in self._arrived:  # a unit that is used twice may arrive twice
             own.add_(flat)
+            self._arrived[name] = None
         else:
             own.copy_(flat)
-            self._arrived.add(name)
+            self._arrived[name] = self._becomes_gradient(name, flat)
         flat.zero_()
         if self._last_arrival is not None:  # FSDP has streams of its own
-            self._last_arrival.record(torch.cuda.current_stream(flat.device.index))
+            stream = torch.cuda.current_stream(flat.device.index)
+            flat.record_stream(stream)  # which FSDP does not, and may use its memory again
+            self._last_arrival.record(stream)
+
+    def _becomes_gradient(self, name: str, flat: Tensor) -> Tensor | None:
+        """The vector, if FSDP makes all the unit's gradients views of it: it does so where there are none."""
+        unit, _ = self._sizes_of[name]
+        if any(p.grad is not None or p.dtype != flat.dtype for p in unit.trainable):
+            return None
+        return flat
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -141,36 +151,39 @@ class ShardedHookState(ExchangeBase):
             )
         if self._last_arrival is not None:
             self._last_arrival.wait(torch.cuda.current_stream(steps.device.index))
-        arrived, self._arrived = self._arrived, set()
-        are_finite = [steps.unscale_(flat) for flat in self._vectors_of(arrived)]
+        arrived, self._arrived = self._arrived, {}
+        are_finite = [steps.unscale_(flat) for flat in self._vectors_of(arrived.keys())]
+        grads: list[Tensor] = []
         with steps.lock:
             steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
-            steps.agree(buckets, torch.stack(are_finite).all())
-            steps.agree_with_shards()
+            steps.agree_later(buckets, torch.stack(are_finite).all())
             with steps.half_way():
                 if steps.is_finite:
-                    grads: list[Tensor] = []
                     parts: list[Tensor] = []
                     flats = [self._flats[bucket.names[0]] for bucket in buckets]
-                    steps.exchange(buckets, flats, partial(self._collect, grads, parts))
+                    steps.exchange(buckets, flats, partial(self._collect, arrived, grads, parts))
                     torch._foreach_add_(grads, parts)  # FSDP has made the gradients of zeros
             steps.end()
-        if not steps.is_finite:  # also in units that did not arrive: no part may make a step alone
-            for p in [p for unit in self._units for p in unit.trainable if p.grad is not None]:
-                local(p.grad).fill_(math.nan)
+        # no part may make a step alone: also gradients of units that did not arrive become NaN
+        spoiled = [unit for unit in self._units if not steps.is_finite or unit.name not in arrived]
+        grads += [local(p.grad) for unit in spoiled for p in unit.trainable if p.grad is not None]
+        if steps.is_bad is not None:
+            torch._foreach_mul_(grads, torch.where(steps.is_bad, math.nan, 1.0))
+        elif not steps.is_finite:
+            torch._foreach_mul_(grads, math.nan)
 
-    def _vectors_of(self, arrived: set[str]) -> list[Tensor]:
+    def _vectors_of(self, arrived: Collection[str]) -> list[Tensor]:
         """All that has arrived, in as few pieces as can be."""
         pieces: list[Tensor] = []
         for names, block in self._blocks:
-            pieces += (
-                [block] if arrived.issuperset(names) else [self._flats[n] for n in names if n in arrived]
-            )
+            here = [name for name in names if name in arrived]
+            pieces += [block] if here == names else [self._flats[name] for name in here]
         return pieces
 
     def _collect(
         self,
+        arrived: Mapping[str, Tensor | None],
         grads: list[Tensor],
         parts: list[Tensor],
         names: Sequence[str],
@@ -178,8 +191,13 @@ class ShardedHookState(ExchangeBase):
         _: kernels.Support | None,
         __: bool,
     ) -> None:
-        """The gradients of a unit's parameters, and what the aggregate is for each of them."""
+        """The gradients of a unit, all in one where they are, and what the aggregate is for each of them."""
         unit, sizes = self._sizes_of[names[0]]
+        whole = arrived[names[0]]
+        if whole is not None and unit.trainable[0].grad._local_tensor.data_ptr() == whole.data_ptr():
+            grads.append(whole)
+            parts.append(aggregate)
+            return
         mine = [p.grad._local_tensor for p in unit.trainable]  # to_local() takes longer than the sum
         padded = aggregate.split(sizes)
         if [grad.numel() for grad in mine] != sizes:

@@ -163,6 +163,20 @@ def _first_difference(values: list[list[Any]]) -> str:
     return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
 
 
+class OnItsWay:
+    """A copy of a tensor for the host, which does not wait for it before it reads."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._is_there = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def read(self) -> Tensor:
+        """The copy. The host waits here."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._copy
+
+
 class Agreement(NamedTuple):
     """What all ranks know before they exchange anything."""
 
@@ -176,8 +190,8 @@ class Asked(NamedTuple):
     collectives: Collectives
     question: tuple[int, list[str], list[int]]
     stamp: int
-    answers: Tensor
-    are_there: torch.cuda.Event | None
+    gathered: Tensor  # the answers, where the gradients are
+    answers: OnItsWay
 
 
 def ask_before_step(
@@ -204,23 +218,29 @@ def ask_before_step(
     numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
     numbers[0] = is_bad
     numbers[2:] = round(1e6 * waited_s)
-    answers = collectives.all_gather(numbers).to("cpu", non_blocking=True)
-    is_cuda = is_bad.is_cuda
-    are_there = torch.cuda.current_stream(is_bad.device).record_event() if is_cuda else None
-    return Asked(collectives, (num_steps, names, num_selected), stamp, answers, are_there)
+    gathered = collectives.all_gather(numbers)
+    return Asked(collectives, (num_steps, names, num_selected), stamp, gathered, OnItsWay(gathered))
 
 
-def agreed(asked: Asked) -> Agreement:
+def agreed(asked: Asked, *, is_late: bool = False) -> Agreement:
     """What all ranks have answered. The host waits here.
+
+    Args:
+        asked: from `ask_before_step`.
+        is_late: whether this rank has gone on without the answers, so that others may not listen any more.
 
     Raises:
         ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
             send different numbers of entries (by a density of their own).
     """
-    if asked.are_there is not None:
-        asked.are_there.synchronize()
-    are_bad, stamps, waited_us = zip(*asked.answers.tolist(), strict=True)
+    are_bad, stamps, waited_us = zip(*asked.answers.read().tolist(), strict=True)
     if any(theirs != asked.stamp for theirs in stamps):
+        if is_late:
+            steps = [f"step {theirs >> 32} on rank {rank}" for rank, theirs in enumerate(stamps)]
+            raise ClusterError(
+                "all ranks must exchange the same parameters, and select equally many entries, at the same "
+                f"step, got different ones at {', '.join(steps)}"
+            )
         everyone = asked.collectives.all_gather_objects(asked.question)
         if all(theirs[:2] == everyone[0][:2] for theirs in everyone):
             counts = _by_rank("k", [theirs[2] for theirs in everyone])

@@ -161,10 +161,15 @@ class Rank:
 
     def raise_refusals(self) -> None:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""
+        status = self.take_status()
+        if status is not None:
+            raise_for_status(status)
+
+    def take_status(self) -> Tensor | None:
+        """The status of all messages since the last call, (..., N), for a caller that looks at it later."""
         statuses, self._statuses = self._statuses, []
-        if statuses:
-            rows = [status.view(-1, self.num_workers) for status in statuses]
-            raise_for_status(rows[0] if len(rows) == 1 else torch.cat(rows))
+        rows = [status.view(-1, self.num_workers) for status in statuses]
+        return torch.cat(rows) if len(rows) > 1 else rows[0] if rows else None
 
     def count(self, payload: int, sent: int, received: int) -> None:
         """Add to what crossed the interface."""

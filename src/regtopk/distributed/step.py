@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,15 @@ from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, WithDensity
 from regtopk.core.codes import check_index_code
-from regtopk.core.precision import exchange
-from regtopk.core.state import State
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
 from regtopk.distributed import checkpoint, layout
-from regtopk.distributed.alike import Alike, Part
 from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.driver import converse
+from regtopk.distributed.driver import Driver, Turn
 from regtopk.distributed.handshake import (
     Asked,
+    OnItsWay,
     agree,
     agreed,
     ask_before_step,
@@ -42,8 +40,17 @@ from regtopk.distributed.rank import Rank
 from regtopk.distributed.record import Curves, Ledger, StepRecord
 from regtopk.distributed.sharded import Shards
 from regtopk.errors import ClusterError, StateError
+from regtopk.wire import raise_for_status
 
 _log = logging.getLogger("regtopk")
+
+
+class _Unheard(NamedTuple):
+    """What the host does not know yet of a step that it has ended."""
+
+    asked: Asked
+    is_bad: OnItsWay
+    refusals: OnItsWay | None
 
 
 class Steps:
@@ -94,13 +101,17 @@ class Steps:
         weights = agree(collectives, algorithm, options.weight, settings)
         self.settings = described(algorithm, settings)
         self.rank = self._rank_in(collectives, weights)
-        self.num_steps = 0
-        self.is_finite = True  # whether no rank had a NaN or inf in this step
+        self._num_steps = 0
+        self.is_finite = True  # whether no rank had a NaN or inf in this step, as far as the host knows
+        self.is_bad: Tensor | None = None  # (), on the device: whether one had, if the host does not know yet
+        self._asked: Asked | None = None  # for the answers that this step goes on without
         self.buckets = Buckets(
             parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
         )
-        self._alike = Alike()
-        self.ledger = Ledger()
+        self._driver = Driver()
+        self._ledger = Ledger()
+        self._unheard: _Unheard | None = None  # the last step, if the host does not know whether it counts
+        self._known_question: Any = None  # what all ranks agreed on before
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
         self.is_closed = False
@@ -130,18 +141,40 @@ class Steps:
 
     def regroup(self, collectives: Collectives, weights: Tensor) -> None:
         """Go on among other ranks, or with other weights, between two steps."""
-        self.rank = self._rank_in(collectives, weights)
+        self.rank, self._known_question = self._rank_in(collectives, weights), None
         self.buckets.regroup(self.rank)
         self.forget_rows()
 
     def forget_rows(self) -> None:
         """Let go of the memory of buckets that were computed together, if they hold other tensors now."""
-        self._alike = Alike()
+        self._driver = Driver()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made, without those that were skipped."""
+        self.settle()
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self.settle()
+        self._num_steps = number
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the steps sent and how long they took."""
+        self.settle()
+        return self._ledger
 
     @property
     def num_turns(self) -> int:
         """How many steps were made of every part of the model: the algorithm's own count."""
         return self.num_steps // max(1, len(self._kind.parts))
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether this is one of the first steps, which send everything."""
+        return self.num_turns < self._options.dense_steps
 
     @property
     def is_sharded(self) -> bool:
@@ -172,9 +205,10 @@ class Steps:
 
     def begin(self) -> None:
         """Start counting, and share rank 0's report with an algorithm that listens."""
+        self.settle()
         self.check_usable()
         self.take_back()  # a step that was never finished
-        self.is_finite = True
+        self.is_finite, self.is_bad, self._asked = True, None, None
         self.rank.begin(self.device)
         if self.algorithm.listens:
             self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
@@ -194,20 +228,41 @@ class Steps:
         Args:
             buckets: what was exchanged; all if None.
         """
+        numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
+        num_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
+        self.rank.record.dense_bytes = self._kind.num_dense * num_bytes
+        if self._asked is None or self.is_bad is None:
+            self._count()
+        else:
+            status = self.rank.take_status()
+            refusals = None if status is None else OnItsWay(status)
+            self._unheard = _Unheard(self._asked, OnItsWay(self.is_bad), refusals)
+
+    def _count(self) -> None:
         if self.is_finite:
             for bucket in self.buckets.all:
                 bucket.is_settled = True
-            self.num_steps += 1
+            self._num_steps += 1
             self.pending_report = None
         else:
             self.take_back()
             self._warn_of_nan()
-        record = self.rank.record
-        numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
-        record.dense_bytes = self._kind.num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
-        record.num_skipped = int(not self.is_finite)
-        self.ledger.add(record, self.rank.timer)
-        self._curves.draw(self._numbers, self.num_steps)
+        self.rank.record.num_skipped = int(not self.is_finite)
+        self._ledger.add(self.rank.record, self.rank.timer)
+        self._curves.draw(self._numbers, self._num_steps)
+
+    def settle(self) -> None:
+        """Find out whether the last step counts, if it ended before the host knew. The host waits here."""
+        with self.lock:
+            if self._unheard is None:
+                return
+            unheard, self._unheard = self._unheard, None
+            with self.half_way():
+                self._take_in(unheard.asked, is_late=True)
+                if unheard.refusals is not None:
+                    raise_for_status(unheard.refusals.read())
+            self.is_finite = not bool(unheard.is_bad.read())
+            self._count()
 
     def _warn_of_nan(self) -> None:
         """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
@@ -222,34 +277,25 @@ class Steps:
     def prepare(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> list[Tensor]:
         """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
         with self.rank.timer.phase("select_s"):
-            flats, are_finite = zip(*(self._flat_gradient(bucket, grads) for bucket in buckets), strict=True)
+            joined = [bucket.join(grads) for bucket in buckets]
+            are_finite = [self.unscale_(*each) for each in joined]
         try:
             asked = self._ask(buckets, torch.stack(are_finite).all())
-            self._clear(buckets, grads)
+            if self.device.type == "cuda":
+                self._clear(buckets, grads)
             self._hear(asked)
         except BaseException:
+            scaler = self._options.grad_scaler
             for bucket in buckets:
-                if bucket.is_cleared:
-                    self._put_back(bucket, grads)
+                bucket.put_back(grads, 1.0 if scaler is None else scaler.get_scale())
             raise
-        return list(flats)
+        return [flat for flat, _ in joined]
 
     def _clear(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> None:
         """Clear the gradients that a sparse aggregate will be written to, while a GPU has nothing to do."""
-        if self.device.type != "cuda" or self.num_turns < self._options.dense_steps:
-            return
         for bucket in buckets:
-            if bucket.is_joined and not isinstance(bucket.algorithm, Dense):
-                bucket.is_cleared = True
-                kernels.clear_([grads[name] for name in bucket.names])
-
-    def _put_back(self, bucket: Bucket, grads: dict[str, Tensor]) -> None:
-        """Undo `_clear`: the gradients are as they were, with the loss scale."""
-        scaler = self._options.grad_scaler
-        assert bucket.flat is not None
-        flat = bucket.flat if scaler is None else bucket.flat.mul_(scaler.get_scale())
-        layout.write_([grads[name] for name in bucket.names], flat)
-        bucket.is_cleared = False
+            if not self._is_dense and not isinstance(bucket.algorithm, Dense):
+                bucket.clear(grads)
 
     def agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
         """Make sure that all ranks exchange the same, and find out whether all ranks' vectors are finite.
@@ -260,20 +306,48 @@ class Steps:
         """
         self._hear(self._ask(buckets, is_finite))
 
+    def agree_later(self, buckets: list[Bucket], is_finite: Tensor) -> None:
+        """`agree`, also with the other parts of the model; but a host that may go on does not wait.
+
+        It may if collectives run on the device, and if this rank asks what all ranks have agreed on before:
+        so their messages have the lengths that others expect. The verdict `is_bad` is then on the device
+        alone, where it keeps states as they are. The host hears it before the next step, or when it is asked.
+        """
+        asked = self._ask(buckets, is_finite)
+        if not self._may_go_on(asked):
+            self._hear(asked)
+            self.agree_with_shards()
+            return
+        is_bad = asked.gathered[:, :1].amax(0)
+        if self._shards is not None and self._shards.collectives.num_workers > 1:
+            with self.rank.timer.phase("collective_s"):
+                is_bad = self._shards.collectives.all_gather(is_bad).amax(0)
+        self._asked, self.is_bad = asked, is_bad.view(()).bool()
+
+    def _may_go_on(self, asked: Asked) -> bool:
+        is_known = asked.question[1:] == self._known_question
+        is_on_device = self.rank.collectives.is_on_device(self.device)
+        return is_known and is_on_device and not self.rank.idle and not self.algorithm.listens
+
     def _ask(self, buckets: list[Bucket], is_finite: Tensor) -> Asked:
         num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
-            waited_s = self.ledger.waited_s
+            waited_s = self._ledger.waited_s
             return ask_before_step(
                 self.rank.collectives, ~is_finite, self.num_steps, names, num_selected, waited_s
             )
 
     def _hear(self, asked: Asked) -> None:
         with self.rank.timer.phase("collective_s"):
-            found = agreed(asked)
-        self.is_finite &= found.is_finite
-        self.ledger.waits = found.waited_s
+            self.is_finite &= self._take_in(asked)
+
+    def _take_in(self, asked: Asked, *, is_late: bool = False) -> bool:
+        """Whether all ranks' vectors are finite."""
+        found = agreed(asked, is_late=is_late)
+        self._known_question = asked.question[1:]
+        self._ledger.waits = found.waited_s
+        return found.is_finite
 
     def agree_with_shards(self) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
@@ -283,16 +357,6 @@ class Steps:
             is_bad = torch.tensor(not self.is_finite, device=self.device)
             asked = ask_before_step(self._shards.collectives, is_bad, self.num_steps, [], [])
             self.is_finite = agreed(asked).is_finite
-
-    def _flat_gradient(self, bucket: Bucket, grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """A bucket's gradient as one vector, in at least float32 and without the loss scale; is it finite?"""
-        tensors = [grads[name] for name in bucket.names]
-        flat, is_finite = layout.as_flat(tensors, bucket.worker.weight.dtype), None
-        bucket.is_joined, bucket.is_cleared = flat is None, False
-        if flat is None:
-            flat = bucket.flat = bucket.worker.zeros() if bucket.flat is None else bucket.flat
-            is_finite = kernels.join_(flat, tensors)
-        return flat, self.unscale_(flat, is_finite)
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient, which `exchange` puts back; is it finite?
@@ -310,7 +374,7 @@ class Steps:
     def _num_selected(self, bucket: Bucket) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
         algorithm = bucket.algorithm
-        if self.num_turns < self._options.dense_steps or not isinstance(algorithm, WithDensity):
+        if self._is_dense or not isinstance(algorithm, WithDensity):
             return -1
         if algorithm.k is None and algorithm.density is None:  # a threshold decides
             return -1
@@ -325,59 +389,18 @@ class Steps:
             write: what is done with the aggregate.
         """
         if self.is_finite:
-            aggregates = self._aggregates(buckets, flats)
+            turn = Turn(self.num_turns, self._shared_report, self._is_dense, self.is_bad)
+            aggregates = self._driver.run(self.rank, self.buckets.all, buckets, flats, turn)
+            scaler = self._options.grad_scaler
+            if scaler is not None:  # not in place: the algorithm may have kept it
+                aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
         else:
             aggregates = [(flat.fill_(math.nan), None) for flat in flats]
         with self.rank.timer.phase("decode_s"):
             for bucket, aggregate in zip(buckets, aggregates, strict=True):
                 write(bucket.names, *aggregate, bucket.is_cleared)
-            self.rank.raise_refusals()  # last: the host waits here, and all is launched
-
-    def _aggregates(
-        self, buckets: list[Bucket], flats: list[Tensor]
-    ) -> list[tuple[Tensor, kernels.Support | None]]:
-        """Run the algorithm on the buckets: this rank's gradients become the aggregates.
-
-        With each comes where it is not zero, if the algorithm returns a sparse sum as it was received.
-        """
-        with self.rank.timer.phase("select_s"):
-            parts = self._parts(buckets, flats)
-            kept = [_copy_of_per_worker(part.state) if self.rank.is_idle else {} for part in parts]
-            for part in parts:
-                part.sums.total = None
-            conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
-            totals = converse(self.rank, conversations, [part.sums for part in parts])
-        aggregates: list[tuple[Tensor, kernels.Support | None]] = [(flat, None) for flat in flats]
-        scaler = self._options.grad_scaler
-        for part, fields, total in zip(parts, kept, totals, strict=True):
-            for name, tensor in fields.items():
-                setattr(part.state, name, tensor)
-            if len(part.places) > 1:
-                self._alike.show(part, buckets)
-            support = part.sums.support_of(total)
-            part.sums.recycle(total, part.flat, *part.state.state_dict().values())
-            if scaler is not None:  # not in place: the algorithm may have kept it
-                total, support = total * scaler.get_scale(), None
-            rows = [total] if len(part.places) == 1 else total.squeeze(1).unbind()
-            for place, row in zip(part.places, rows, strict=True):
-                aggregates[place] = row, support
-        return aggregates
-
-    def _parts(self, buckets: list[Bucket], flats: list[Tensor]) -> list[Part]:
-        """What the conversations of this step are about."""
-        report, is_dense = self._shared_report, self.num_turns < self._options.dense_steps
-        is_even = not is_dense and not self.rank.idle and self._options.index_code != "rice"
-        if is_even and len(buckets) > 1:
-            return self._alike.parts_of(self.buckets.all, buckets, flats, self.num_turns, report)
-        parts = []
-        for place, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
-            worker = bucket.worker.at(self.num_turns, report)
-            algorithm, state = bucket.algorithm, bucket.state
-            if is_dense:
-                algorithm = Dense()
-                state = algorithm.init(worker)
-            parts.append(Part([place], algorithm, flat, state, worker, bucket.sums))
-        return parts
+            if self._asked is None:
+                self.rank.raise_refusals()  # last: the host waits here, and all is launched
 
     def _numbers(self) -> dict[str, float]:
         return self.with_residual_norm(self.ledger.last_step).as_dict()
@@ -396,11 +419,13 @@ class Steps:
 
     def close(self, call: str) -> None:
         """No step, saving or loading follows."""
+        self.settle()
         self.obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state after the last finished step."""
         with self.lock:
+            self.settle()
             self.check_usable()
             saved = checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
             return saved if self.shard is None else {**saved, "shard": self.shard}
@@ -426,10 +451,6 @@ class Steps:
     def go_on_from(self, progress: checkpoint.Progress) -> None:
         """Go on from what was loaded."""
         with self.lock:
-            self.buckets.all, self.num_steps, self.ledger, self.pending_report = progress
-            self.obstacle = None
+            self.buckets.all, self._num_steps, self._ledger, self.pending_report = progress
+            self.obstacle = self._unheard = self._known_question = None
             self.forget_rows()
-
-
-def _copy_of_per_worker(state: State) -> dict[str, Tensor]:
-    return {n: getattr(state, n).clone() for n, rule in state.rules().items() if rule != "shared"}
