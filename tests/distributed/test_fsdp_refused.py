@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -54,6 +55,12 @@ def with_groups() -> Any:
     model = sharded(grid(2, 2)["shard"])
     state = model.extra._get_fsdp_state()
     state._fsdp_param_groups = state._fsdp_param_groups * 2
+    return model
+
+
+def summing() -> Any:
+    model = sharded(grid(2, 2)["shard"])
+    model.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -147,6 +154,24 @@ CASES: dict[str, tuple[Act, str, str]] = {
         "offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy, whose gradients are not where "
         "its parameters are: exchange updates instead, by regtopk.UpdateExchange over a group with gloo for "
         "the CPU",
+    ),
+    "gradients that are divided after the hook": (
+        lambda: regtopk.attach(
+            sharded(grid(1, 4)["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),
+            TOPK,
+            replicate_group=grid(1, 4)["replicate"],
+        ),
+        "ClusterError",
+        "gradients of FSDP unit '<root>' must be divided by the number of shards before the all-reduce hook: "
+        "reduce_dtype must be float32 or bfloat16, got torch.float16, and set_force_sum_reduction_for_comms "
+        "must not be used",
+    ),
+    "sums in the place of means": (
+        lambda: attach(summing()),
+        "ClusterError",
+        "gradients of FSDP unit '<root>' must be divided by the number of shards before the all-reduce hook: "
+        "reduce_dtype must be float32 or bfloat16, got torch.float32, and set_force_sum_reduction_for_comms "
+        "must not be used",
     ),
     "scope": (
         lambda: attach(scope="model"),

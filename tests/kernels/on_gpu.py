@@ -9,14 +9,18 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import regtopk
 from regtopk import kernels
+from regtopk.core.algorithm import Algorithm
 from regtopk.core.random import random_sequence
 from regtopk.distributed.collectives import Collectives
 from regtopk.errors import ClusterError
@@ -237,6 +241,44 @@ def an_exchange() -> None:
         dist.destroy_process_group()
 
 
+def a_sharded_step() -> None:
+    """The host does not wait in a backward of a sharded model, and a bad step changes nothing."""
+    dist.init_process_group("nccl", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("replicate", "shard"))
+        for algorithm in (regtopk.TopK(density=0.01, value_code="4bit"), regtopk.RegTopK(density=0.001)):
+            straight = sharded_steps(mesh, algorithm, bad_step=None)
+            skipping = sharded_steps(mesh, algorithm, bad_step=3)
+            assert all(map(torch.equal, straight, skipping))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_steps(mesh: DeviceMesh, algorithm: Algorithm[Any], bad_step: int | None) -> list[Tensor]:
+    """The gradients of six steps, and all that the algorithm remembers then."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Linear(900, 900) for _ in range(3)), nn.Linear(900, 70)).cuda()
+    for layer in net[:3]:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    exchange = regtopk.attach(net, algorithm, replicate_group=mesh["replicate"])
+    batches = torch.randn(6, 32, 900, device="cuda")
+    found = []
+    for number, batch in enumerate(batches):
+        for is_bad in [True, False] if number == bad_step else [False]:
+            net.zero_grad()
+            loss = (net(batch) ** 2).mean() * (torch.nan if is_bad else 1.0)
+            torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")  # ranks ask anew at first
+            loss.backward()
+            torch.cuda.set_sync_debug_mode("default")
+            grads = [p.grad.to_local().clone() for p in net.parameters()]
+            assert not is_bad or all(bool(grad.isnan().all()) for grad in grads)
+        found += grads
+    assert exchange.num_steps == 6 and exchange.total.num_skipped == int(bad_step is not None)
+    states = [bucket.state.state_dict() for bucket in exchange._steps.buckets.all]
+    return found + [tensor.clone() for state in states for tensor in state.values()]
+
+
 def beyond_32_bits() -> None:
     """J, and N · J, above 2^31; what an oracle would need too much memory for is checked directly."""
     for shape in ((2**31 + 4099,), (3, 2**30)):
@@ -270,7 +312,7 @@ def draws() -> None:
 
 CHECKS = (
     sizes, all_entries, adversarial, boundaries, dtypes, batches, thresholds_and_chunks, a_captured_graph,
-    calls_that_are_repeated, pieces, an_exchange, beyond_32_bits, draws,
+    calls_that_are_repeated, pieces, an_exchange, a_sharded_step, beyond_32_bits, draws,
 )  # fmt: skip
 
 

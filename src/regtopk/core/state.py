@@ -13,6 +13,7 @@ In the simulator a per-worker field is (N, m): the workers are the dimension bef
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ class State:
     @classmethod
     def rules(cls) -> dict[str, OnResize]:
         """What becomes of each field, by name, when the number of ranks changes."""
-        return {f.name: f.metadata["on_resize"] for f in fields(cls)}
+        return _rules_of(cls)  # type: ignore[arg-type]  # a class is hashable, if not its instances
 
     @classmethod
     def per_entry_fields(cls) -> list[str]:
@@ -98,6 +99,11 @@ class State:
             now = getattr(self, name)
             if old.shape[-1] == now.shape[-1]:
                 setattr(self, name, now.index_copy(-2, rows, old))
+
+
+@cache
+def _rules_of(cls: Any) -> dict[str, OnResize]:
+    return {f.name: f.metadata["on_resize"] for f in fields(cls)}
 
 
 def extended(state: StateT, rules: dict[str, Any], **tensors: Tensor) -> StateT:

@@ -63,6 +63,8 @@ class Alike:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Any, ...], Rows] = {}
+        self._asked: tuple[list[Bucket], list[Bucket]] = [], []  # for the groups of the last step
+        self._groups: list[list[int]] = []
 
     def groups(self, everyone: Sequence[Bucket], buckets: Sequence[Bucket]) -> list[list[int]]:
         """Which of the buckets of a step are computed together, in the order of the first of each group.
@@ -74,6 +76,8 @@ class Alike:
             everyone: all buckets.
             buckets: those of this step.
         """
+        if self._asked == (everyone, buckets):
+            return self._groups  # their states have changed alike
         num_alike = Counter(map(_kind_of, everyone))
         kinds: dict[Any, list[int]] = {}
         for place, bucket in enumerate(buckets):
@@ -81,6 +85,10 @@ class Alike:
         groups = []
         for kind, places in kinds.items():
             groups += [places] if num_alike[kind] == len(places) else [[place] for place in places]
+        num_kinds = len({kind[:-1] if isinstance(kind, tuple) else kind for kind in kinds})
+        is_final = len(groups) == num_kinds  # some may not be alike for their sizes alone, which change
+        self._asked = (list(everyone), list(buckets)) if is_final else ([], [])
+        self._groups = groups
         return groups
 
     def rows_of(self, buckets: Sequence[Bucket]) -> Rows:
@@ -108,4 +116,4 @@ def _kind_of(bucket: Bucket) -> Any:
         return None
     shapes = tuple((layer.shape, layer.kind) for layer in bucket.layout.layers)
     sizes = tuple(tensor.shape for tensor in state.state_dict().values())
-    return id(bucket.algorithm), type(state), shapes, sizes, bucket.worker.weight.dtype
+    return id(bucket.algorithm), type(state), shapes, bucket.worker.weight.dtype, sizes

@@ -3,12 +3,12 @@
 FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
 parameters one after another, each padded to the size of the largest part. The hook takes it away, and leaves
 zeros. When backward is over, all units are exchanged with the ranks that hold the same parts: selected
-within, one by one, and sent together. So the host waits once for all of them, and never inside of backward.
+within, each by itself, and sent together. The host never waits inside of backward.
 """
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
@@ -38,12 +37,12 @@ class Unit(NamedTuple):
     name: str
     module: Any  # an FSDPModule
     group: Any  # torch's FSDPParamGroup: the parameters that are communicated together
+    members: list[Any]  # torch's FSDPParams in it that require a gradient, in the order of the flat vector
 
     @property
     def trainable(self) -> list[Any]:
-        """Its sharded parameters that require a gradient, in the order of the flat vector."""
-        sharded = [p.sharded_param for p in self.group.fsdp_params]
-        return [p for p in sharded if p.requires_grad]
+        """Its sharded parameters that require a gradient."""
+        return [member.sharded_param for member in self.members]  # loading may put others in their place
 
     def stand_in(self) -> nn.Parameter:
         """What the steps know of the flat vector, its length and dtype; it takes no memory."""
@@ -73,13 +72,19 @@ class ShardedHookState(ExchangeBase):
             steps.buckets.covering((unit.name,))  # each is a bucket of its own
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
-        self._units = units
+        self._units = {unit.name: unit for unit in units}
         self._blocks = _blocks_for(steps.parameters, units)
         self._flats = {
-            name: row for names, block in self._blocks for name, row in zip(names, block, strict=True)
+            name: flat
+            for names, block in self._blocks
+            for name, flat in zip(
+                names, block.split([steps.parameters.named[n].numel() for n in names]), strict=True
+            )
         }
-        self._sizes_of = {unit.name: (unit, list(map(_padded_numel, unit.trainable))) for unit in units}
-        self._arrived: dict[str, Tensor | None] = {}  # units in this backward: see `_arrival`
+        self._dtypes = {unit.name: {p.dtype for p in unit.trainable} for unit in units}
+        self._sizes = {unit.name: list(map(_padded_numel, unit.trainable)) for unit in units}
+        # units in this backward, and their vectors if the gradients are views of them
+        self._arrived: dict[str, Tensor | None] = {}
         self._last_arrival = torch.cuda.Event() if steps.device.type == "cuda" else None
         self._backward = -1  # the one that makes the current step
         self._is_detached = False
@@ -97,7 +102,7 @@ class ShardedHookState(ExchangeBase):
         self._steps.buckets.all, self._blocks, self._flats = [], [], {}
         self._steps.forget_rows()
         self._is_detached = True
-        for unit in self._units:
+        for unit in self._units.values():
             unit.module.set_all_reduce_hook(_DenseMean(self._collectives))
 
     def summary(self) -> str:
@@ -107,7 +112,7 @@ class ShardedHookState(ExchangeBase):
 
     @torch.no_grad()
     def _on_gradient(self, name: str, flat: Tensor) -> None:
-        """Take a unit's vector; what FSDP adds to the gradients, or makes of them, is then zero."""
+        """Take a unit's vector, at once or, if FSDP makes the gradients of it, when backward is over."""
         steps = self._steps
         steps.check_usable()
         own = self._flats[name]
@@ -121,30 +126,32 @@ class ShardedHookState(ExchangeBase):
         if backward != self._backward:  # the last one may have failed before its end
             self._backward, self._arrived = backward, {}
             _after_backward(self._end_step)
-        if name in self._arrived:  # a unit that is used twice may arrive twice
-            own.add_(flat)
-            self._arrived[name] = None
+        earlier = self._arrived.get(name)
+        if earlier is not None:  # a unit that is used twice may arrive twice
+            own.copy_(earlier)
+            earlier.zero_()
+        if name not in self._arrived and self._becomes_gradient(name, flat):
+            self._arrived[name] = flat
         else:
-            own.copy_(flat)
-            self._arrived[name] = self._becomes_gradient(name, flat)
-        flat.zero_()
+            own.add_(flat) if name in self._arrived else own.copy_(flat)
+            flat.zero_()
+            self._arrived[name] = None
         if self._last_arrival is not None:  # FSDP has streams of its own
             stream = torch.cuda.current_stream(flat.device.index)
-            flat.record_stream(stream)  # which FSDP does not, and may use its memory again
+            flat.record_stream(stream)  # FSDP does not, and may use its memory again
             self._last_arrival.record(stream)
 
-    def _becomes_gradient(self, name: str, flat: Tensor) -> Tensor | None:
-        """The vector, if FSDP makes all the unit's gradients views of it: it does so where there are none."""
-        unit, _ = self._sizes_of[name]
-        if any(p.grad is not None or p.dtype != flat.dtype for p in unit.trainable):
-            return None
-        return flat
+    def _becomes_gradient(self, name: str, flat: Tensor) -> bool:
+        """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none."""
+        trainable = self._units[name].trainable
+        return self._dtypes[name] == {flat.dtype} and all(p.grad is None for p in trainable)
 
     @torch.no_grad()
     def _end_step(self) -> None:
         """Exchange all units that have arrived, and add the aggregates to the gradients."""
         steps = self._steps
-        if self._units[0].module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        unit, *_ = self._units.values()
+        if unit.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
             raise ClusterError(  # this was a backward inside FSDP's, which goes on
                 "activation checkpoints around FSDP units must be made with use_reentrant=False, got one "
                 "that runs a backward of its own (use_reentrant=True)"
@@ -152,7 +159,11 @@ class ShardedHookState(ExchangeBase):
         if self._last_arrival is not None:
             self._last_arrival.wait(torch.cuda.current_stream(steps.device.index))
         arrived, self._arrived = self._arrived, {}
-        are_finite = [steps.unscale_(flat) for flat in self._vectors_of(arrived.keys())]
+        wholes = {name: flat for name, flat in arrived.items() if flat is not None}
+        if wholes:
+            torch._foreach_copy_([self._flats[name] for name in wholes], list(wholes.values()))
+            torch._foreach_zero_(list(wholes.values()))
+        are_finite = [steps.unscale_(flat) for flat in self._vectors_of(arrived)]
         grads: list[Tensor] = []
         with steps.lock:
             steps.begin()
@@ -160,14 +171,16 @@ class ShardedHookState(ExchangeBase):
             steps.agree_later(buckets, torch.stack(are_finite).all())
             with steps.half_way():
                 if steps.is_finite:
-                    parts: list[Tensor] = []
+                    aggregates: dict[str, Tensor] = {}
                     flats = [self._flats[bucket.names[0]] for bucket in buckets]
-                    steps.exchange(buckets, flats, partial(self._collect, arrived, grads, parts))
-                    torch._foreach_add_(grads, parts)  # FSDP has made the gradients of zeros
+                    steps.exchange(
+                        buckets, flats, lambda names, vector, *_: aggregates.update({names[0]: vector})
+                    )
+                    grads = self._add(aggregates, wholes)
             steps.end()
         # no part may make a step alone: also gradients of units that did not arrive become NaN
-        spoiled = [unit for unit in self._units if not steps.is_finite or unit.name not in arrived]
-        grads += [local(p.grad) for unit in spoiled for p in unit.trainable if p.grad is not None]
+        others = [unit for name, unit in self._units.items() if not steps.is_finite or name not in arrived]
+        grads += [local(p.grad) for unit in others for p in unit.trainable if p.grad is not None]
         if steps.is_bad is not None:
             torch._foreach_mul_(grads, torch.where(steps.is_bad, math.nan, 1.0))
         elif not steps.is_finite:
@@ -181,29 +194,30 @@ class ShardedHookState(ExchangeBase):
             pieces += [block] if here == names else [self._flats[name] for name in here]
         return pieces
 
-    def _collect(
-        self,
-        arrived: Mapping[str, Tensor | None],
-        grads: list[Tensor],
-        parts: list[Tensor],
-        names: Sequence[str],
-        aggregate: Tensor,
-        _: kernels.Support | None,
-        __: bool,
-    ) -> None:
-        """The gradients of a unit, all in one where they are, and what the aggregate is for each of them."""
-        unit, sizes = self._sizes_of[names[0]]
-        whole = arrived[names[0]]
-        if whole is not None and unit.trainable[0].grad._local_tensor.data_ptr() == whole.data_ptr():
-            grads.append(whole)
-            parts.append(aggregate)
-            return
-        mine = [p.grad._local_tensor for p in unit.trainable]  # to_local() takes longer than the sum
-        padded = aggregate.split(sizes)
-        if [grad.numel() for grad in mine] != sizes:
-            padded = [part[: grad.numel()] for part, grad in zip(padded, mine, strict=True)]
-        grads += mine
-        parts += map(Tensor.view_as, padded, mine)
+    def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
+        """Add the units' aggregates to their gradients, or to the vectors that these are views of.
+
+        Returns:
+            All that was added to.
+        """
+        grads: list[Tensor] = []
+        parts: list[Tensor] = []
+        for name, aggregate in aggregates.items():
+            trainable = self._units[name].trainable
+            if trainable[0].grad is None:
+                raise ClusterError(
+                    f"gradients of FSDP unit {name!r} must be kept until backward is over, got None"
+                )
+            if name in wholes:
+                grads.append(wholes[name])
+                parts.append(aggregate)
+                continue
+            mine = [p.grad._local_tensor for p in trainable]  # to_local() takes longer than the sum
+            padded = aggregate.split(self._sizes[name])
+            grads += mine
+            parts += [part[: g.numel()].view_as(g) for part, g in zip(padded, mine, strict=True)]
+        torch._foreach_add_(grads, parts)
+        return grads
 
 
 class _DenseMean:
@@ -228,8 +242,11 @@ def _units_of(model: nn.Module) -> list[Unit]:
         for group in groups_of(name or "<root>", module):
             names.setdefault(id(group), []).append(name or "<root>")
             groups[id(group)] = module, group
-    units = [Unit(", ".join(names[key]), *groups[key]) for key in groups]
-    units = [unit for unit in units if unit.trainable]
+    units = []
+    for key, (module, group) in groups.items():
+        members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
+        if members:
+            units.append(Unit(", ".join(names[key]), module, group, members))
     _check_parameters(model, units)
     for unit in units:
         if not isinstance(unit.group._all_reduce_hook, (_DenseMean, type(None))):
@@ -243,7 +260,20 @@ def _units_of(model: nn.Module) -> list[Unit]:
                 "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over "
                 "a group with gloo for the CPU"
             )
+        _check_division(unit)
     return units
+
+
+def _check_division(unit: Unit) -> None:
+    """FSDP must have divided the gradients by the number of shards before the hook gets them."""
+    num_shards, dtype = unit.trainable[0].device_mesh.size(), unit.stand_in().dtype
+    is_late = dtype not in (torch.float32, torch.bfloat16) and num_shards > 2  # half of it, against overflow
+    if is_late or (getattr(unit.group, "force_sum_reduction_for_comms", False) and num_shards > 1):
+        raise ClusterError(
+            f"gradients of FSDP unit {unit.name!r} must be divided by the number of shards before the "
+            f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "
+            "set_force_sum_reduction_for_comms must not be used"
+        )
 
 
 def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
@@ -275,14 +305,17 @@ def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
 
 
 def _blocks_for(parameters: Parameters, units: list[Unit]) -> list[tuple[list[str], Tensor]]:
-    """Where the units' gradients are kept until backward is over: (U, J), a row for each of one size."""
-    kinds: dict[Any, list[str]] = {}
-    for unit in units:
-        p = parameters.named[unit.name]
-        kinds.setdefault((p.numel(), flat_dtype([p]), p.device), []).append(unit.name)
+    """Where the units' gradients are kept until backward is over: one vector for all of one dtype.
+
+    Units of one size come one after another, so that those that are alike can be computed together.
+    """
+    named = parameters.named
+    dtypes: dict[torch.dtype, list[str]] = {}
+    for name in sorted((unit.name for unit in units), key=lambda name: named[name].numel()):
+        dtypes.setdefault(flat_dtype([named[name]]), []).append(name)
     return [
-        (names, torch.zeros(len(names), numel, dtype=dtype, device=device))
-        for (numel, dtype, device), names in kinds.items()
+        (names, torch.zeros(sum(named[n].numel() for n in names), dtype=dtype, device=parameters.device))
+        for dtype, names in dtypes.items()
     ]
 
 
