@@ -5,16 +5,19 @@ compare gpt` (6 layers of width 256, 4.8 million parameters) on torch's sources 
 on a mesh of two dimensions, which averages gradients in bfloat16, and by `regtopk.UpdateExchange` over the
 replicate axis. Both reduce over the shard axis in bfloat16, see the same windows in the same order, and
 search the same learning rates on seed 0, which is not counted, in shorter runs. The losses are of other
-seeds, on the same test windows. --out is written after every seed: a long run may be stopped.
+seeds, on the same test windows. --out is written after every seed: a long run may be stopped, and --go-on
+takes over the runs of its report.
 
 Bytes are those that cross the replicate axis, all four ranks added up, by our own counts: of HSDP 2(N-1)/N
 vectors of a rank's padded part in bfloat16 a step, as a ring all-reduce sends them; of UpdateExchange what
 `exchange.total.sent_bytes` counts. Interface counters could not tell the two axes apart on one machine.
 
     python benchmarks/fsdp_gpt.py [--json] [--out FILE] [--seeds S] [--threads N] [--batch B] [--window W]
+                                  [--go-on FILE]
 """
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -128,18 +131,41 @@ def rank_main(rank: int, options: argparse.Namespace, store: str) -> None:
     world = REPLICAS * SHARDS
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     text = load_text(None, sources=torch_sources, window=CONTEXT + 1)
+    before = runs_before(options, text)
     runs: list[dict[str, Any]] = []
+
+    def run(method: str, lr: float, seed: int, num_steps: int) -> dict[str, Any]:
+        found = before.get((method, lr, seed)) or train(method, lr, seed, num_steps, options, text)
+        runs.append(found)
+        return found
+
     best = {}
     for method in METHODS:
-        found = [train(method, lr, 0, options.search_steps, options, text) for lr in options.lr]
+        found = [run(method, lr, 0, options.search_steps) for lr in options.lr]
         best[method] = min(found, key=lambda each: each["loss"])["lr"]
-        runs += found
     for seed in range(1, options.seeds + 1):
-        runs += [train(method, best[method], seed, options.steps, options, text) for method in METHODS]
+        for method in METHODS:
+            run(method, best[method], seed, options.steps)
         if rank == 0:
             give(report_of(runs, best, options, text), options, show)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def settings_of(options: argparse.Namespace, text: Text) -> dict[str, Any]:
+    """What two reports must have the same to be one."""
+    settings = ("steps", "search_steps", "batch", "window", "tested", "density", "every", "fragments")
+    return {key: getattr(options, key) for key in settings} | {"text_sha256": text.sha256}
+
+
+def runs_before(options: argparse.Namespace, text: Text) -> dict[tuple[str, float, int], dict[str, Any]]:
+    """The runs of an earlier report, by method, learning rate and seed."""
+    if options.go_on is None:
+        return {}
+    report, settings = json.loads(options.go_on.read_text()), settings_of(options, text)
+    if report["settings"] != settings:
+        raise SystemExit(f"{options.go_on} must have the settings {settings}, got {report['settings']}")
+    return {(run["method"], run["lr"], run["seed"]): run for run in report["runs"]}
 
 
 def report_of(
@@ -147,9 +173,8 @@ def report_of(
 ) -> dict[str, Any]:
     native, ours = ([r for r in runs if r["method"] == method and r["seed"] > 0] for method in METHODS)
     behind = [our["loss"] - its["loss"] for our, its in zip(ours, native, strict=True)]
-    settings = ("steps", "search_steps", "batch", "window", "tested", "density", "every")
     return {
-        "settings": {key: getattr(options, key) for key in settings} | {"text_sha256": text.sha256},
+        "settings": settings_of(options, text),
         "bytes_counted": "by the formula of a ring all-reduce (hsdp), by the exchange's own counts (updates)",
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
         "torch": torch.__version__,
@@ -185,6 +210,7 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--fragments", type=int, default=2)
+    parser.add_argument("--go-on", type=Path, metavar="FILE", help="an earlier report, of the same settings")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
