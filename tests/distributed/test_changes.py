@@ -99,14 +99,13 @@ def step_with_a_sparse_gradient() -> tuple[str, str]:
 
 def test_ranks_at_different_steps(two_ranks: Ranks) -> None:
     text = (
-        "all ranks must exchange the same parameters at the same step, got step 2 on rank 0, step 1 on rank "
-        "1; first parameters: [['first.weight'], ['first.weight']]"
+        "all ranks must exchange the same parameters at the same step, got step 2 on rank 0, step 1 on rank 1"
     )
     assert two_ranks.run(resume_from_different_steps) == [("ClusterError", text)] * 2
 
 
 def test_ranks_that_select_different_numbers(two_ranks: Ranks) -> None:
-    text = "all ranks must select equally many entries of every bucket, got [336] on rank 0, [673] on rank 1"
+    text = "all ranks must select equally many entries of every bucket, got 336 on rank 0, 673 on rank 1"
     assert two_ranks.run(select_by_rank) == [("ClusterError", text)] * 2
 
 

@@ -1,8 +1,6 @@
 """A NaN in one part of one replica of a sharded model: all ranks of both axes skip the step alike."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import regtopk
-from regtopk.distributed.collectives import Collectives
+from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import grid, sharded, whole_gradients, whole_parameters
 from tests.distributed.training import algorithm_state, loss_of, make_net, same
@@ -35,17 +33,6 @@ def train_straight_and_with_each() -> list[Tensor]:
     heard = [train(*where, bad_steps=(0, 3)) for where in BAD.values()]
     with answers_on_the_device():
         return [train(bad_steps=()), *heard, *(train(*where, bad_steps=(0, 3)) for where in BAD.values())]
-
-
-@contextmanager
-def answers_on_the_device() -> Iterator[None]:
-    """Let ranks go on without the others' answers, as they do over NCCL."""
-    real = Collectives.is_on_device
-    Collectives.is_on_device = lambda self, device: True  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Collectives.is_on_device = real  # type: ignore[method-assign]
 
 
 def train(layer: str = "", row: int = 0, *, bad_steps: tuple[int, ...]) -> Tensor:

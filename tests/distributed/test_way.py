@@ -23,7 +23,7 @@ STARTS: dict[Scope, str] = {"model": "ddp", "bucket": "background bucket_queue"}
 def test_the_way_of_a_gradient(two_ranks: Ranks, scope: Scope) -> None:
     for to_the_others, files in two_ranks.run(trace_a_step, scope):
         assert to_the_others == [
-            f"{STARTS[scope]} step handshake collectives",
+            f"{STARTS[scope]} step agreement collectives",
             f"{STARTS[scope]} step driver sparse_sum gather collectives",
         ]
         assert len(files) <= 15, files  # with those called along the way

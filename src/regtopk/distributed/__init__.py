@@ -20,15 +20,15 @@ return at once (and 20 of core, algorithms, kernels and wire)::
     bucket_queue.py    what DDP waits for: the future of a bucket
     buckets.py         the state of the algorithm, by parameter
     layout.py          parameters as one flat vector
-    handshake.py       do all ranks exchange the same, and are all gradients finite? (by collectives.py)
+    agreement.py       do all ranks exchange the same, and are all gradients finite? (by collectives.py)
     rank.py            what this rank knows and counts
     split.py           would a sum split by region move fewer bytes?
     record.py          the counts of all steps
 
-Beside the way: checkpoint.py saves and loads, options.py checks what users hand over, base.py is what every
-kind of exchange offers them, attach.py finds the right one, sharded.py knows of parameters of which a rank
-holds a part, and one_process.py stands in where there is nobody to exchange with. A new kind
-of exchange *has* a `Steps` and feeds it tensors by name.
+Beside the way: handshake.py compares what ranks were given, checkpoint.py saves and loads, options.py checks
+what users hand over, base.py is what every kind of exchange offers them, attach.py finds the right one,
+sharded.py knows of parameters of which a rank holds a part, and one_process.py stands in where there is
+nobody to exchange with. A new kind of exchange *has* a `Steps` and feeds it tensors by name.
 
 updates.py is such a kind. It feeds what an optimizer has changed since the round began: local_model.py keeps
 where that was, optimizers.py looks after the two optimizers, model_buffers.py after buffers, and

@@ -2,9 +2,8 @@
 
 import logging
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SenderSum, SparseSum
 from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import to_dense
-from regtopk.core.worker import Layout, Report, Worker, check_weights
+from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.distributed.collectives import Collectives, clear_errors, is_world
 from regtopk.distributed.driver import PEEKS
 from regtopk.distributed.options import Options
@@ -161,105 +160,6 @@ def _first_difference(values: list[list[Any]]) -> str:
         if mine != theirs:
             return f"{mine} on rank 0, {theirs} on rank {other}"
     return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
-
-
-class OnItsWay:
-    """A copy of a tensor for the host, which does not wait for it before it reads."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)
-        self._is_there = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-    def read(self) -> Tensor:
-        """The copy. The host waits here."""
-        if self._is_there is not None:
-            self._is_there.synchronize()
-        return self._copy
-
-
-class Agreement(NamedTuple):
-    """What all ranks know before they exchange anything."""
-
-    is_finite: bool  # whether no rank's gradient holds a NaN or inf
-    waited_s: list[float]  # by rank, what each told
-
-
-class Asked(NamedTuple):
-    """What was asked of all ranks, and the answers, which may still be on their way to the host."""
-
-    collectives: Collectives
-    question: tuple[int, list[str], list[int]]
-    stamp: int
-    gathered: Tensor  # the answers, where the gradients are
-    answers: OnItsWay
-
-
-def ask_before_step(
-    collectives: Collectives,
-    is_bad: Tensor,
-    num_steps: int,
-    names: list[str],
-    num_selected: list[int],
-    waited_s: float = 0.0,
-) -> Asked:
-    """Ask whether all ranks exchange the same, and tell what each must know: one small all_gather.
-
-    What the caller launches until it hears `agreed` does not hold the answers up.
-
-    Args:
-        collectives: the process group.
-        is_bad: (), whether this rank's gradient holds a NaN or inf.
-        num_steps: how many steps this rank has done.
-        names: the parameters it is about to exchange, in order.
-        num_selected: how many entries of each bucket it is about to send, where that is known before.
-        waited_s: how long it has been in collectives so far.
-    """
-    stamp = num_steps << 32 | crc32(repr((names, num_selected)).encode())
-    numbers = torch.full((3,), stamp, device=is_bad.device)  # filled in: one from a list waits for the device
-    numbers[0] = is_bad
-    numbers[2:] = round(1e6 * waited_s)
-    gathered = collectives.all_gather(numbers)
-    return Asked(collectives, (num_steps, names, num_selected), stamp, gathered, OnItsWay(gathered))
-
-
-def agreed(asked: Asked, *, is_late: bool = False) -> Agreement:
-    """What all ranks have answered. The host waits here.
-
-    Args:
-        asked: from `ask_before_step`.
-        is_late: whether this rank has gone on without the answers, so that others may not listen any more.
-
-    Raises:
-        ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about to
-            send different numbers of entries (by a density of their own).
-    """
-    are_bad, stamps, waited_us = zip(*asked.answers.read().tolist(), strict=True)
-    if any(theirs != asked.stamp for theirs in stamps):
-        if is_late:
-            steps = [f"step {theirs >> 32} on rank {rank}" for rank, theirs in enumerate(stamps)]
-            raise ClusterError(
-                "all ranks must exchange the same parameters, and select equally many entries, at the same "
-                f"step, got different ones at {', '.join(steps)}"
-            )
-        everyone = asked.collectives.all_gather_objects(asked.question)
-        if all(theirs[:2] == everyone[0][:2] for theirs in everyone):
-            counts = _by_rank("k", [theirs[2] for theirs in everyone])
-            raise ClusterError(f"all ranks must select equally many entries of every bucket, got {counts}")
-        steps = [f"step {theirs[0]} on rank {rank}" for rank, theirs in enumerate(everyone)]
-        raise ClusterError(
-            f"all ranks must exchange the same parameters at the same step, got {', '.join(steps)}; first "
-            f"parameters: {[theirs[1][:1] for theirs in everyone]}"
-        )
-    return Agreement(not any(are_bad), [waited / 1e6 for waited in waited_us])
-
-
-def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:
-    """Rank 0's report, on every rank."""
-    numbers = [1.0, report.loss, report.time_s] if report is not None else [0.0, 0.0, 0.0]
-    there, loss, time_s = collectives.broadcast(
-        torch.tensor(numbers, dtype=torch.float64, device=device), 0
-    ).tolist()
-    return Report(loss, time_s) if there else None
 
 
 def refuse_oracles(

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,11 @@ from regtopk.core.codes import check_index_code
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
 from regtopk.distributed import checkpoint, layout
+from regtopk.distributed.agreement import Agreement, Asked, Question, ask, share_report
 from regtopk.distributed.buckets import Bucket, Buckets
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.driver import Driver, Turn
-from regtopk.distributed.handshake import (
-    Asked,
-    OnItsWay,
-    agree,
-    agreed,
-    ask_before_step,
-    described,
-    meet_shards,
-    refuse_oracles,
-    roll_call,
-    share_report,
-)
+from regtopk.distributed.handshake import agree, described, meet_shards, refuse_oracles, roll_call
 from regtopk.distributed.kind import Kind
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters
@@ -40,17 +30,8 @@ from regtopk.distributed.rank import Rank
 from regtopk.distributed.record import Curves, Ledger, StepRecord
 from regtopk.distributed.sharded import Shards
 from regtopk.errors import ClusterError, StateError
-from regtopk.wire import raise_for_status
 
 _log = logging.getLogger("regtopk")
-
-
-class _Unheard(NamedTuple):
-    """What the host does not know yet of a step that it has ended."""
-
-    asked: Asked
-    is_bad: OnItsWay
-    refusals: OnItsWay | None
 
 
 class Steps:
@@ -102,16 +83,12 @@ class Steps:
         self.settings = described(algorithm, settings)
         self.rank = self._rank_in(collectives, weights)
         self._num_steps = 0
-        self.is_finite = True  # whether no rank had a NaN or inf in this step, as far as the host knows
-        self.is_bad: Tensor | None = None  # (), on the device: whether one had, if the host does not know yet
-        self._asked: Asked | None = None  # for the answers that this step goes on without
+        self._agreement = Agreement(shards)
         self.buckets = Buckets(
             parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
         )
         self._driver = Driver()
         self._ledger = Ledger()
-        self._unheard: _Unheard | None = None  # the last step, if the host does not know whether it counts
-        self._known_question: Any = None  # what all ranks agreed on before
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
         self.is_closed = False
@@ -141,7 +118,8 @@ class Steps:
 
     def regroup(self, collectives: Collectives, weights: Tensor) -> None:
         """Go on among other ranks, or with other weights, between two steps."""
-        self.rank, self._known_question = self._rank_in(collectives, weights), None
+        self.rank = self._rank_in(collectives, weights)
+        self._agreement.forget()
         self.buckets.regroup(self.rank)
         self.forget_rows()
 
@@ -165,6 +143,16 @@ class Steps:
         """What the steps sent and how long they took."""
         self.settle()
         return self._ledger
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no rank had a NaN or inf in this step, as far as the host knows."""
+        return self._agreement.is_finite
+
+    @property
+    def is_bad(self) -> Tensor | None:
+        """(), on the device: whether a rank had a NaN or inf, if the host does not know yet."""
+        return self._agreement.is_bad
 
     @property
     def num_turns(self) -> int:
@@ -208,7 +196,7 @@ class Steps:
         self.settle()
         self.check_usable()
         self.take_back()  # a step that was never finished
-        self.is_finite, self.is_bad, self._asked = True, None, None
+        self._agreement.begin()
         self.rank.begin(self.device)
         if self.algorithm.listens:
             self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
@@ -231,12 +219,8 @@ class Steps:
         numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
         num_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
         self.rank.record.dense_bytes = self._kind.num_dense * num_bytes
-        if self._asked is None or self.is_bad is None:
+        if self._agreement.end(self.rank):
             self._count()
-        else:
-            status = self.rank.take_status()
-            refusals = None if status is None else OnItsWay(status)
-            self._unheard = _Unheard(self._asked, OnItsWay(self.is_bad), refusals)
 
     def _count(self) -> None:
         if self.is_finite:
@@ -248,21 +232,17 @@ class Steps:
             self.take_back()
             self._warn_of_nan()
         self.rank.record.num_skipped = int(not self.is_finite)
+        self._ledger.waits = self._agreement.waits
         self._ledger.add(self.rank.record, self.rank.timer)
         self._curves.draw(self._numbers, self._num_steps)
 
     def settle(self) -> None:
         """Find out whether the last step counts, if it ended before the host knew. The host waits here."""
         with self.lock:
-            if self._unheard is None:
-                return
-            unheard, self._unheard = self._unheard, None
-            with self.half_way():
-                self._take_in(unheard.asked, is_late=True)
-                if unheard.refusals is not None:
-                    raise_for_status(unheard.refusals.read())
-            self.is_finite = not bool(unheard.is_bad.read())
-            self._count()
+            if not self._agreement.is_settled:
+                with self.half_way():
+                    self._agreement.settle()
+                self._count()
 
     def _warn_of_nan(self) -> None:
         """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
@@ -306,57 +286,35 @@ class Steps:
         """
         self._hear(self._ask(buckets, is_finite))
 
+    def agree_with_shards(self) -> None:
+        """Find out whether the other parts of the model are finite: no part may make a step alone."""
+        with self.rank.timer.phase("collective_s"):
+            self._agreement.hear_shards(self.num_steps, self.device)
+
     def agree_later(self, buckets: list[Bucket], is_finite: Tensor) -> None:
         """`agree`, also with the other parts of the model; but a host that may go on does not wait.
 
-        It may if collectives run on the device, and if this rank asks what all ranks have agreed on before:
-        so their messages have the lengths that others expect. The verdict `is_bad` is then on the device
-        alone, where it keeps states as they are. The host hears it before the next step, or when it is asked.
+        Then `is_bad` keeps states as they are on the device, if the step does not count. The host hears of it
+        before the next step, or when somebody looks at the counts.
         """
         asked = self._ask(buckets, is_finite)
-        if not self._may_go_on(asked):
+        if self.algorithm.listens or not self._agreement.may_go_on(asked, self.rank):
             self._hear(asked)
             self.agree_with_shards()
             return
-        is_bad = asked.gathered[:, :1].amax(0)
-        if self._shards is not None and self._shards.collectives.num_workers > 1:
-            with self.rank.timer.phase("collective_s"):
-                is_bad = self._shards.collectives.all_gather(is_bad).amax(0)
-        self._asked, self.is_bad = asked, is_bad.view(()).bool()
-
-    def _may_go_on(self, asked: Asked) -> bool:
-        is_known = asked.question[1:] == self._known_question
-        is_on_device = self.rank.collectives.is_on_device(self.device)
-        return is_known and is_on_device and not self.rank.idle and not self.algorithm.listens
+        with self.rank.timer.phase("collective_s"):
+            self._agreement.go_on(asked)
 
     def _ask(self, buckets: list[Bucket], is_finite: Tensor) -> Asked:
         num_selected = [self._num_selected(bucket) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
-            waited_s = self._ledger.waited_s
-            return ask_before_step(
-                self.rank.collectives, ~is_finite, self.num_steps, names, num_selected, waited_s
-            )
+            question = Question(self.num_steps, names, num_selected)
+            return ask(self.rank.collectives, question, is_finite, self._ledger.waited_s)
 
     def _hear(self, asked: Asked) -> None:
         with self.rank.timer.phase("collective_s"):
-            self.is_finite &= self._take_in(asked)
-
-    def _take_in(self, asked: Asked, *, is_late: bool = False) -> bool:
-        """Whether all ranks' vectors are finite."""
-        found = agreed(asked, is_late=is_late)
-        self._known_question = asked.question[1:]
-        self._ledger.waits = found.waited_s
-        return found.is_finite
-
-    def agree_with_shards(self) -> None:
-        """Find out whether the other parts of the model are finite: no part may make a step alone."""
-        if self._shards is None or self._shards.collectives.num_workers == 1:
-            return
-        with self.rank.timer.phase("collective_s"):
-            is_bad = torch.tensor(not self.is_finite, device=self.device)
-            asked = ask_before_step(self._shards.collectives, is_bad, self.num_steps, [], [])
-            self.is_finite = agreed(asked).is_finite
+            self._agreement.hear(asked)
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient, which `exchange` puts back; is it finite?
@@ -399,7 +357,7 @@ class Steps:
         with self.rank.timer.phase("decode_s"):
             for bucket, aggregate in zip(buckets, aggregates, strict=True):
                 write(bucket.names, *aggregate, bucket.is_cleared)
-            if self._asked is None:
+            if not self._agreement.is_late:
                 self.rank.raise_refusals()  # last: the host waits here, and all is launched
 
     def _numbers(self) -> dict[str, float]:
@@ -452,5 +410,6 @@ class Steps:
         """Go on from what was loaded."""
         with self.lock:
             self.buckets.all, self._num_steps, self._ledger, self.pending_report = progress
-            self.obstacle = self._unheard = self._known_question = None
+            self.obstacle = None
+            self._agreement.forget()
             self.forget_rows()

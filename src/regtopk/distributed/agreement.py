@@ -1,0 +1,219 @@
+"""What all ranks must know of a step: do they exchange the same, and is all of it finite?
+
+One small all_gather tells it. The host hears the answers before it exchanges anything. Or, where collectives
+run on the device, it goes on without them, and hears them later.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from regtopk.core.worker import Report
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.rank import Rank
+from regtopk.distributed.sharded import Shards
+from regtopk.errors import ClusterError
+from regtopk.wire import raise_for_status
+
+
+class Question(NamedTuple):
+    """What a rank is about to exchange, which must be the same on all ranks.
+
+    Attributes:
+        num_steps: how many steps it has done.
+        names: the parameters, in order.
+        num_selected: how many entries of each bucket it is about to send, where that is known before.
+    """
+
+    num_steps: int
+    names: list[str]
+    num_selected: list[int]
+
+    def numbers(self) -> list[int]:
+        """All of it, as few numbers: step, parameters and entries; and what tells them from others."""
+        sums = [crc32(repr(things).encode()) for things in (self.names, self.num_selected)]
+        return [self.num_steps, len(self.names), sum(self.num_selected), *sums]
+
+
+class OnItsWay:
+    """A copy of a tensor for the host, which does not wait for it before it reads."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._is_there = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def read(self) -> Tensor:
+        """The copy. The host waits here."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._copy
+
+
+class Asked(NamedTuple):
+    """What was asked of all ranks, and their answers, (N, 7), which may still be on their way to the host."""
+
+    question: Question
+    answers: Tensor
+    for_the_host: OnItsWay
+
+
+class _Unheard(NamedTuple):
+    """What the host does not know yet of a step that it has ended."""
+
+    asked: Asked
+    is_bad: OnItsWay
+    refusals: OnItsWay | None
+
+
+class Agreement:
+    """Whether all ranks make the same step, and whether it counts: no rank may have a NaN or inf.
+
+    Args:
+        shards: the ranks that hold the rest of the model, if it is sharded: they must step alike.
+
+    Attributes:
+        is_finite: whether no rank had a NaN or inf in this step, as far as the host knows.
+        is_bad: (), on the device: whether one had, if the host does not know yet.
+        waits: how long every rank has been in collectives, as they told one another last.
+    """
+
+    def __init__(self, shards: Shards | None) -> None:
+        self.is_finite = True
+        self.is_bad: Tensor | None = None
+        self.waits: list[float] = []
+        has_others = shards is not None and shards.collectives.num_workers > 1
+        self._shards = shards.collectives if shards is not None and has_others else None
+        self._late: Asked | None = None  # whose answers this step goes on without
+        self._unheard: _Unheard | None = None  # the last step, if the host does not know whether it counts
+        self._known: Question | None = None  # what all ranks have agreed on
+
+    def begin(self) -> None:
+        """A new step."""
+        self.is_finite, self.is_bad, self._late = True, None, None
+
+    def forget(self) -> None:
+        """Ranks, or what they exchange, have changed."""
+        self._late = self._unheard = self._known = None
+
+    def hear(self, asked: Asked) -> None:
+        """Wait for the answers.
+
+        Raises:
+            ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about
+                to send different numbers of entries (by a density of their own).
+        """
+        is_finite, self.waits = _heard(asked)
+        self.is_finite &= is_finite
+        self._known = asked.question
+
+    def hear_shards(self, num_steps: int, device: torch.device) -> None:
+        """Find out whether the other parts of the model are finite: no part may make a step alone."""
+        if self._shards is not None:
+            is_finite = torch.tensor(self.is_finite, device=device)
+            self.is_finite, _ = _heard(ask(self._shards, Question(num_steps, [], []), is_finite))
+
+    def may_go_on(self, asked: Asked, rank: Rank) -> bool:
+        """Whether this step may go on without the answers.
+
+        Collectives must run on the device. And this rank must ask what all ranks have agreed on before: so
+        their messages have the lengths that others expect.
+        """
+        is_known = self._known is not None and asked.question[1:] == self._known[1:]
+        return is_known and not rank.idle and rank.collectives.is_on_device(asked.answers.device)
+
+    def go_on(self, asked: Asked) -> None:
+        """Go on without the answers: whether the step counts is known on the device alone, by `is_bad`."""
+        is_bad = asked.answers[:, :1].amax(0)
+        if self._shards is not None:
+            is_bad = self._shards.all_gather(is_bad).amax(0)
+        self._late, self.is_bad = asked, is_bad.view(()).bool()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this step goes on without the answers."""
+        return self._late is not None
+
+    def end(self, rank: Rank) -> bool:
+        """Whether the host knows if the step counts; if not, `settle` says so later."""
+        if self._late is None or self.is_bad is None:
+            return True
+        status = rank.take_status()
+        refusals = None if status is None else OnItsWay(status)
+        self._unheard = _Unheard(self._late, OnItsWay(self.is_bad), refusals)
+        return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the host knows if the last step counts."""
+        return self._unheard is None
+
+    def settle(self) -> None:
+        """Hear what the last step went on without.
+
+        Raises:
+            ClusterError, WireFormatError: it should not have: ranks differ, or a message is damaged.
+        """
+        assert self._unheard is not None
+        asked, is_bad, refusals = self._unheard
+        self._unheard = None
+        self.hear(asked)
+        if refusals is not None:
+            raise_for_status(refusals.read())
+        self.is_finite = not bool(is_bad.read())
+
+
+def ask(collectives: Collectives, question: Question, is_finite: Tensor, waited_s: float = 0.0) -> Asked:
+    """Ask whether all ranks exchange the same, and tell what each must know: one small all_gather.
+
+    What the caller launches until it hears the answers does not hold them up.
+
+    Args:
+        collectives: the process group.
+        question: what this rank is about to exchange.
+        is_finite: (), whether it holds no NaN or inf.
+        waited_s: how long this rank has been in collectives so far.
+    """
+    told = [0, round(1e6 * waited_s), *question.numbers()]
+    mine = torch.tensor(told, pin_memory=is_finite.is_cuda).to(is_finite.device, non_blocking=True)
+    mine[0] = ~is_finite
+    answers = collectives.all_gather(mine)
+    return Asked(question, answers, OnItsWay(answers))
+
+
+def _heard(asked: Asked) -> tuple[bool, list[float]]:
+    """Whether all is finite, and how long every rank has waited. Ranks that differ are refused.
+
+    They cannot be asked for more then: some may have gone on.
+    """
+    rows = asked.for_the_host.read().tolist()
+    are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
+    if len(set(steps)) > 1:
+        raise ClusterError(
+            f"all ranks must exchange the same parameters at the same step, got {_by_rank('step ', steps)}"
+        )
+    if len(set(names)) > 1:
+        raise ClusterError(
+            f"all ranks must exchange the same parameters at the same step, got {_by_rank('', num_names)}; "
+            f"those of this rank begin with {asked.question.names[:1]}"
+        )
+    if len(set(selected)) > 1:
+        raise ClusterError(
+            f"all ranks must select equally many entries of every bucket, got {_by_rank('', num_entries)}"
+        )
+    return not any(are_bad), [waited / 1e6 for waited in waited_us]
+
+
+def _by_rank(noun: str, numbers: Sequence[int]) -> str:
+    return ", ".join(f"{noun}{number} on rank {rank}" for rank, number in enumerate(numbers))
+
+
+def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:
+    """Rank 0's report, on every rank."""
+    numbers = [1.0, report.loss, report.time_s] if report is not None else [0.0, 0.0, 0.0]
+    there, loss, time_s = collectives.broadcast(
+        torch.tensor(numbers, dtype=torch.float64, device=device), 0
+    ).tolist()
+    return Report(loss, time_s) if there else None

@@ -1,0 +1,104 @@
+"""Steps that go on before the host has heard from the others, as over collectives that run on the device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.kind import Kind
+from regtopk.distributed.layout import into
+from regtopk.distributed.options import Options
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.step import Steps
+from tests.algorithms.cases import Case
+from tests.distributed.late import answers_on_the_device
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_algorithms_on_ranks import FIRST_VARIANTS
+from tests.distributed.training import refusal, same
+
+SIZES = {"a": 400, "b": 90, "c": 400}  # two are computed together
+BAD_STEP, BAD_RANK = 3, 1
+
+
+def steps_of(algorithm: Algorithm[Any]) -> Steps:
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
+    steps = Steps(parameters, algorithm, Collectives(group), Options(), Kind("test"))
+    for name in SIZES:
+        steps.buckets.covering((name,))
+    return steps
+
+
+def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False) -> tuple[list[Tensor], bool]:
+    """The aggregates of one step, and whether it went on without the answers."""
+    grads = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+    if is_bad and dist.get_rank() == BAD_RANK:
+        grads["b"][7] = torch.nan
+    steps.begin()
+    flats = [grads[bucket.names[0]] for bucket in steps.buckets.all]
+    steps.agree_later(steps.buckets.all, torch.cat(flats).isfinite().all())
+    is_late = steps.is_bad is not None
+    steps.exchange(steps.buckets.all, flats, into(grads))
+    steps.end()
+    return list(grads.values()), is_late
+
+
+def run(case: Case) -> tuple[list[Tensor], list[bool]]:
+    """The aggregates of all steps that count and the states at the end; and which steps were late."""
+    steps, generator = steps_of(case.make()), torch.Generator().manual_seed(dist.get_rank())
+    kept, were_late = [], []
+    for number in range(6):
+        aggregates, is_late = make_step(steps, generator, is_bad=number == BAD_STEP)
+        kept += aggregates if number != BAD_STEP else []
+        were_late.append(is_late)
+    assert steps.num_steps == 5 and steps.ledger.total.num_skipped == 1
+    states = [tensor for bucket in steps.buckets.all for tensor in bucket.state.state_dict().values()]
+    return kept + [tensor.clone() for tensor in states], were_late
+
+
+def run_both(case: Case) -> tuple[bool, list[bool]]:
+    heard, _ = run(case)
+    with answers_on_the_device():
+        late, were_late = run(case)
+    return same(heard, late), were_late
+
+
+@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
+def test_bits_are_those_of_steps_that_wait(two_ranks: Ranks, case: Case) -> None:
+    may_be_late = not case.make().listens
+    for are_equal, were_late in two_ranks.run(run_both, case):
+        assert are_equal
+        assert not were_late[0] and were_late[-1] == may_be_late
+
+
+def damage_a_message() -> tuple[bool, tuple[str, str], tuple[str, str]]:
+    steps, generator = steps_of(regtopk.TopK(k=4)), torch.Generator().manual_seed(0)
+    with answers_on_the_device():
+        make_step(steps, generator)
+        real = Collectives.all_gather
+
+        def flip_a_bit(self: Collectives, tensor: Tensor) -> Tensor:
+            gathered = real(self, tensor)
+            if tensor.dtype == torch.uint8:
+                gathered[1, 40] ^= 1
+            return gathered
+
+        Collectives.all_gather = flip_a_bit  # type: ignore[method-assign]
+        try:
+            _, is_late = make_step(steps, generator)
+        finally:
+            Collectives.all_gather = real  # type: ignore[method-assign]
+        return is_late, refusal(lambda: steps.num_steps), refusal(steps.begin)
+
+
+def test_a_damaged_message_is_refused_when_somebody_looks(two_ranks: Ranks) -> None:
+    for is_late, first, then in two_ranks.run(damage_a_message):
+        assert is_late
+        assert first[0] == "WireFormatError" and first[1].startswith("message of rank 1 is refused")
+        assert then[0] == "ClusterError" and "step 1 failed half-way (WireFormatError" in then[1]
