@@ -121,6 +121,12 @@ def test_large_densities_take_one_stage() -> None:
     assert torch.equal(one, five)
 
 
+def test_a_damaged_number_of_stages_ends() -> None:
+    most = sent_by(SIDCo(k=1), SIXTEEN, num_stages=SIXTEEN.numel().bit_length())
+    damaged = sent_by(SIDCo(k=1), SIXTEEN, num_stages=2**62)
+    assert torch.equal(damaged.indices, most.indices) and torch.equal(damaged.values, most.values)
+
+
 def test_bad_options() -> None:
     with pytest.raises(ArgumentError, match="fit must be one of exponential, pareto, gamma, got 'normal'"):
         SIDCo(k=1, fit="normal")  # type: ignore[arg-type]

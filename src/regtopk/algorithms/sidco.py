@@ -131,6 +131,7 @@ class SIDCo(Sparsifier[SIDCoState]):
         """eta for each row of magnitudes, (..., 1) in their dtype, at most the largest, never zero."""
         if density >= _FIRST_DENSITY:
             num_stages = torch.ones_like(num_stages)
+        num_stages = num_stages.clamp(1, x.shape[-1].bit_length())  # a damaged checkpoint may name more
         log_density = math.log(density)
         log_first = torch.full_like(num_stages, math.log(_FIRST_DENSITY), dtype=torch.float64)
         log_first = log_first.where(num_stages > 1, log_density)
