@@ -228,6 +228,34 @@ def leave_out_a_unit() -> tuple[int, int, Any, Any]:
     return with_extra, exchange.last_step.num_entries, *entries
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_unit_that_arrives_twice_in_a_backward(four_ranks: Ranks, set_to_none: bool) -> None:
+    for mean, expected in four_ranks.run(arrive_twice, set_to_none):
+        torch.testing.assert_close(mean, expected)
+
+
+def arrive_twice(set_to_none: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of two steps whose unit "middle" arrives once more, with one more in every entry."""
+    mesh = grid(2, 2)
+    model, native = sharded(mesh["shard"]), sharded(mesh)
+    exchange: Any = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+
+    def hook(flat: Tensor) -> None:
+        again = torch.ones_like(flat)
+        exchange._on_gradient("middle", flat)
+        exchange._on_gradient("middle", again)
+        assert not again.any()
+
+    model.middle.set_all_reduce_hook(hook)
+    for step in range(2):
+        for net in (model, native):
+            net.zero_grad(set_to_none)
+            loss_of(net, step).backward()
+    for p in native.middle.parameters():
+        p.grad.to_local().add_(1.0)
+    return whole_gradients(model), whole_gradients(native)
+
+
 POLICIES: dict[str, tuple[MixedPrecisionPolicy, torch.dtype]] = {
     "float32": (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.float32),
     "bfloat16": (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16),
