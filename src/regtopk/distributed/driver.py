@@ -99,7 +99,14 @@ class Driver:
             turn: the step.
         """
         with rank.timer.phase("select_s"):
-            parts = self._parts(rank, everyone, buckets, flats, turn)
+            are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
+            groups = [[place] for place in range(len(buckets))]
+            if are_even and len(buckets) > 1:
+                groups = self.alike.groups(everyone, buckets)
+            parts = [
+                self._part(places, [buckets[n] for n in places], [flats[n] for n in places], turn)
+                for places in groups
+            ]
             kept = [_kept(part.state, rank, turn) for part in parts]
             for part in parts:
                 part.sums.total = None
@@ -117,24 +124,6 @@ class Driver:
             rows = [total] if part.rows is None else total.squeeze(1).unbind()
             aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
         return [aggregates[place] for place in range(len(buckets))]
-
-    def _parts(
-        self,
-        rank: Rank,
-        everyone: Sequence[Bucket],
-        buckets: Sequence[Bucket],
-        flats: Sequence[Tensor],
-        turn: Turn,
-    ) -> list[Part]:
-        """What the conversations of this step are about, in the order of the buckets."""
-        are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
-        groups = [[place] for place in range(len(buckets))]
-        if are_even and len(buckets) > 1:
-            groups = self.alike.groups(everyone, buckets)
-        return [
-            self._part(places, [buckets[n] for n in places], [flats[n] for n in places], turn)
-            for places in groups
-        ]
 
     def _part(
         self, places: list[int], buckets: Sequence[Bucket], flats: Sequence[Tensor], turn: Turn
