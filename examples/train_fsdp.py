@@ -5,8 +5,7 @@
     torchrun --nproc_per_node 4 examples/train_fsdp.py --dense                # torch's own HSDP, to compare
 
 Between the replicas, over the slow links, few entries of AdamW's updates travel, or of the gradients.
-With --resume it goes on from its last checkpoint, also on other numbers of ranks and shards. Without --data
-it reads the library of Python.
+With --resume it goes on from its last checkpoint, also on other numbers of ranks and shards.
 """
 
 import argparse
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -73,7 +73,7 @@ def loss_of(model: nn.Module, text: Tensor, size: int, seed: int, device: torch.
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, help="a text file")
+    parser.add_argument("--data", type=Path, help="a text file; Python's library if not given")
     parser.add_argument("--shards", type=int, default=2, help="ranks that share a replica, in a machine")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=2, help="steps from one exchange of updates to the next")
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--checkpoint", type=Path, default=Path("out/train_fsdp"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of updates")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if any")
     arguments = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -99,8 +99,8 @@ def main() -> None:
 
 
 def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
-    known, unknown = read_text(arguments.data)
     torch.manual_seed(0)
+    known, unknown = read_text(arguments.data)
     model = GPT(arguments.width, arguments.layers).to(device)
     axis = mesh if arguments.dense else mesh["shard"]  # over the shards alone: the replicas are ours
     for block in model.blocks:
@@ -108,19 +108,23 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
     fully_shard(model, mesh=axis)
     kind = torch.optim.SGD if arguments.gradients else torch.optim.AdamW
     optimizer = kind(model.parameters(), arguments.lr)
-    topk = regtopk.TopK(density=arguments.density, value_code="4bit")
-    exchange, updates = None, None
+    topk, every = regtopk.TopK(density=arguments.density, value_code="4bit"), arguments.every
+    exchange, replicas = None, mesh["replicate"]
     if arguments.gradients:
-        exchange = regtopk.attach(model, topk, replicate_group=mesh["replicate"])
+        exchange = regtopk.attach(model, topk, replicate_group=replicas)
     elif not arguments.dense:
-        exchange = updates = regtopk.UpdateExchange(
-            model, optimizer, topk, every=arguments.every, process_group=mesh["replicate"]
-        )
-    first = 0
-    if arguments.resume and updates is not None:
-        whole = arguments.checkpoint.glob("*/.metadata")  # what is written last
-        first = max(int(path.parent.name) for path in whole)
-        updates.load_sharded(arguments.checkpoint / str(first))  # the model and the optimizer too
+        exchange = regtopk.UpdateExchange(model, optimizer, topk, every=every, process_group=replicas)
+    whole = [int(path.parent.name) for path in arguments.checkpoint.glob("*/.metadata")]  # written last
+    first = max(whole, default=0) if arguments.resume and exchange is not None else 0
+    folder = arguments.checkpoint / str(first)
+    if exchange is not None and first > 0:
+        if arguments.gradients:  # with a momentum the optimizer too; updates hold both themselves
+            state = {"model": get_model_state_dict(model)}
+            dcp.load(state, checkpoint_id=folder)
+            set_model_state_dict(model, state["model"])
+        exchange.load_sharded(folder)
+    if dist.get_rank() == 0:
+        print(f"{first} of {arguments.steps} steps are done", flush=True)
 
     for step in range(first, arguments.steps):
         optimizer.zero_grad()
@@ -129,8 +133,9 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 100 == 0 or step + 1 == arguments.steps:
-            if updates is not None:
-                state = {"exchange": updates.sharded_state_dict()}
+            if exchange is not None:
+                state = {"model": get_model_state_dict(model)} if arguments.gradients else {}
+                state["exchange"] = exchange.sharded_state_dict()
                 dcp.save(state, checkpoint_id=arguments.checkpoint / str(step + 1))
             with torch.no_grad():  # on every rank: the model is in parts
                 loss = loss_of(model, unknown, 64, 0, device)

@@ -103,6 +103,22 @@ def train_resumed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_exchange_that_dcp_saves_itself_keeps_every_part(
+    four_ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    assert all(four_ranks.run(saved_by_itself, tmp_path, kind))
+
+
+def saved_by_itself(folder: Path, kind: str) -> bool:
+    first, second = Job(kind, (2, 2)), Job(kind, (2, 2))
+    first.train(range(3))
+    save({"exchange": first.exchange}, checkpoint_id=folder)
+    load({"exchange": second.exchange}, checkpoint_id=folder)
+    assert second.exchange.num_steps == first.exchange.num_steps
+    return same(algorithm_state(first.exchange), algorithm_state(second.exchange))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
     ranks = Ranks(4)
     try:

@@ -27,6 +27,17 @@ def attach(model: Any = None, algorithm: Any = TOPK, **options: Any) -> Any:
     return regtopk.attach(sharded(grid(2, 2)["shard"]) if model is None else model, algorithm, **options)
 
 
+def after_updates() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = regtopk.UpdateExchange(model, optimizer, TOPK, process_group=grid(2, 2)["replicate"])
+    try:
+        attach(model)
+    finally:
+        exchange.close()
+    attach(model)
+
+
 def twice() -> None:
     model = sharded(grid(2, 2)["shard"])
     attach(model)
@@ -173,11 +184,17 @@ CASES: dict[str, tuple[Act, str, str]] = {
         "reduce_dtype must be float32 or bfloat16, got torch.float32, and set_force_sum_reduction_for_comms "
         "must not be used",
     ),
+    "after UpdateExchange": (
+        after_updates,
+        "ClusterError",
+        "model must have no UpdateExchange, got one, and gradients would be exchanged beside updates: "
+        "close() it first",
+    ),
     "scope": (
         lambda: attach(scope="model"),
         "ArgumentError",
-        "scope must be 'bucket' (or not given) for a fully_shard'ed model, whose units are exchanged one by "
-        "one, got 'model'",
+        "scope must be 'bucket' (or not given) for a fully_shard'ed model, which selects within units, got "
+        "'model'",
     ),
     "skip": (
         lambda: attach(skip=max),
@@ -247,9 +264,18 @@ def hooks_after_a_refusal() -> bool:
 
 def test_a_missing_rank_is_found_by_all_others(four_ranks: Ranks) -> None:
     *found, absent = four_ranks.run(attach_on_three)
-    where = "did every rank call regtopk.attach along the shard axis? rank 1 has not after 1 s"
-    assert absent is None
-    assert all(kind == "ClusterError" and message.startswith(where) for kind, message in found)
+    assert absent is None and [kind for kind, _ in found] == ["ClusterError"] * 3
+    replicas = (
+        "did every rank call regtopk.attach along the replicate axis (one may still wait for another shard)?"
+    )
+    starts = [
+        f"{replicas} rank 2 has not after 1 s",
+        f"{replicas} rank 3 has not after 1 s",
+        "did every rank call regtopk.attach along the shard axis? rank 3 has not after 1 s",
+    ]
+    assert [message.startswith(start) for (_, message), start in zip(found, starts, strict=True)] == [
+        True
+    ] * 3
 
 
 def attach_on_three() -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ import regtopk
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import GRIDS, grid, replica, sharded, whole, whole_parameters
-from tests.distributed.training import batch, loss_of, make_net, refusal, same
+from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.05, value_code="4bit")
 NUM_STEPS = 4
@@ -199,7 +199,8 @@ def train_resumed(num_before: int) -> tuple[Tensor, Tensor]:
     gathered = exchange.gather_state_dict()  # one for each part, on its first replica
     assert (gathered is not None) == (replica() == 0)
     if gathered is not None:
-        assert gathered["shard"] == [dist.get_rank() % 2, 2] and sorted(gathered["workers"]) == ["0", "1"]
+        ((place, part),) = gathered["shards"].items()
+        assert place == f"{dist.get_rank() % 2} of 2" and sorted(part["workers"]) == ["0", "1"]
     for number in range(num_before, 6):
         step(model, optimizer, number)
     again = sharded(grid(2, 2)["shard"])
@@ -211,15 +212,8 @@ def train_resumed(num_before: int) -> tuple[Tensor, Tensor]:
     resumed.load_state_dict(saved)
     for number in range(num_before, 6):
         step(again, its_optimizer, number)
-    assert same(plain(resumed.state_dict()), plain(exchange.state_dict()))
+    assert same(algorithm_state(resumed), algorithm_state(exchange))
     return whole_parameters(model), whole_parameters(again)
-
-
-def plain(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state without its times."""
-    for worker in saved["workers"].values():
-        del worker["total"]
-    return saved
 
 
 # What is refused.

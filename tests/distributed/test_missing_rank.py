@@ -33,7 +33,7 @@ def forget_attach() -> tuple[str, str]:
 
 
 def test_attach_in_a_subgroup(four_ranks: Ranks) -> None:
-    said = "ClusterError", f"did every rank call regtopk.attach? ranks 1, 2 have not after 0.5 s{ADVICE}"
+    said = "ClusterError", f"did every rank call regtopk.attach? ranks 1, 3 have not after 0.5 s{ADVICE}"
     assert four_ranks.run(forget_attach_in_a_subgroup) == [said, None, None, None]
 
 

@@ -33,16 +33,17 @@ def run_all(folder: Path) -> list[str]:
     file = [
         "--data",
         str(folder / "text.txt"),
-        "--checkpoint",
-        str(folder / "checkpoint"),
         "--density",
         "0.05",
+        "--checkpoint",
     ]
+    updates, gradients = str(folder / "updates"), str(folder / "gradients")
     return [
-        run_script("4", *file),
-        run_script("10", *file, "--resume"),
-        run_script("6", *file, "--gradients", "--lr", "1"),
-        run_script("6", *file, "--dense"),
+        run_script("4", *file, updates),
+        run_script("10", *file, updates, "--resume"),
+        run_script("3", *file, gradients, "--gradients", "--lr", "1"),
+        run_script("6", *file, gradients, "--gradients", "--lr", "1", "--resume"),
+        run_script("6", *file, "unused", "--dense"),
     ]
 
 
@@ -50,11 +51,19 @@ def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> Non
     lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
     (tmp_path / "text.txt").write_text("".join(lines))
     printed, *others = four_ranks.run(run_all, tmp_path)
-    assert others == [[""] * 4] * 3
-    begun, resumed, gradients, dense = printed
-    assert begun.startswith("4 steps: test loss ") and "topk: 2 rounds of 2 steps on 2 workers" in begun
-    assert resumed.startswith("10 steps: ") and "topk: 5 rounds of 2 steps on 2 workers" in resumed
-    assert gradients.startswith("6 steps: ") and "topk: 6 steps on 2 workers" in gradients
-    assert dense.startswith("6 steps: ") and dense.count("\n") == 1
+    assert others == [[""] * 5] * 3
+    begun, resumed, _, gradients, dense = printed
+    assert (
+        begun.startswith("0 of 4 steps are done\n4 steps: test loss ")
+        and "topk: 2 rounds of 2 steps on 2 workers" in begun
+    )
+    assert (
+        resumed.startswith("4 of 10 steps are done\n10 steps: ")
+        and "topk: 5 rounds of 2 steps on 2 workers" in resumed
+    )
+    assert (
+        gradients.startswith("3 of 6 steps are done\n6 steps: ") and "topk: 6 steps on 2 workers" in gradients
+    )
+    assert dense.startswith("0 of 6 steps are done\n6 steps: ") and dense.count("\n") == 2
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
     assert losses[1] < losses[0] < UNTRAINED and max(losses[1:]) < UNTRAINED - 0.3, losses

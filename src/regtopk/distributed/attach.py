@@ -14,6 +14,7 @@ from regtopk.distributed.fsdp import ShardedHookState
 from regtopk.distributed.one_process import OneProcess, is_one_process
 from regtopk.distributed.options import Collective, Options, ResidualDtype, Scope, Skip, Writer, names_typos
 from regtopk.distributed.parameters import is_fsdp, is_fsdp2, uncompiled
+from regtopk.distributed.updates import refuse_updates
 from regtopk.errors import ArgumentError
 
 
@@ -108,6 +109,8 @@ def attach(
         handshake_timeout_s=handshake_timeout_s,
         residual_dtype=residual_dtype,
     )
+    if isinstance(inner, nn.Module):
+        refuse_updates(inner)
     if isinstance(inner, nn.Module) and is_sharded:
         return ShardedHookState(inner, algorithm, replicate_group, options)
     is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)
@@ -127,8 +130,8 @@ def _check_sharding(
         )
     if is_sharded and scope == "model":
         raise ArgumentError(
-            "scope must be 'bucket' (or not given) for a fully_shard'ed model, whose units are exchanged one "
-            "by one, got 'model'"
+            "scope must be 'bucket' (or not given) for a fully_shard'ed model, which selects within units, "
+            "got 'model'"
         )
     if is_sharded and skip is not None:
         raise ArgumentError(

@@ -86,7 +86,12 @@ class ExchangeBase(Counted):
     def summary(self) -> str:
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
         steps = self._steps
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, self.total.residual_norm)
+        norm = self.total.residual_norm
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, peer=self._peer)
+
+    @property
+    def _peer(self) -> str:
+        return "replica" if self.is_sharded else "rank"
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""
@@ -96,14 +101,19 @@ class ExchangeBase(Counted):
         """This rank's state after the last finished step, on the CPU, for `torch.save`.
 
         `torch.load(path, weights_only=True)` reads it. Tensors are under ``workers[rank]``, so that
-        checkpoints that merge equal keys keep every rank's.
+        checkpoints that merge equal keys keep every rank's. Of a sharded model all is under ``shards[part]``.
         """
+        return self._steps.under_shard(self._saved())
+
+    def _saved(self) -> dict[str, Any]:
+        """This rank's state, of its part of the model."""
         return self._steps.state_dict()
 
     def gather_state_dict(self, dst: int = 0, *, timeout_s: float = 300.0) -> dict[str, Any] | None:
         """All ranks' state in one, on rank `dst` of the group; None on the others. Call it on every rank.
 
-        The result loads on any number of ranks.
+        The result loads on any number of ranks. Of a sharded model every part has a state of its own, on rank
+        `dst` of the replicas that hold it: `sharded_state_dict` is meant for those.
 
         Args:
             dst: the rank that gets it.
@@ -130,7 +140,10 @@ class ExchangeBase(Counted):
 
     def _loaded(self, state_dict: dict[str, Any]) -> Any:
         """What a saved state holds, checked as a whole; nothing changes yet."""
-        return self._steps.loaded(state_dict)
+        return self._loaded_part(self._steps.from_shard(state_dict))
+
+    def _loaded_part(self, saved: dict[str, Any]) -> Any:
+        return self._steps.loaded(saved)
 
     def _go_on_from(self, loaded: Any) -> None:
         self._steps.go_on_from(loaded)
@@ -146,7 +159,7 @@ class ExchangeBase(Counted):
 
         Residuals are DTensors, cut as their parameters are, under keys that name the replica.
         """
-        return sharded_checkpoint.take_apart(self.state_dict(), self._known_sharding())
+        return sharded_checkpoint.take_apart(self._saved(), self._known_sharding())
 
     def load_sharded(
         self, checkpoint_id: str | PathLike[str], *, key: str = "exchange", storage_reader: Any = None

@@ -19,6 +19,8 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
     shard        only of a sharded model: [which part of it, of how many]
     lost         only where ranks' states are gone for good: [rank, ...]; see `_resized`
 
+Of a sharded model this is what each part has, under ``shards["1 of 2"]``.
+
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
 
@@ -89,6 +91,11 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """One state dict from those of several ranks (the rank files of a run)."""
     if not parts:
         raise StateError("parts must hold at least one rank's state, got none")
+    if all(isinstance(part, dict) and isinstance(part.get("shards"), dict) for part in parts):
+        shards: dict[str, list[dict[str, Any]]] = {}
+        for place, state in [item for part in parts for item in part["shards"].items()]:
+            shards.setdefault(place, []).append(state)
+        return {"shards": {place: merge_state_dicts(states) for place, states in shards.items()}}
     for part in parts:
         _check_keys(part, may_hold=_OPTIONAL)
         for key in sorted({*part, *parts[0]} - {"workers"}):

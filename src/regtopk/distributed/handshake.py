@@ -46,7 +46,11 @@ def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [
+                str(dist.get_global_rank(collectives.group, rank))
+                for rank, key in enumerate(keys)
+                if not store.check([key])
+            ]
             if missing:
                 store.delete_key(keys[collectives.rank])  # all ranks may try again
     if missing:
@@ -104,9 +108,10 @@ def meet_shards(
     Raises:
         ClusterError: they differ, or a rank is missing.
     """
-    for collectives in (shards.collectives, replicas):
-        timeout_s = options.handshake_timeout_s
-        roll_call(collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
+    timeout_s = options.handshake_timeout_s
+    roll_call(shards.collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
+    axis = "along the replicate axis (one may still wait for another shard)"
+    roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
     mine = {**described(algorithm, settings), "weight": options.weight}
     mine |= {"parameters": shards.whole, "shard": None}  # their parts differ
     difference = _difference(shards.collectives.all_gather_objects(mine))

@@ -147,6 +147,7 @@ def summarise(
     residual_norm: float,
     every: int | None = None,
     num_parts: int = 1,
+    peer: str = "rank",
 ) -> str:
     """A few lines of text: bytes sent, against dense, and where the time went.
 
@@ -157,6 +158,7 @@ def summarise(
         residual_norm: of what was not sent yet.
         every: how many optimizer steps a round of updates has; None: the steps exchange gradients.
         num_parts: how many steps of the ledger make one of the whole model.
+        peer: what those are that are exchanged with.
     """
     noun = "step" if every is None else "round"
     total, steps = ledger.total, max(ledger.num_steps, 1) / num_parts
@@ -182,7 +184,9 @@ def summarise(
     slowest = ledger.slowest()
     if slowest is not None and slowest[1] >= LEAST_SHARE_TOLD:
         percent = 100 * slowest[1]
-        lines.append(f"  slowest   rank {slowest[0]} kept the others waiting for {percent:.0f} % of the time")
+        lines.append(
+            f"  slowest   {peer} {slowest[0]} kept the others waiting for {percent:.0f} % of the time"
+        )
     if total.lost_residual:
         lines.append(
             f"  lost      weighted residuals of norm {total.lost_residual:.4g}, with ranks that are gone"

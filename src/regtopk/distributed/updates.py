@@ -39,6 +39,17 @@ _log = logging.getLogger("regtopk")
 _attached: "WeakSet[Optimizer]" = WeakSet()
 
 
+def refuse_updates(model: nn.Module) -> None:
+    """Refuse a model whose updates are exchanged."""
+    own = set(map(id, model.parameters()))
+    for optimizer in _attached:
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ClusterError(
+                "model must have no UpdateExchange, got one, and gradients would be exchanged beside "
+                "updates: close() it first"
+            )
+
+
 class UpdateExchange(ExchangeBase):
     """Exchange what the optimizer changed, after every `every`-th `optimizer.step()`.
 
@@ -205,7 +216,8 @@ class UpdateExchange(ExchangeBase):
         steps = self._steps
         norm = self.total.residual_norm
         num_parts = len(self._turns.fragments)
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, self.every, num_parts)
+        counts = self.every, num_parts, self._peer
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, *counts)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on, on the CPU, for `torch.save`: inside a round too.
@@ -214,6 +226,9 @@ class UpdateExchange(ExchangeBase):
         it holds the rank's own parameters too. A round that is under way is waited for, and saved with what
         was sent. `gather_state_dict` makes one of all ranks'.
         """
+        return super().state_dict()
+
+    def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
         skipped = self._turns.skipped()
         saved, sent = self._steps.state_dict(), self._turns.sent()
@@ -233,17 +248,12 @@ class UpdateExchange(ExchangeBase):
         self._refuse_in_agreed("load_state_dict")
         super().load_state_dict(state_dict)
 
-    def _loaded(self, state_dict: dict[str, Any]) -> Any:
-        if not isinstance(state_dict, dict) or "updates" not in state_dict:
+    def _loaded_part(self, saved: dict[str, Any]) -> Any:
+        if not isinstance(saved, dict) or "updates" not in saved:
             raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
-        steps = self._steps
-        state_dict = update_checkpoint.at_a_rounds_end(
-            state_dict, self.weights, is_sharded=self._model.is_sharded
-        )
-        progress = steps.loaded({key: part for key, part in state_dict.items() if key != "updates"})
-        return progress, update_checkpoint.loaded(
-            self._model, state_dict, self._rounds, self.rank, self.weights
-        )
+        saved = update_checkpoint.at_a_rounds_end(saved, self.weights, is_sharded=self._model.is_sharded)
+        progress = self._steps.loaded({key: part for key, part in saved.items() if key != "updates"})
+        return progress, update_checkpoint.loaded(self._model, saved, self._rounds, self.rank, self.weights)
 
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
