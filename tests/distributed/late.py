@@ -2,16 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
+from regtopk.distributed.agreement import Agreement, Asked
 from regtopk.distributed.collectives import Collectives
 
 
 @contextmanager
-def answers_on_the_device() -> Iterator[None]:
-    """Let ranks go on without the others' answers, as they do over NCCL."""
-    real = Collectives.is_on_device
-    Collectives.is_on_device = lambda self, device: True  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Collectives.is_on_device = real  # type: ignore[method-assign]
+def answers_on_the_device() -> Iterator[list[Asked]]:
+    """Let ranks go on without the others' answers, as they do over NCCL; what they did not wait for."""
+    late: list[Asked] = []
+    go_on = Agreement.go_on
+
+    def note(self: Agreement, asked: Asked) -> None:
+        late.append(asked)
+        go_on(self, asked)
+
+    with (
+        patch.object(Collectives, "is_on_device", lambda self, device: True),
+        patch.object(Agreement, "go_on", note),
+    ):
+        yield late

@@ -396,9 +396,7 @@ def go_on_sharded(kind: str, folder: Path) -> tuple[str, str]:
 @pytest.mark.parametrize("kind", ["gradients", "updates"])
 def test_a_sharded_model_goes_on_on_its_mesh(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for error, text in four_ranks.run(go_on_sharded, kind, tmp_path):
-        assert error == "StateError" and (
-            "DCP" in text if kind == "gradients" else "must hold part" in text
-        )
+        assert error == "StateError" and ("DCP" in text if kind == "gradients" else "must hold part" in text)
 
 
 def refusals(folder: Path) -> list[tuple[str, str]]:

@@ -258,6 +258,38 @@ def arrive_twice(set_to_none: bool) -> tuple[Tensor, Tensor]:
     return whole_gradients(model), whole_gradients(native)
 
 
+def twice_the_gradient(p: Any) -> None:
+    p.grad = 2 * p.grad
+
+
+def drop_the_gradient(p: Any) -> None:
+    p.grad = None
+
+
+def test_hooks_of_users_on_gradients(four_ranks: Ranks) -> None:
+    for attached, native, refused in four_ranks.run(train_with_hooks):
+        torch.testing.assert_close(attached, native)  # they come before the exchange, and see zeros
+        assert refused == (
+            "ClusterError",
+            "gradients of FSDP unit 'middle' must stay where they are until backward is over, got others or "
+            "None in their place",
+        )
+
+
+def train_with_hooks() -> tuple[Tensor, Tensor, tuple[str, str]]:
+    mesh = grid(2, 2)
+    model, native = sharded(mesh["shard"]), sharded(mesh)
+    regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(twice_the_gradient)
+    for net in (model, native):
+        loss_of(net, 0).backward()
+    other = sharded(mesh["shard"])
+    regtopk.attach(other, regtopk.Dense(), replicate_group=mesh["replicate"])
+    other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
+    return whole_gradients(model), whole_gradients(native), refusal(loss_of(other, 0).backward)
+
+
 POLICIES: dict[str, tuple[MixedPrecisionPolicy, torch.dtype]] = {
     "float32": (MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.float32),
     "bfloat16": (MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.bfloat16),

@@ -31,8 +31,11 @@ def test_a_skipped_step_changes_nothing(four_ranks: Ranks) -> None:
 
 def train_straight_and_with_each() -> list[Tensor]:
     heard = [train(*where, bad_steps=(0, 3)) for where in BAD.values()]
-    with answers_on_the_device():
-        return [train(bad_steps=()), *heard, *(train(*where, bad_steps=(0, 3)) for where in BAD.values())]
+    with answers_on_the_device() as late:
+        straight = train(bad_steps=())
+        found = [straight, *heard, *(train(*where, bad_steps=(0, 3)) for where in BAD.values())]
+    assert len(late) == 4 + 3 * 6  # all steps but the first of each run, and the bad ones beside
+    return found
 
 
 def train(layer: str = "", row: int = 0, *, bad_steps: tuple[int, ...]) -> Tensor:
@@ -86,6 +89,7 @@ def interrupted_at(bad_step: int | None) -> Tensor:
     model = sharded(mesh["shard"], net)
     exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
     for step in range(3):
+        model.zero_grad()
         if step == bad_step:
             before = algorithm_state(exchange)
             hook = model.first.register_forward_hook(
@@ -96,7 +100,6 @@ def interrupted_at(bad_step: int | None) -> Tensor:
             hook.remove()
             model.reset_iter_state()  # of FSDP itself
             assert same(algorithm_state(exchange), before) and exchange.num_steps == step
-        model.zero_grad()
         loss_of(model, step).backward()
     assert exchange.num_steps == 3
     return whole_gradients(model)

@@ -75,6 +75,19 @@ def summing() -> Any:
     return model
 
 
+def divided_by_eight() -> Any:
+    model = sharded(grid(2, 2)["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    model.set_gradient_divide_factor(8.0)
+    return model
+
+
+def summing_later() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    attach(model)
+    model.set_force_sum_reduction_for_comms(True)
+    loss_of(model, 0).backward()
+
+
 def crossed() -> Any:
     """Ranks 0 and 3, and 1 and 2: replicas of different parts."""
     groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
@@ -175,6 +188,20 @@ CASES: dict[str, tuple[Act, str, str]] = {
         "ClusterError",
         "gradients of FSDP unit '<root>' must be divided by the number of shards before the all-reduce hook: "
         "reduce_dtype must be float32 or bfloat16, got torch.float16, and set_force_sum_reduction_for_comms "
+        "must not be used",
+    ),
+    "a factor that is divided by after the hook": (
+        lambda: attach(divided_by_eight()),
+        "ClusterError",
+        "gradients of FSDP unit '<root>' must be divided by the number of shards before the all-reduce hook: "
+        "reduce_dtype must be float32 or bfloat16, got torch.float16, and set_force_sum_reduction_for_comms "
+        "must not be used",
+    ),
+    "sums in the place of means, later": (
+        summing_later,
+        "ClusterError",
+        "gradients of FSDP unit '<root>' must be divided by the number of shards before the all-reduce hook: "
+        "reduce_dtype must be float32 or bfloat16, got torch.float32, and set_force_sum_reduction_for_comms "
         "must not be used",
     ),
     "sums in the place of means": (

@@ -18,6 +18,8 @@ from regtopk.distributed.sharded import Shards
 from regtopk.errors import ClusterError
 from regtopk.wire import raise_for_status
 
+_MOST_KNOWN = 64
+
 
 class Question(NamedTuple):
     """What a rank is about to exchange, which must be the same on all ranks.
@@ -25,7 +27,7 @@ class Question(NamedTuple):
     Attributes:
         num_steps: how many steps it has done.
         names: the parameters, in order.
-        num_selected: how many entries of each bucket it is about to send, where that is known before.
+        num_selected: how many entries of each bucket it is about to send; -1 where that is not known before.
     """
 
     num_steps: int
@@ -33,9 +35,9 @@ class Question(NamedTuple):
     num_selected: list[int]
 
     def numbers(self) -> list[int]:
-        """All of it, as few numbers: step, parameters and entries; and what tells them from others."""
+        """All of it: the step, and what is exchanged, which has the same numbers only if it is the same."""
         sums = [crc32(repr(things).encode()) for things in (self.names, self.num_selected)]
-        return [self.num_steps, len(self.names), sum(self.num_selected), *sums]
+        return [self.num_steps, len(self.names), sum(n for n in self.num_selected if n > 0), *sums]
 
 
 class OnItsWay:
@@ -77,26 +79,30 @@ class Agreement:
     Attributes:
         is_finite: whether no rank had a NaN or inf in this step, as far as the host knows.
         is_bad: (), on the device: whether one had, if the host does not know yet.
+        is_spoilt: the same, or whether a message was damaged.
         waits: how long every rank has been in collectives, as they told one another last.
     """
 
     def __init__(self, shards: Shards | None) -> None:
         self.is_finite = True
         self.is_bad: Tensor | None = None
+        self.is_spoilt: Tensor | None = None
         self.waits: list[float] = []
-        has_others = shards is not None and shards.collectives.num_workers > 1
-        self._shards = shards.collectives if shards is not None and has_others else None
-        self._late: Asked | None = None  # whose answers this step goes on without
+        self._shards = None if shards is None else shards.collectives
+        self._asked: Asked | None = None  # what this step goes on without the answers to
+        self._status: Tensor | None = None  # of its messages
         self._unheard: _Unheard | None = None  # the last step, if the host does not know whether it counts
-        self._known: Question | None = None  # what all ranks have agreed on
+        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
 
     def begin(self) -> None:
         """A new step."""
-        self.is_finite, self.is_bad, self._late = True, None, None
+        self.is_finite, self.is_bad, self.is_spoilt = True, None, None
+        self._asked = self._status = None
 
     def forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
-        self._late = self._unheard = self._known = None
+        self._asked = self._unheard = None
+        self._known = set()
 
     def hear(self, asked: Asked) -> None:
         """Wait for the answers.
@@ -107,42 +113,57 @@ class Agreement:
         """
         is_finite, self.waits = _heard(asked)
         self.is_finite &= is_finite
-        self._known = asked.question
+        if len(self._known) >= _MOST_KNOWN:  # a density that changes with every step
+            self._known = set()
+        self._known.add(tuple(asked.question.numbers()[1:]))
 
     def hear_shards(self, num_steps: int, device: torch.device) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
-        if self._shards is not None:
-            is_finite = torch.tensor(self.is_finite, device=device)
-            self.is_finite, _ = _heard(ask(self._shards, Question(num_steps, [], []), is_finite))
+        mine = torch.tensor([int(not self.is_finite), num_steps], device=device)
+        are_bad, steps = self._of_all_parts(mine).T.tolist()
+        if len(set(steps)) > 1:
+            raise ClusterError(
+                f"all parts of a model must be at the same step, got {_by_rank('step {}', steps)}"
+            )
+        self.is_finite = not any(are_bad)
 
     def may_go_on(self, asked: Asked, rank: Rank) -> bool:
         """Whether this step may go on without the answers.
 
         Collectives must run on the device. And this rank must ask what all ranks have agreed on before: so
-        their messages have the lengths that others expect.
+        their messages have the lengths that others expect. If another rank asks something else, that rank
+        hears of it and raises. This one finds nobody to exchange with, and hears of it later if at all.
         """
-        is_known = self._known is not None and asked.question[1:] == self._known[1:]
+        is_known = tuple(asked.question.numbers()[1:]) in self._known
         return is_known and not rank.idle and rank.collectives.is_on_device(asked.answers.device)
 
     def go_on(self, asked: Asked) -> None:
         """Go on without the answers: whether the step counts is known on the device alone, by `is_bad`."""
-        is_bad = asked.answers[:, :1].amax(0)
-        if self._shards is not None:
-            is_bad = self._shards.all_gather(is_bad).amax(0)
-        self._late, self.is_bad = asked, is_bad.view(()).bool()
+        mine = asked.answers[:, :3:2].amax(0)  # is one bad, and the step
+        self._asked, self.is_bad = asked, self._of_all_parts(mine)[:, 0].any()
+        self.is_spoilt = self.is_bad
 
-    @property
-    def is_late(self) -> bool:
-        """Whether this step goes on without the answers."""
-        return self._late is not None
+    def _of_all_parts(self, mine: Tensor) -> Tensor:
+        """Two numbers of each part of the model: the same collective whether the host waits or not."""
+        if self._shards is None or self._shards.num_workers == 1:
+            return mine.unsqueeze(0)
+        return self._shards.all_gather(mine)
 
-    def end(self, rank: Rank) -> bool:
+    def check_messages(self, rank: Rank) -> None:
+        """Raise what is wrong with the messages of a step; or spoil it, if the host goes on."""
+        if self.is_bad is None:
+            rank.raise_refusals()
+            return
+        self._status = rank.take_status()
+        if self._status is not None:
+            self.is_spoilt = self.is_bad | (self._status != 0).any()
+
+    def end(self) -> bool:
         """Whether the host knows if the step counts; if not, `settle` says so later."""
-        if self._late is None or self.is_bad is None:
+        if self._asked is None or self.is_bad is None:
             return True
-        status = rank.take_status()
-        refusals = None if status is None else OnItsWay(status)
-        self._unheard = _Unheard(self._late, OnItsWay(self.is_bad), refusals)
+        refusals = None if self._status is None else OnItsWay(self._status)
+        self._unheard = _Unheard(self._asked, OnItsWay(self.is_bad), refusals)
         return False
 
     @property
@@ -158,8 +179,9 @@ class Agreement:
         """
         assert self._unheard is not None
         asked, is_bad, refusals = self._unheard
+        is_bad.read()  # it may be interrupted here
         self._unheard = None
-        self.hear(asked)
+        _, self.waits = _heard(asked)
         if refusals is not None:
             raise_for_status(refusals.read())
         self.is_finite = not bool(is_bad.read())
@@ -190,24 +212,21 @@ def _heard(asked: Asked) -> tuple[bool, list[float]]:
     """
     rows = asked.for_the_host.read().tolist()
     are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
+    rule, mine = "all ranks must exchange the same parameters at the same step", asked.question
     if len(set(steps)) > 1:
-        raise ClusterError(
-            f"all ranks must exchange the same parameters at the same step, got {_by_rank('step ', steps)}"
-        )
+        raise ClusterError(f"{rule}, got {_by_rank('step {}', steps)}")
     if len(set(names)) > 1:
-        raise ClusterError(
-            f"all ranks must exchange the same parameters at the same step, got {_by_rank('', num_names)}; "
-            f"those of this rank begin with {asked.question.names[:1]}"
-        )
+        told = _by_rank("{} parameters", num_names)
+        raise ClusterError(f"{rule}, got {told}, which differ; this rank's begin with {mine.names[:1]}")
     if len(set(selected)) > 1:
-        raise ClusterError(
-            f"all ranks must select equally many entries of every bucket, got {_by_rank('', num_entries)}"
-        )
+        told = _by_rank("{}", num_entries)
+        rule = "all ranks must select equally many entries of every bucket"
+        raise ClusterError(f"{rule}, got {told} in all; this rank {mine.num_selected}")
     return not any(are_bad), [waited / 1e6 for waited in waited_us]
 
 
-def _by_rank(noun: str, numbers: Sequence[int]) -> str:
-    return ", ".join(f"{noun}{number} on rank {rank}" for rank, number in enumerate(numbers))
+def _by_rank(text: str, numbers: Sequence[int]) -> str:
+    return ", ".join(f"{text.format(number)} on rank {rank}" for rank, number in enumerate(numbers))
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

@@ -1,9 +1,9 @@
 """For users of fully_shard (FSDP2): a hook that exchanges over the replicas of a sharded model.
 
 FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
-parameters one after another, each padded to the size of the largest part. The hook takes it away, and leaves
-zeros. When backward is over, all units are exchanged with the ranks that hold the same parts: selected
-within, each by itself, and sent together. The host never waits inside of backward.
+parameters one after another, each padded to the size of the largest part. The hook takes it away: at once,
+leaving zeros, or when backward is over, if the gradients are views of it. Then all units are exchanged with
+the ranks that hold the same parts: selected within, each by itself, and sent together.
 """
 
 import logging
@@ -81,11 +81,10 @@ class ShardedHookState(ExchangeBase):
                 names, block.split([steps.parameters.named[n].numel() for n in names]), strict=True
             )
         }
-        self._dtypes = {unit.name: {p.dtype for p in unit.trainable} for unit in units}
         self._sizes = {unit.name: list(map(_padded_numel, unit.trainable)) for unit in units}
         # units in this backward, and their vectors if the gradients are views of them
         self._arrived: dict[str, Tensor | None] = {}
-        self._last_arrival = torch.cuda.Event() if steps.device.type == "cuda" else None
+        self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
         self._is_detached = False
         for unit in units:
@@ -99,6 +98,7 @@ class ShardedHookState(ExchangeBase):
         """
         self._steps.close("detach")
         # sets the memory of residuals and gradients free
+        self._clear_arrived()
         self._steps.buckets.all, self._blocks, self._flats = [], [], {}
         self._steps.forget_rows()
         self._is_detached = True
@@ -122,9 +122,11 @@ class ShardedHookState(ExchangeBase):
                 f"required a gradient when it was attached, got {flat.numel()}: a backward must use all of a "
                 "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros)"
             )
+        _check_division(self._units[name], flat.dtype)
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # the last one may have failed before its end
-            self._backward, self._arrived = backward, {}
+        if backward != self._backward:
+            self._clear_arrived()  # the last one may have failed before its end
+            self._backward = backward
             _after_backward(self._end_step)
         earlier = self._arrived.get(name)
         if earlier is not None:  # a unit that is used twice may arrive twice
@@ -136,15 +138,26 @@ class ShardedHookState(ExchangeBase):
             own.add_(flat) if name in self._arrived else own.copy_(flat)
             flat.zero_()
             self._arrived[name] = None
-        if self._last_arrival is not None:  # FSDP has streams of its own
-            stream = torch.cuda.current_stream(flat.device.index)
-            flat.record_stream(stream)  # FSDP does not, and may use its memory again
-            self._last_arrival.record(stream)
+        if flat.is_cuda:  # FSDP has streams of its own
+            self._streams.add(torch.cuda.current_stream(flat.device))
+            flat.record_stream(torch.cuda.current_stream(flat.device))  # FSDP may use its memory again
 
     def _becomes_gradient(self, name: str, flat: Tensor) -> bool:
-        """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none."""
-        trainable = self._units[name].trainable
-        return self._dtypes[name] == {flat.dtype} and all(p.grad is None for p in trainable)
+        """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none.
+
+        A user's hook on them would then see what is not exchanged yet.
+        """
+        return all(
+            p.grad is None and p.dtype == flat.dtype and not getattr(p, "_post_accumulate_grad_hooks", None)
+            for p in self._units[name].trainable
+        )
+
+    def _clear_arrived(self) -> None:
+        """Drop what has arrived: of gradients that are views of it, nothing is left."""
+        for flat in self._arrived.values():
+            if flat is not None:
+                flat.zero_()
+        self._arrived = {}
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -156,8 +169,8 @@ class ShardedHookState(ExchangeBase):
                 "activation checkpoints around FSDP units must be made with use_reentrant=False, got one "
                 "that runs a backward of its own (use_reentrant=True)"
             )
-        if self._last_arrival is not None:
-            self._last_arrival.wait(torch.cuda.current_stream(steps.device.index))
+        for stream in self._streams:
+            torch.cuda.current_stream(steps.device).wait_stream(stream)
         arrived, self._arrived = self._arrived, {}
         wholes = {name: flat for name, flat in arrived.items() if flat is not None}
         if wholes:
@@ -181,9 +194,9 @@ class ShardedHookState(ExchangeBase):
         # no part may make a step alone: also gradients of units that did not arrive become NaN
         others = [unit for name, unit in self._units.items() if not steps.is_finite or name not in arrived]
         grads += [local(p.grad) for unit in others for p in unit.trainable if p.grad is not None]
-        if steps.is_bad is not None:
-            torch._foreach_mul_(grads, torch.where(steps.is_bad, math.nan, 1.0))
-        elif not steps.is_finite:
+        if grads and steps.is_spoilt is not None:
+            torch._foreach_mul_(grads, torch.where(steps.is_spoilt, math.nan, 1.0))
+        elif grads and not steps.is_finite:
             torch._foreach_mul_(grads, math.nan)
 
     def _vectors_of(self, arrived: Collection[str]) -> list[Tensor]:
@@ -203,21 +216,32 @@ class ShardedHookState(ExchangeBase):
         grads: list[Tensor] = []
         parts: list[Tensor] = []
         for name, aggregate in aggregates.items():
-            trainable = self._units[name].trainable
-            if trainable[0].grad is None:
-                raise ClusterError(
-                    f"gradients of FSDP unit {name!r} must be kept until backward is over, got None"
-                )
+            mine = self._gradients_of(name, wholes.get(name))
             if name in wholes:
                 grads.append(wholes[name])
                 parts.append(aggregate)
                 continue
-            mine = [p.grad._local_tensor for p in trainable]  # to_local() takes longer than the sum
             padded = aggregate.split(self._sizes[name])
             grads += mine
             parts += [part[: g.numel()].view_as(g) for part, g in zip(padded, mine, strict=True)]
         torch._foreach_add_(grads, parts)
         return grads
+
+    def _gradients_of(self, name: str, whole: Tensor | None) -> list[Tensor]:
+        """This rank's gradients of a unit, where FSDP has put them."""
+        grads = [p.grad for p in self._units[name].trainable]
+        mine = [grad._local_tensor for grad in grads if grad is not None]  # to_local() takes long
+        place = 0 if whole is None else whole.data_ptr()
+        are_there = len(mine) == len(grads)
+        for grad, size in zip(mine, self._sizes[name], strict=False) if whole is not None else ():
+            are_there &= grad.data_ptr() == place or grad.numel() == 0
+            place += size * grad.itemsize
+        if not are_there:
+            raise ClusterError(
+                f"gradients of FSDP unit {name!r} must stay where they are until backward is over, got "
+                "others or None in their place"
+            )
+        return mine
 
 
 class _DenseMean:
@@ -260,15 +284,20 @@ def _units_of(model: nn.Module) -> list[Unit]:
                 "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over "
                 "a group with gloo for the CPU"
             )
-        _check_division(unit)
+        _check_division(unit, unit.stand_in().dtype)
     return units
 
 
-def _check_division(unit: Unit) -> None:
+def _check_division(unit: Unit, dtype: torch.dtype) -> None:
     """FSDP must have divided the gradients by the number of shards before the hook gets them."""
-    num_shards, dtype = unit.trainable[0].device_mesh.size(), unit.stand_in().dtype
-    is_late = dtype not in (torch.float32, torch.bfloat16) and num_shards > 2  # half of it, against overflow
-    if is_late or (getattr(unit.group, "force_sum_reduction_for_comms", False) and num_shards > 1):
+    is_sum = getattr(unit.group, "force_sum_reduction_for_comms", False)
+    if dtype in (torch.float32, torch.bfloat16) and not is_sum:
+        return
+    left = getattr(unit.group, "gradient_divide_factor", None) or unit.trainable[0].device_mesh.size()
+    before = 1
+    while not is_sum and left % before == 0 and left / before > before:  # as FSDP does against overflow
+        before *= 2
+    if left / before != 1:
         raise ClusterError(
             f"gradients of FSDP unit {unit.name!r} must be divided by the number of shards before the "
             f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "

@@ -38,7 +38,8 @@ class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
     `run` makes a whole step. `begin`, `run_bucket` and `end` make one bucket by bucket, as gradients arrive.
-    `begin`, `prepare` or `agree`, `exchange` and `end` leave room for what else belongs to a step.
+    `begin`, `prepare`, `agree` or `agree_later`, `exchange` and `end` leave room for what else belongs to a
+    step.
 
     Args:
         parameters: what is exchanged, the same names and shapes on every rank.
@@ -92,7 +93,9 @@ class Steps:
         self.pending_report: Report | None = None
         self.obstacle: str | None = None  # why no step can be made
         self.is_closed = False
-        self.lock = threading.RLock()  # keeps savers and the thread of scope="bucket" apart
+        self.lock = (
+            threading.RLock()
+        )  # keeps savers, readers of counts and the thread of scope="bucket" apart
         self._shared_report: Report | None = None
         self._curves = Curves(options.writer)
 
@@ -118,6 +121,7 @@ class Steps:
 
     def regroup(self, collectives: Collectives, weights: Tensor) -> None:
         """Go on among other ranks, or with other weights, between two steps."""
+        self.settle()
         self.rank = self._rank_in(collectives, weights)
         self._agreement.forget()
         self.buckets.regroup(self.rank)
@@ -153,6 +157,11 @@ class Steps:
     def is_bad(self) -> Tensor | None:
         """(), on the device: whether a rank had a NaN or inf, if the host does not know yet."""
         return self._agreement.is_bad
+
+    @property
+    def is_spoilt(self) -> Tensor | None:
+        """The same, or whether a message was damaged."""
+        return self._agreement.is_spoilt
 
     @property
     def num_turns(self) -> int:
@@ -219,7 +228,7 @@ class Steps:
         numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
         num_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
         self.rank.record.dense_bytes = self._kind.num_dense * num_bytes
-        if self._agreement.end(self.rank):
+        if self._agreement.end():
             self._count()
 
     def _count(self) -> None:
@@ -238,6 +247,8 @@ class Steps:
 
     def settle(self) -> None:
         """Find out whether the last step counts, if it ended before the host knew. The host waits here."""
+        if self._agreement.is_settled:
+            return  # without the lock, which a round under way may hold for long
         with self.lock:
             if not self._agreement.is_settled:
                 with self.half_way():
@@ -357,8 +368,7 @@ class Steps:
         with self.rank.timer.phase("decode_s"):
             for bucket, aggregate in zip(buckets, aggregates, strict=True):
                 write(bucket.names, *aggregate, bucket.is_cleared)
-            if not self._agreement.is_late:
-                self.rank.raise_refusals()  # last: the host waits here, and all is launched
+            self._agreement.check_messages(self.rank)  # last: the host may wait here, and all is launched
 
     def _numbers(self) -> dict[str, float]:
         return self.with_residual_norm(self.ledger.last_step).as_dict()
@@ -377,8 +387,10 @@ class Steps:
 
     def close(self, call: str) -> None:
         """No step, saving or loading follows."""
-        self.settle()
-        self.obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
+        try:
+            self.settle()
+        finally:
+            self.obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state after the last finished step."""
