@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class ShardedHookState(ExchangeBase):
                 names, block.split([steps.parameters.named[n].numel() for n in names]), strict=True
             )
         }
-        self._sizes = {unit.name: list(map(_padded_numel, unit.trainable)) for unit in units}
+        self._places = {unit.name: _places_of(unit) for unit in units}  # of its parameters in its vector
         # units in this backward, and their vectors if the gradients are views of them
         self._arrived: dict[str, Tensor | None] = {}
         self._streams: set[Any] = set()  # that FSDP has run the hook on
@@ -216,32 +217,32 @@ class ShardedHookState(ExchangeBase):
         grads: list[Tensor] = []
         parts: list[Tensor] = []
         for name, aggregate in aggregates.items():
-            mine = self._gradients_of(name, wholes.get(name))
+            self._check_gradients(name, wholes.get(name))
             if name in wholes:
                 grads.append(wholes[name])
                 parts.append(aggregate)
                 continue
-            padded = aggregate.split(self._sizes[name])
+            # to_local() takes longer than the sum
+            mine = [p.grad._local_tensor for p in self._units[name].trainable]
+            places = zip(self._places[name], mine, strict=True)
             grads += mine
-            parts += [part[: g.numel()].view_as(g) for part, g in zip(padded, mine, strict=True)]
+            parts += [aggregate[start : start + numel].view_as(g) for (start, numel), g in places]
         torch._foreach_add_(grads, parts)
         return grads
 
-    def _gradients_of(self, name: str, whole: Tensor | None) -> list[Tensor]:
-        """This rank's gradients of a unit, where FSDP has put them."""
-        grads = [p.grad for p in self._units[name].trainable]
-        mine = [grad._local_tensor for grad in grads if grad is not None]  # to_local() takes long
-        place = 0 if whole is None else whole.data_ptr()
-        are_there = len(mine) == len(grads)
-        for grad, size in zip(mine, self._sizes[name], strict=False) if whole is not None else ():
-            are_there &= grad.data_ptr() == place or grad.numel() == 0
-            place += size * grad.itemsize
-        if not are_there:
-            raise ClusterError(
-                f"gradients of FSDP unit {name!r} must stay where they are until backward is over, got "
-                "others or None in their place"
-            )
-        return mine
+    def _check_gradients(self, name: str, whole: Tensor | None) -> None:
+        """Refuse a unit whose gradients a user has taken away, or put others in the place of."""
+        start = 0 if whole is None else whole.data_ptr()
+        for p, (offset, numel) in zip(self._units[name].trainable, self._places[name], strict=True):
+            grad = p.grad
+            is_there = grad is not None
+            if is_there and whole is not None and numel > 0:
+                is_there = grad._local_tensor.data_ptr() == start + offset * whole.itemsize
+            if not is_there:
+                raise ClusterError(
+                    f"gradients of FSDP unit {name!r} must stay where they are until backward is over, got "
+                    "others or None in their place"
+                )
 
 
 class _DenseMean:
@@ -326,10 +327,8 @@ def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
     names = {id(p): name for name, p in wholes.items()}
     pieces = []
     for unit in units:
-        start = 0
-        for p in unit.trainable:
+        for p, (start, _) in zip(unit.trainable, _places_of(unit), strict=True):
             pieces.append(Piece(unit.name, names[id(p)], start))
-            start += _padded_numel(p)
     return Sharding(wholes, pieces)
 
 
@@ -346,6 +345,12 @@ def _blocks_for(parameters: Parameters, units: list[Unit]) -> list[tuple[list[st
         (names, torch.zeros(sum(named[n].numel() for n in names), dtype=dtype, device=parameters.device))
         for dtype, names in dtypes.items()
     ]
+
+
+def _places_of(unit: Unit) -> list[tuple[int, int]]:
+    """Where each of a unit's parameters starts in its vector, and how many entries this rank has of it."""
+    ends = accumulate(map(_padded_numel, unit.trainable))
+    return [(end - _padded_numel(p), local(p).numel()) for end, p in zip(ends, unit.trainable, strict=True)]
 
 
 def _padded_numel(p: Any) -> int:
