@@ -4,7 +4,7 @@ The way of a gradient, from backward to the wire and back. Each file calls the n
 it came from (tests/distributed/test_way.py traces a step on two ranks)::
 
     ddp.py             DDP hands over its buckets (without DDP: exchange.py; scope="bucket": bucket_queue.py;
-                       sharded models: fsdp.py)
+                       sharded models: fsdp.py, whose units fsdp_units.py finds)
     step.py            makes flat vectors of them, once all ranks agree on what is exchanged
     driver.py          runs the algorithm on each, or on several at once that are alike (alike.py):
     core/algorithm.py  the algorithm selects entries and makes requests

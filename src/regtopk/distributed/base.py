@@ -103,7 +103,7 @@ class ExchangeBase(Counted):
         `torch.load(path, weights_only=True)` reads it. Tensors are under ``workers[rank]``, so that
         checkpoints that merge equal keys keep every rank's. Of a sharded model all is under ``shards[part]``.
         """
-        return self._steps.under_shard(self._saved())
+        return sharded_checkpoint.under_shard(self._saved(), self._steps.shard)
 
     def _saved(self) -> dict[str, Any]:
         """This rank's state, of its part of the model."""
@@ -140,7 +140,7 @@ class ExchangeBase(Counted):
 
     def _loaded(self, state_dict: dict[str, Any]) -> Any:
         """What a saved state holds, checked as a whole; nothing changes yet."""
-        return self._loaded_part(self._steps.from_shard(state_dict))
+        return self._loaded_part(sharded_checkpoint.from_shard(state_dict, self._steps.shard))
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
         return self._steps.loaded(saved)

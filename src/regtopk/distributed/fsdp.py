@@ -10,47 +10,24 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.fsdp_units import DenseMean, Unit, check_division, places_of, sharding_of, units_of
 from regtopk.distributed.kind import Kind
 from regtopk.distributed.layout import flat_dtype
 from regtopk.distributed.options import Options
-from regtopk.distributed.parameters import Parameters, is_fsdp2
-from regtopk.distributed.sharded import Shards, check_placements, group_of, groups_of, local
-from regtopk.distributed.sharded_checkpoint import Piece, Sharding
+from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.sharded import Shards, group_of, local
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
 _log = logging.getLogger("regtopk")
-
-
-class Unit(NamedTuple):
-    """A module that fully_shard was called on, or several that were sharded together."""
-
-    name: str
-    module: Any  # an FSDPModule
-    group: Any  # torch's FSDPParamGroup: the parameters that are communicated together
-    members: list[Any]  # torch's FSDPParams in it that require a gradient, in the order of the flat vector
-
-    @property
-    def trainable(self) -> list[Any]:
-        """Its sharded parameters that require a gradient."""
-        return [member.sharded_param for member in self.members]  # loading may put others in their place
-
-    def stand_in(self) -> nn.Parameter:
-        """What the steps know of the flat vector, its length and dtype; it takes no memory."""
-        first, policy = self.trainable[0], self.group.mp_policy
-        dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
-        numel = sum(_padded_numel(p) for p in self.trainable)
-        return nn.Parameter(torch.zeros(1, dtype=dtype, device=first.device).expand(numel))
 
 
 class ShardedHookState(ExchangeBase):
@@ -64,11 +41,11 @@ class ShardedHookState(ExchangeBase):
         self, model: nn.Module, algorithm: Algorithm[Any], replicate_group: object, options: Options
     ) -> None:
         group = group_of("replicate_group", replicate_group)
-        units = _units_of(model)
+        units = units_of(model)
         shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
-        super().__init__(steps, _sharding_of(model, units))
+        super().__init__(steps, sharding_of(model, units))
         for unit in units:
             steps.buckets.covering((unit.name,))  # each is a bucket of its own
         if self.num_workers == 1:
@@ -82,7 +59,7 @@ class ShardedHookState(ExchangeBase):
                 names, block.split([steps.parameters.named[n].numel() for n in names]), strict=True
             )
         }
-        self._places = {unit.name: _places_of(unit) for unit in units}  # of its parameters in its vector
+        self._places = {unit.name: places_of(unit) for unit in units}  # of its parameters in its vector
         # units in this backward, and their vectors if the gradients are views of them
         self._arrived: dict[str, Tensor | None] = {}
         self._streams: set[Any] = set()  # that FSDP has run the hook on
@@ -104,7 +81,7 @@ class ShardedHookState(ExchangeBase):
         self._steps.forget_rows()
         self._is_detached = True
         for unit in self._units.values():
-            unit.module.set_all_reduce_hook(_DenseMean(self._collectives))
+            unit.module.set_all_reduce_hook(DenseMean(self._collectives))
 
     def summary(self) -> str:
         """What this rank sent until it was detached, if it was, and where the time went."""
@@ -123,7 +100,7 @@ class ShardedHookState(ExchangeBase):
                 f"required a gradient when it was attached, got {flat.numel()}: a backward must use all of a "
                 "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros)"
             )
-        _check_division(self._units[name], flat.dtype)
+        check_division(self._units[name], flat.dtype)
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._clear_arrived()  # the last one may have failed before its end
@@ -245,93 +222,6 @@ class ShardedHookState(ExchangeBase):
                 )
 
 
-class _DenseMean:
-    """What torch does over the replicas of a mesh of two dimensions."""
-
-    def __init__(self, replicas: Collectives) -> None:
-        self._replicas = replicas
-
-    def __call__(self, flat: Tensor) -> None:
-        if self._replicas.num_workers > 1:
-            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._replicas.group)
-
-
-def _units_of(model: nn.Module) -> list[Unit]:
-    """The units of a model that have something to train, by name; refuses those that cannot be exchanged."""
-    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if is_fsdp2(module)}
-    for module in modules.values():
-        module.reshard()  # after an evaluation some are whole
-    names: dict[int, list[str]] = {}
-    groups: dict[int, tuple[Any, Any]] = {}
-    for name, module in modules.items():
-        for group in groups_of(name or "<root>", module):
-            names.setdefault(id(group), []).append(name or "<root>")
-            groups[id(group)] = module, group
-    units = []
-    for key, (module, group) in groups.items():
-        members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
-        if members:
-            units.append(Unit(", ".join(names[key]), module, group, members))
-    _check_parameters(model, units)
-    for unit in units:
-        if not isinstance(unit.group._all_reduce_hook, (_DenseMean, type(None))):
-            raise ClusterError(
-                f"attach must be called once for a model: FSDP unit {unit.name!r} has an all-reduce hook "
-                "already"
-            )
-        if type(unit.group.offload_policy).__name__ == "CPUOffloadPolicy":
-            raise ClusterError(
-                f"offload_policy of FSDP unit {unit.name!r} must not be CPUOffloadPolicy, whose gradients "
-                "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over "
-                "a group with gloo for the CPU"
-            )
-        _check_division(unit, unit.stand_in().dtype)
-    return units
-
-
-def _check_division(unit: Unit, dtype: torch.dtype) -> None:
-    """FSDP must have divided the gradients by the number of shards before the hook gets them."""
-    is_sum = getattr(unit.group, "force_sum_reduction_for_comms", False)
-    if dtype in (torch.float32, torch.bfloat16) and not is_sum:
-        return
-    left = getattr(unit.group, "gradient_divide_factor", None) or unit.trainable[0].device_mesh.size()
-    before = 1
-    while not is_sum and left % before == 0 and left / before > before:  # as FSDP does against overflow
-        before *= 2
-    if left / before != 1:
-        raise ClusterError(
-            f"gradients of FSDP unit {unit.name!r} must be divided by the number of shards before the "
-            f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "
-            "set_force_sum_reduction_for_comms must not be used"
-        )
-
-
-def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
-    """Every parameter to train must be in a unit, sharded over the one axis of its mesh."""
-    pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not pairs:
-        raise ClusterError("model must hold at least one parameter that requires a gradient, got none")
-    check_placements(pairs)
-    held = {id(p) for unit in units for p in unit.trainable}
-    for name, p in pairs:
-        if id(p) not in held or not p.placements[0].is_shard(0):  # type: ignore[attr-defined]
-            raise ClusterError(
-                f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
-                f"{p.placements[0]}"  # type: ignore[attr-defined]
-            )
-
-
-def _sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
-    """Where the parameters are in the units' vectors."""
-    wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = {id(p): name for name, p in wholes.items()}
-    pieces = []
-    for unit in units:
-        for p, (start, _) in zip(unit.trainable, _places_of(unit), strict=True):
-            pieces.append(Piece(unit.name, names[id(p)], start))
-    return Sharding(wholes, pieces)
-
-
 def _blocks_for(parameters: Parameters, units: list[Unit]) -> list[tuple[list[str], Tensor]]:
     """Where the units' gradients are kept until backward is over: one vector for all of one dtype.
 
@@ -345,18 +235,6 @@ def _blocks_for(parameters: Parameters, units: list[Unit]) -> list[tuple[list[st
         (names, torch.zeros(sum(named[n].numel() for n in names), dtype=dtype, device=parameters.device))
         for dtype, names in dtypes.items()
     ]
-
-
-def _places_of(unit: Unit) -> list[tuple[int, int]]:
-    """Where each of a unit's parameters starts in its vector, and how many entries this rank has of it."""
-    ends = accumulate(map(_padded_numel, unit.trainable))
-    return [(end - _padded_numel(p), local(p).numel()) for end, p in zip(ends, unit.trainable, strict=True)]
-
-
-def _padded_numel(p: Any) -> int:
-    """How many entries of the flat vector are a parameter's: as many on every rank."""
-    rows = -(-p.shape[0] // p.device_mesh.size())
-    return int(rows * p.shape[1:].numel())
 
 
 def _after_backward(callback: Any) -> None:

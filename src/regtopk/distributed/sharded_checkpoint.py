@@ -63,6 +63,33 @@ class _Slot(NamedTuple):
     parameter: str
 
 
+def under_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
+    """A state dict whose keys are no other part's: checkpoints that merge equal keys keep every part.
+
+    Args:
+        saved: this rank's.
+        shard: [which part of the model it has, of how many]; None: the whole model.
+    """
+    return saved if shard is None else {"shards": {_place(shard): saved}}
+
+
+def from_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
+    """This part's of what `under_shard` gave, or of all parts of that."""
+    if isinstance(saved, dict) and "replicas" in saved:
+        raise StateError("what sharded_state_dict() gave must be loaded by load_sharded(folder)")
+    if not isinstance(saved, dict) or not isinstance(saved.get("shards"), dict):
+        return saved
+    key = "of no sharded model" if shard is None else _place(shard)
+    if key not in saved["shards"]:
+        raise StateError(f"the saved state must hold part {key}, got parts {sorted(saved['shards'])}")
+    part: dict[str, Any] = saved["shards"][key]
+    return part
+
+
+def _place(shard: list[int]) -> str:
+    return f"{shard[0]} of {shard[1]}"
+
+
 def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
     """A rank's state dict as DCP is to save it."""
     ((replica, worker),) = saved["workers"].items()

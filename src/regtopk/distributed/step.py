@@ -400,22 +400,6 @@ class Steps:
             saved = checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
             return saved if self.shard is None else {**saved, "shard": self.shard}
 
-    def under_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A state dict whose keys are no other part's: checkpoints that merge equal keys keep every part."""
-        return saved if self.shard is None else {"shards": {_place(self.shard): saved}}
-
-    def from_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """This part's of what `under_shard` gave, or of all parts of that."""
-        if not isinstance(saved, dict) or not isinstance(saved.get("shards"), dict):
-            if isinstance(saved, dict) and "replicas" in saved:
-                raise StateError("what sharded_state_dict() gave must be loaded by load_sharded(folder)")
-            return saved
-        key = "of no sharded model" if self.shard is None else _place(self.shard)
-        if key not in saved["shards"]:
-            raise StateError(f"the saved state must hold part {key}, got parts {sorted(saved['shards'])}")
-        part: dict[str, Any] = saved["shards"][key]
-        return part
-
     def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
         """What a saved state holds; nothing changes yet.
 
@@ -441,7 +425,3 @@ class Steps:
             self.obstacle = None
             self._agreement.forget()
             self.forget_rows()
-
-
-def _place(shard: list[int]) -> str:
-    return f"{shard[0]} of {shard[1]}"
