@@ -4,6 +4,7 @@
 The interpreter that the other tests use takes what the compiler refuses.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     cuda.join_(residual.view(-1), pieces)
     if residual_dtype == grad_dtype:
         cuda.join_(residual.view(-1), pieces, list(residual))
+    for source in (0.0, math.nan, [grad[1], grad[0]]):
+        cuda_pieces.overwrite_if_(torch.tensor(True), pieces, source)
     cuda.spread_(pieces, residual.view(-1), Support(damped, torch.full((num_rows,), k)))
 
 

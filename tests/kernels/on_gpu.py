@@ -21,10 +21,11 @@ from torch.distributed.fsdp import fully_shard
 import regtopk
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.precision import round_at_random
 from regtopk.core.random import random_sequence
 from regtopk.distributed.collectives import Collectives
 from regtopk.errors import ClusterError
-from regtopk.kernels import Support, reference, replay
+from regtopk.kernels import Support, cuda_pieces, reference, replay
 from regtopk.kernels import cuda as kernel
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped
@@ -208,6 +209,16 @@ def pieces() -> None:
         assert not any(bool(part.any()) for part in parts)
         kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")), are_zero=True)
         assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
+        no, yes = torch.tensor([False, True], device="cuda")
+        old, ones = [part.clone() for part in parts], [torch.ones_like(part) for part in parts]
+        cuda_pieces.overwrite_if_(no, parts, torch.nan)
+        assert all(map(torch.equal, old, parts))
+        cuda_pieces.overwrite_if_(yes, parts, ones)
+        assert all(map(torch.equal, ones, parts))
+        cuda_pieces.overwrite_if_(yes, parts, torch.nan)
+        assert all(bool(part.isnan().all()) for part in parts)
+        cuda_pieces.overwrite_if_(yes, parts, 0.0)
+        assert not any(bool(part.any()) for part in parts)
 
 
 def an_exchange() -> None:
@@ -228,7 +239,7 @@ def an_exchange() -> None:
                 assert torch.equal(mine.grad, theirs.grad.cpu())
         grads = [p.grad for p in nets[1].parameters() if p.grad is not None]
         before = [grad.normal_().clone() for grad in grads]
-        with mock.patch.object(Collectives, "all_gather", lambda _, mine: mine.unsqueeze(0) + 1):
+        with mock.patch.object(Collectives, "all_gather", lambda _, mine: torch.stack([mine, mine + 1])):
             try:
                 exchanges[1].step()
             except ClusterError:
@@ -257,12 +268,12 @@ def a_sharded_step() -> None:
 def sharded_steps(mesh: DeviceMesh, algorithm: Algorithm[Any], bad_step: int | None) -> list[Tensor]:
     """The gradients of six steps, and all that the algorithm remembers then."""
     torch.manual_seed(0)
-    net: Any = nn.Sequential(*(nn.Linear(900, 900) for _ in range(3)), nn.Linear(900, 70)).cuda()
+    net: Any = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(3)), nn.Linear(1500, 70)).cuda()
     for layer in net[:3]:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
     exchange = regtopk.attach(net, algorithm, replicate_group=mesh["replicate"])
-    batches = torch.randn(6, 32, 900, device="cuda")
+    batches = torch.randn(6, 32, 1500, device="cuda")
     found = []
     for number, batch in enumerate(batches):
         for is_bad in [True, False] if number == bad_step else [False]:
@@ -308,6 +319,11 @@ def draws() -> None:
         for seed, step in ((0, 0), (7, 9), (-3, 123_456_789)):
             drawn = random_sequence(numel, k, seed, step, torch.device("cuda"))
             assert drawn.tolist() == random_sequence(numel, k, seed, step).tolist()
+    for shape in ((11_173_962,), (3, 1, 2_000_003)):
+        vector, index = normal(*shape), torch.arange(shape[0] if len(shape) > 1 else 1, device="cuda")
+        index = index.view(-1, 1, 1) if len(shape) > 1 else index[0]
+        rounded = round_at_random(vector, index, 77)
+        assert torch.equal(rounded.cpu(), round_at_random(vector.cpu(), index.cpu(), 77))
 
 
 CHECKS = (

@@ -132,6 +132,22 @@ def test_a_sparse_vector_is_spread(
         assert torch.equal(piece, part.to(piece.dtype))
 
 
+@pytest.mark.parametrize("make", [pieces_of, alike])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("module", ["reference", "cuda_pieces"])
+def test_pieces_are_overwritten_if_a_flag_says_so(
+    module: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
+) -> None:
+    kernel = import_module(f"regtopk.kernels.{module}")
+    before = make(dtype)
+    for flag, entry in product((False, True), (0.0, math.nan, 7.0)):
+        pieces, source = ([piece.clone() for piece in before] for _ in range(2))
+        written = [piece.fill_(entry) for piece in source]
+        kernel.overwrite_if_(torch.tensor(flag), pieces, written if entry == 7.0 else entry)
+        for piece, expected in zip(pieces, written if flag else before, strict=True):
+            assert torch.equal(piece.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_sparse_vector_is_spread_into_one_piece_that_is_not_like_it(name: str) -> None:
     indices = torch.tensor([[0, 7, 69_999]])

@@ -119,6 +119,8 @@ class Agreement:
 
     def hear_shards(self, num_steps: int, device: torch.device) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
+        if self._is_whole:
+            return
         mine = torch.tensor([int(not self.is_finite), num_steps], device=device)
         are_bad, steps = self._of_all_parts(mine).T.tolist()
         if len(set(steps)) > 1:
@@ -143,10 +145,16 @@ class Agreement:
         self._asked, self.is_bad = asked, self._of_all_parts(mine)[:, 0].any()
         self.is_spoilt = self.is_bad
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank holds the whole model."""
+        return self._shards is None or self._shards.num_workers == 1
+
     def _of_all_parts(self, mine: Tensor) -> Tensor:
         """Two numbers of each part of the model: the same collective whether the host waits or not."""
-        if self._shards is None or self._shards.num_workers == 1:
+        if self._is_whole:
             return mine.unsqueeze(0)
+        assert self._shards is not None
         return self._shards.all_gather(mine)
 
     def check_messages(self, rank: Rank) -> None:

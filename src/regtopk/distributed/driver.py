@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.precision import exchange
@@ -111,7 +112,8 @@ class Driver:
             for part in parts:
                 part.sums.total = None
                 if turn.is_bad is not None:
-                    part.flat.masked_fill_(turn.is_bad, 0)  # what algorithms make of a NaN is not known
+                    # what algorithms make of a NaN is not known
+                    kernels.overwrite_if_(turn.is_bad, [part.flat], 0.0)
             conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
             totals = converse(rank, conversations, [part.sums for part in parts])
         aggregates: dict[int, Aggregate] = {}
@@ -207,7 +209,7 @@ def _give_back(state: State, kept: dict[str, Tensor], is_bad: Tensor | None) -> 
         if is_bad is None or (old.shape != new.shape and bool(is_bad)):
             setattr(state, name, old)
         elif old.shape == new.shape:
-            torch.where(is_bad, old, new, out=new)
+            kernels.overwrite_if_(is_bad, [new], [old])
 
 
 def _as_rows(vectors: Sequence[Tensor]) -> Tensor:

@@ -8,13 +8,14 @@ the ranks that hold the same parts: selected within, each by itself, and sent to
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
@@ -125,10 +126,11 @@ class ShardedHookState(ExchangeBase):
 
         A user's hook on them would then see what is not exchanged yet.
         """
-        return all(
-            p.grad is None and p.dtype == flat.dtype and not getattr(p, "_post_accumulate_grad_hooks", None)
-            for p in self._units[name].trainable
-        )
+        dtype = flat.dtype
+        for p in self._units[name].trainable:
+            if p.grad is not None or p.dtype != dtype or p._post_accumulate_grad_hooks:
+                return False
+        return True
 
     def _clear_arrived(self) -> None:
         """Drop what has arrived: of gradients that are views of it, nothing is left."""
@@ -151,10 +153,7 @@ class ShardedHookState(ExchangeBase):
             torch.cuda.current_stream(steps.device).wait_stream(stream)
         arrived, self._arrived = self._arrived, {}
         wholes = {name: flat for name, flat in arrived.items() if flat is not None}
-        if wholes:
-            torch._foreach_copy_([self._flats[name] for name in wholes], list(wholes.values()))
-            torch._foreach_zero_(list(wholes.values()))
-        are_finite = [steps.unscale_(flat) for flat in self._vectors_of(arrived)]
+        are_finite = self._take(arrived)
         grads: list[Tensor] = []
         with steps.lock:
             steps.begin()
@@ -173,39 +172,53 @@ class ShardedHookState(ExchangeBase):
         others = [unit for name, unit in self._units.items() if not steps.is_finite or name not in arrived]
         grads += [local(p.grad) for unit in others for p in unit.trainable if p.grad is not None]
         if grads and steps.is_spoilt is not None:
-            torch._foreach_mul_(grads, torch.where(steps.is_spoilt, math.nan, 1.0))
+            kernels.overwrite_if_(steps.is_spoilt, grads, math.nan)
         elif grads and not steps.is_finite:
             torch._foreach_mul_(grads, math.nan)
 
-    def _vectors_of(self, arrived: Collection[str]) -> list[Tensor]:
-        """All that has arrived, in as few pieces as can be."""
-        pieces: list[Tensor] = []
-        for names, block in self._blocks:
-            here = [name for name in names if name in arrived]
-            pieces += [block] if here == names else [self._flats[name] for name in here]
-        return pieces
-
-    def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
-        """Add the units' aggregates to their gradients, or to the vectors that these are views of.
+    def _take(self, arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
+        """Take what has arrived out of the gradients that are views of it, without the loss scale.
 
         Returns:
-            All that was added to.
+            Whether it is finite, in as few pieces as can be.
+        """
+        are_finite: list[Tensor] = []
+        for names, block in self._blocks:
+            wholes = [flat for name in names if (flat := arrived.get(name)) is not None]
+            if len(wholes) == len(names):
+                are_finite.append(self._steps.unscale_(block, kernels.join_(block, wholes)))
+            else:
+                here = [name for name in names if name in arrived]
+                mine = [self._flats[name] for name in here]
+                if wholes:
+                    into = [self._flats[name] for name in here if arrived[name] is not None]
+                    torch._foreach_copy_(into, wholes)
+                are_finite += map(self._steps.unscale_, [block] if here == names else mine)
+            if wholes:
+                kernels.clear_(wholes)
+        return are_finite
+
+    def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
+        """Add the units' aggregates to their gradients, or write them where these are views.
+
+        Returns:
+            All that was written to.
         """
         grads: list[Tensor] = []
         parts: list[Tensor] = []
         for name, aggregate in aggregates.items():
             self._check_gradients(name, wholes.get(name))
-            if name in wholes:
-                grads.append(wholes[name])
-                parts.append(aggregate)
-                continue
-            # to_local() takes longer than the sum
-            mine = [p.grad._local_tensor for p in self._units[name].trainable]
-            places = zip(self._places[name], mine, strict=True)
-            grads += mine
-            parts += [aggregate[start : start + numel].view_as(g) for (start, numel), g in places]
-        torch._foreach_add_(grads, parts)
-        return grads
+            if name not in wholes:
+                # to_local() takes longer than the sum
+                mine = [p.grad._local_tensor for p in self._units[name].trainable]
+                places = zip(self._places[name], mine, strict=True)
+                grads += mine
+                parts += [aggregate[start : start + numel].view_as(g) for (start, numel), g in places]
+        if grads:
+            torch._foreach_add_(grads, parts)
+        if wholes:  # they are zero
+            torch._foreach_copy_(list(wholes.values()), [aggregates[name] for name in wholes])
+        return grads + list(wholes.values())
 
     def _check_gradients(self, name: str, whole: Tensor | None) -> None:
         """Refuse a unit whose gradients a user has taken away, or put others in the place of."""

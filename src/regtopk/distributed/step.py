@@ -317,7 +317,8 @@ class Steps:
             self._agreement.go_on(asked)
 
     def _ask(self, buckets: list[Bucket], is_finite: Tensor) -> Asked:
-        num_selected = [self._num_selected(bucket) for bucket in buckets]
+        turn = self.num_turns
+        num_selected = [self._num_selected(bucket, turn) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
             question = Question(self.num_steps, names, num_selected)
@@ -340,14 +341,14 @@ class Steps:
             is_finite = None  # a scale below one may have made it overflow
         return kernels.is_finite(flat) if is_finite is None else is_finite
 
-    def _num_selected(self, bucket: Bucket) -> int:
+    def _num_selected(self, bucket: Bucket, turn: int) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
         algorithm = bucket.algorithm
-        if self._is_dense or not isinstance(algorithm, WithDensity):
+        if turn < self._options.dense_steps or not isinstance(algorithm, WithDensity):
             return -1
         if algorithm.k is None and algorithm.density is None:  # a threshold decides
             return -1
-        return algorithm.num_selected(bucket.worker.at(self.num_turns, self._shared_report))
+        return algorithm.num_selected(bucket.worker.at(turn, self._shared_report))
 
     def exchange(self, buckets: list[Bucket], flats: list[Tensor], write: layout.Write) -> None:
         """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.

@@ -1,5 +1,6 @@
 """A vector on a GPU that lies in pieces: one launch for all of them, by a table of their addresses."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -54,6 +55,23 @@ def clear_(pieces: Sequence[Tensor]) -> None:
         cut = _cut_of(pieces[0], pieces)
         own = {"first": pieces[0], "addresses": _addresses_of(pieces), **cut._asdict(), "TILE": _TILE}
         launch(triton_pieces.clear, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
+
+
+def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
+    """See `reference.overwrite_if_`."""
+    others = pieces if isinstance(source, float) else source
+    if not _has_table([*pieces, *others]):
+        reference.overwrite_if_(flag, pieces, source)
+        return
+    increment_version(pieces)
+    with torch.cuda.device_of(flag):
+        cut = _cut_of(flag, pieces)
+        own = {
+            "flag": flag.view(torch.uint8), "first": pieces[0], "addresses": _addresses_of(pieces),
+            "source_addresses": _addresses_of(others), **cut._asdict(), "TILE": _TILE,
+            "HAS_SOURCE": others is source, "IS_NAN": isinstance(source, float) and math.isnan(source),
+        }  # fmt: skip
+        launch(triton_pieces.overwrite, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:

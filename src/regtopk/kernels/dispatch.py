@@ -130,13 +130,28 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero
 
 
 def clear_(pieces: Sequence[Tensor]) -> None:
-    """Make pieces of CUDA memory zero, in one launch if they are large."""
-    if describe("cuda").kernel == "reference" or sum(map(Tensor.numel, pieces)) < SMALL_NUMEL["cuda"]:
+    """Make pieces zero, on a GPU in one launch if they are large."""
+    programs = _programs_for(pieces)
+    if programs is None:
         torch._foreach_zero_(list(pieces))
     else:
-        from regtopk.kernels import cuda_pieces
+        programs.clear_(pieces)
 
-        cuda_pieces.clear_(pieces)
+
+def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
+    """Write a source over pieces, if a flag on the device says so: see `reference.overwrite_if_`."""
+    (_programs_for(pieces) or reference).overwrite_if_(flag, pieces, source)
+
+
+def _programs_for(pieces: Sequence[Tensor]) -> Any:
+    """The module whose programs work on pieces of CUDA memory in one launch; None if they are small."""
+    if pieces[0].device.type != "cuda" or describe("cuda").kernel == "reference":
+        return None
+    if sum(map(Tensor.numel, pieces)) < SMALL_NUMEL["cuda"]:
+        return None
+    from regtopk.kernels import cuda_pieces
+
+    return cuda_pieces
 
 
 def unpacks(words: Tensor) -> bool:

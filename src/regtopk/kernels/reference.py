@@ -295,6 +295,21 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero
     cleared.view(-1).scatter_(0, indices, vector.index_select(0, indices))
 
 
+def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
+    """Write a source over pieces, if a flag on their device says so: the host does not wait for it.
+
+    Args:
+        flag: (), bool.
+        pieces: of any dtype and memory layout.
+        source: tensors like the pieces, one for each; or zero or NaN for all entries.
+    """
+    for number, piece in enumerate(pieces):
+        if isinstance(source, float):
+            piece.masked_fill_(flag, source)
+        else:
+            piece.copy_(torch.where(flag, source[number], piece))
+
+
 def parts_of(vector: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
     """The part of a vector that belongs to each piece, in its shape (views)."""
     parts = vector.split([piece.numel() for piece in pieces])

@@ -51,6 +51,34 @@ def clear(first, addresses, starts, tile_pieces, tile_starts, TILE: tl.constexpr
     tl.store(target + (places - tl.load(starts + piece)), zeros, mask=mask)
 
 
+@triton.jit
+def overwrite(
+    flag,
+    first,
+    addresses,
+    source_addresses,
+    starts,
+    tile_pieces,
+    tile_starts,
+    HAS_SOURCE: tl.constexpr,
+    IS_NAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write a source, NaN or zero over a tile, if the flag says so: else nothing is read or written."""
+    if tl.load(flag) != 0:
+        tile = tl.program_id(0)
+        piece = tl.load(tile_pieces + tile)
+        places = tl.load(tile_starts + tile) + tl.arange(0, TILE)
+        mask = places < tl.load(starts + piece + 1)
+        places -= tl.load(starts + piece)
+        if HAS_SOURCE:
+            source = tl.load(source_addresses + piece).to(first.dtype)
+            entries = tl.load(source + places, mask=mask, other=0.0)
+        else:
+            entries = tl.full((TILE,), float("nan") if IS_NAN else 0.0, first.dtype.element_ty)
+        tl.store(tl.load(addresses + piece).to(first.dtype) + places, entries, mask=mask)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def scatter(
     vector,

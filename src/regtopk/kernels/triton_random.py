@@ -1,4 +1,4 @@
-"""Draws without the host: the walk of `core.random.random_sequence` as one Triton program."""
+"""Draws without the host: Triton programs for the walk of `core.random.random_sequence`, and for rounding."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256
+_WORDS = 256  # of 64 random bits that one program draws for rounding
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST, _SECOND = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64)), tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
@@ -27,6 +28,39 @@ def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: tor
             drawn, numel, k, state - (1 << 64) if state >> 63 else state, bits, num_rounds, BLOCK=_BLOCK
         )
     return drawn
+
+
+def round_at_random(vector: Tensor, index: Tensor, state: int) -> Tensor:
+    """A vector (..., J) in bfloat16: see `core.precision.round_at_random`.
+
+    Args:
+        vector: one piece of memory.
+        index: n of each row, int64, of a shape that can be expanded to (..., 1).
+        state: mix(seed, step).
+    """
+    rounded = torch.empty_like(vector, dtype=torch.bfloat16)
+    *batch, numel = vector.shape
+    workers = index.expand(*batch, 1).contiguous()
+    with torch.cuda.device_of(rounded):
+        _round[(triton.cdiv(numel, 4 * _WORDS), workers.numel())](
+            rounded, vector, workers, numel, state - (1 << 64) if state >> 63 else state, WORDS=_WORDS
+        )
+    return rounded
+
+
+@triton.jit(do_not_specialize=["numel", "state"])
+def _round(rounded, vector, workers, numel, state, WORDS: tl.constexpr):
+    """Add 16 random bits below those that bfloat16 keeps, and cut; a word has the bits of four entries."""
+    row = tl.program_id(1).to(tl.int64)
+    seed = _splitmix(tl.load(workers + row) + state)
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)[:, None]
+    nth = tl.arange(0, 4)[None, :]
+    place = 4 * word + nth
+    mask = place < numel
+    entries = tl.load(vector + row * numel + place, mask=mask, other=0.0).to(tl.float32)
+    draws = (_splitmix(seed + word * _GOLDEN) >> (16 * nth)) & 0xFFFF
+    bits = (entries.to(tl.int32, bitcast=True) + draws.to(tl.int32)) & -0x10000
+    tl.store(rounded + row * numel + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["numel", "k", "state", "bits", "num_rounds"])
@@ -54,10 +88,14 @@ def _permute(x, state, bits, num_rounds):
 @triton.jit
 def _mix(state, word):
     """One more word of `core.random.mix`, in wrapping int64."""
-    state = state + word + _GOLDEN
-    state = (state ^ _shift_right(state, 30)) * _FIRST
-    state = (state ^ _shift_right(state, 27)) * _SECOND
-    return state ^ _shift_right(state, 31)
+    return _splitmix(state + word + _GOLDEN)
+
+
+@triton.jit
+def _splitmix(word):
+    word = (word ^ _shift_right(word, 30)) * _FIRST
+    word = (word ^ _shift_right(word, 27)) * _SECOND
+    return word ^ _shift_right(word, 31)
 
 
 @triton.jit
