@@ -89,6 +89,8 @@ class Agreement:
         self.is_spoilt: Tensor | None = None
         self.waits: list[float] = []
         self._shards = None if shards is None else shards.collectives
+        if self._shards is not None and self._shards.num_workers == 1:
+            self._shards = None  # this rank holds the whole model
         self._asked: Asked | None = None  # what this step goes on without the answers to
         self._status: Tensor | None = None  # of its messages
         self._unheard: _Unheard | None = None  # the last step, if the host does not know whether it counts
@@ -119,10 +121,10 @@ class Agreement:
 
     def hear_shards(self, num_steps: int, device: torch.device) -> None:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
-        if self._is_whole:
+        if self._shards is None:
             return
         mine = torch.tensor([int(not self.is_finite), num_steps], device=device)
-        are_bad, steps = self._of_all_parts(mine).T.tolist()
+        are_bad, steps = self._shards.all_gather(mine).T.tolist()
         if len(set(steps)) > 1:
             raise ClusterError(
                 f"all parts of a model must be at the same step, got {_by_rank('step {}', steps)}"
@@ -141,21 +143,12 @@ class Agreement:
 
     def go_on(self, asked: Asked) -> None:
         """Go on without the answers: whether the step counts is known on the device alone, by `is_bad`."""
-        mine = asked.answers[:, :3:2].amax(0)  # is one bad, and the step
-        self._asked, self.is_bad = asked, self._of_all_parts(mine)[:, 0].any()
+        are_bad = asked.answers[:, 0]
+        if self._shards is not None:
+            mine = asked.answers[:, :3:2].amax(0)  # is one bad, and the step
+            are_bad = self._shards.all_gather(mine)[:, 0]  # as in `hear_shards`: others may wait there
+        self._asked, self.is_bad = asked, are_bad.any()
         self.is_spoilt = self.is_bad
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether this rank holds the whole model."""
-        return self._shards is None or self._shards.num_workers == 1
-
-    def _of_all_parts(self, mine: Tensor) -> Tensor:
-        """Two numbers of each part of the model: the same collective whether the host waits or not."""
-        if self._is_whole:
-            return mine.unsqueeze(0)
-        assert self._shards is not None
-        return self._shards.all_gather(mine)
 
     def check_messages(self, rank: Rank) -> None:
         """Raise what is wrong with the messages of a step; or spoil it, if the host goes on."""
@@ -208,7 +201,7 @@ def ask(collectives: Collectives, question: Question, is_finite: Tensor, waited_
     """
     told = [0, round(1e6 * waited_s), *question.numbers()]
     mine = torch.tensor(told, pin_memory=is_finite.is_cuda).to(is_finite.device, non_blocking=True)
-    mine[0] = ~is_finite
+    torch.logical_not(is_finite, out=mine[0])
     answers = collectives.all_gather(mine)
     return Asked(question, answers, OnItsWay(answers))
 

@@ -111,15 +111,14 @@ class Driver:
             kept = [_kept(part.state, rank, turn) for part in parts]
             for part in parts:
                 part.sums.total = None
-                if turn.is_bad is not None:
-                    # what algorithms make of a NaN is not known
-                    kernels.overwrite_if_(turn.is_bad, [part.flat], 0.0)
+            if turn.is_bad is not None:  # what algorithms make of a NaN is not known
+                kernels.overwrite_if_(turn.is_bad, [part.flat for part in parts], 0.0)
             conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
             totals = converse(rank, conversations, [part.sums for part in parts])
+        supports = [part.sums.support_of(total) for part, total in zip(parts, totals, strict=True)]
+        _give_back([part.state for part in parts], kept, turn.is_bad)
         aggregates: dict[int, Aggregate] = {}
-        for part, fields, total in zip(parts, kept, totals, strict=True):
-            support = part.sums.support_of(total)
-            _give_back(part.state, fields, turn.is_bad)
+        for part, support, total in zip(parts, supports, totals, strict=True):
             if part.rows is not None:
                 part.rows.show([buckets[place] for place in part.places])
             part.sums.recycle(total, part.flat, *part.state.state_dict().values())
@@ -202,14 +201,19 @@ def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:
     return {name: getattr(state, name).clone() for name in own}
 
 
-def _give_back(state: State, kept: dict[str, Tensor], is_bad: Tensor | None) -> None:
-    """Give a state what was kept, if the step is bad; in the place of the new: programs know its address."""
-    for name, old in kept.items():
-        new = getattr(state, name)
-        if is_bad is None or (old.shape != new.shape and bool(is_bad)):
-            setattr(state, name, old)
-        elif old.shape == new.shape:
-            kernels.overwrite_if_(is_bad, [new], [old])
+def _give_back(states: list[State], kept: list[dict[str, Tensor]], is_bad: Tensor | None) -> None:
+    """Give states what was kept, if the step is bad; in the place of the new: programs know its address."""
+    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for state, fields in zip(states, kept, strict=True):
+        for name, old in fields.items():
+            new = getattr(state, name)
+            if is_bad is None or (old.shape != new.shape and bool(is_bad)):
+                setattr(state, name, old)
+            elif old.shape == new.shape:
+                pairs.setdefault(new.dtype, []).append((new, old))
+    for each in pairs.values():
+        assert is_bad is not None
+        kernels.overwrite_if_(is_bad, [new for new, _ in each], [old for _, old in each])
 
 
 def _as_rows(vectors: Sequence[Tensor]) -> Tensor:

@@ -153,12 +153,12 @@ class ShardedHookState(ExchangeBase):
             torch.cuda.current_stream(steps.device).wait_stream(stream)
         arrived, self._arrived = self._arrived, {}
         wholes = {name: flat for name, flat in arrived.items() if flat is not None}
-        are_finite = self._take(arrived)
+        is_finite = self._take(arrived)
         grads: list[Tensor] = []
         with steps.lock:
             steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
-            steps.agree_later(buckets, torch.stack(are_finite).all())
+            steps.agree_later(buckets, is_finite)
             with steps.half_way():
                 if steps.is_finite:
                     aggregates: dict[str, Tensor] = {}
@@ -176,12 +176,8 @@ class ShardedHookState(ExchangeBase):
         elif grads and not steps.is_finite:
             torch._foreach_mul_(grads, math.nan)
 
-    def _take(self, arrived: Mapping[str, Tensor | None]) -> list[Tensor]:
-        """Take what has arrived out of the gradients that are views of it, without the loss scale.
-
-        Returns:
-            Whether it is finite, in as few pieces as can be.
-        """
+    def _take(self, arrived: Mapping[str, Tensor | None]) -> Tensor:
+        """Take what has arrived out of the gradients that are views of it; is it finite without the scale?"""
         are_finite: list[Tensor] = []
         for names, block in self._blocks:
             wholes = [flat for name in names if (flat := arrived.get(name)) is not None]
@@ -196,7 +192,7 @@ class ShardedHookState(ExchangeBase):
                 are_finite += map(self._steps.unscale_, [block] if here == names else mine)
             if wholes:
                 kernels.clear_(wholes)
-        return are_finite
+        return torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
 
     def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
         """Add the units' aggregates to their gradients, or write them where these are views.

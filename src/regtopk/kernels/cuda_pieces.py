@@ -60,7 +60,7 @@ def clear_(pieces: Sequence[Tensor]) -> None:
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """See `reference.overwrite_if_`."""
     others = pieces if isinstance(source, float) else source
-    if not _has_table([*pieces, *others]):
+    if not _has_table(pieces) or (others is source and not _has_table([pieces[0], *source])):
         reference.overwrite_if_(flag, pieces, source)
         return
     increment_version(pieces)
