@@ -8,7 +8,6 @@ every rank.
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 from weakref import WeakSet
@@ -21,7 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.base import ExchangeBase
+from regtopk.distributed.base import ExchangeBase, after_backward
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, new_group_like
 from regtopk.distributed.handshake import end_group
@@ -109,7 +108,7 @@ class SparseHookState(ExchangeBase):
             for each in self._arrivals:
                 each.future.set_result(each.buffer)
         if arrival.is_last:
-            _after_backward(self._finish_backward)
+            after_backward(self._finish_backward)
         return arrival.future
 
     def _before_forward(self, model: DistributedDataParallel, _: object) -> None:
@@ -184,15 +183,6 @@ def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]
     assert work is not None
     mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return mean
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    """Run a callback when this backward is over and DDP has finished with it.
-
-    DDP queues its own end after the last bucket's hook returns; a callback that queues another comes later.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(callback))
 
 
 def _give_dropped(parameters: dict[str, nn.Parameter], aggregates: dict[str, Tensor]) -> None:

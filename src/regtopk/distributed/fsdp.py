@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.base import ExchangeBase
+from regtopk.distributed.base import ExchangeBase, after_backward
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.fsdp_units import DenseMean, Unit, check_division, places_of, sharding_of, units_of
 from regtopk.distributed.kind import Kind
@@ -106,7 +106,7 @@ class ShardedHookState(ExchangeBase):
         if backward != self._backward:
             self._clear_arrived()  # the last one may have failed before its end
             self._backward = backward
-            _after_backward(self._end_step)
+            after_backward(self._end_step)
         earlier = self._arrived.get(name)
         if earlier is not None:  # a unit that is used twice may arrive twice
             own.copy_(earlier)
@@ -244,12 +244,3 @@ def _blocks_for(parameters: Parameters, units: list[Unit]) -> list[tuple[list[st
         (names, torch.zeros(sum(named[n].numel() for n in names), dtype=dtype, device=parameters.device))
         for dtype, names in dtypes.items()
     ]
-
-
-def _after_backward(callback: Any) -> None:
-    """Run a callback when this backward is over, and FSDP's own ends of it, in which some hooks run.
-
-    FSDP queues those before: a callback that queues another comes later than all of them.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(callback))
