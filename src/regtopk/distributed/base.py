@@ -1,7 +1,6 @@
 """What users call on every kind of exchange, whoever makes its steps."""
 
 import logging
-from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -203,13 +202,3 @@ class ExchangeBase(Counted):
     def close(self) -> None:
         """End the exchange: no step and no checkpoint follows. Call it on every rank."""
         self._steps.close("close")
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run a callback when this backward is over, and DDP or FSDP has finished with it.
-
-    DDP queues its own end after the last hook returns, and FSDP its own, in which some hooks run, before. A
-    callback that queues another comes later than all of them.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(callback))

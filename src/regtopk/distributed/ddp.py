@@ -20,13 +20,13 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.base import ExchangeBase, after_backward
+from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.bucket_queue import Arrival, BucketQueue
 from regtopk.distributed.collectives import Collectives, new_group_like
 from regtopk.distributed.handshake import end_group
 from regtopk.distributed.kind import Kind
 from regtopk.distributed.options import Options, refuse_typos
-from regtopk.distributed.parameters import Parameters, is_fsdp, uncompiled
+from regtopk.distributed.parameters import Parameters, after_backward, is_fsdp, uncompiled
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 

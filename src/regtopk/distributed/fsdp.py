@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.base import ExchangeBase, after_backward
+from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.fsdp_units import DenseMean, Unit, check_division, places_of, sharding_of, units_of
 from regtopk.distributed.kind import Kind
 from regtopk.distributed.layout import flat_dtype
 from regtopk.distributed.options import Options
-from regtopk.distributed.parameters import Parameters
+from regtopk.distributed.parameters import Parameters, after_backward
 from regtopk.distributed.sharded import Shards, group_of, local
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
@@ -191,7 +191,7 @@ class ShardedHookState(ExchangeBase):
                     torch._foreach_copy_(into, wholes)
                 are_finite += map(self._steps.unscale_, [block] if here == names else mine)
             if wholes:
-                kernels.clear_(wholes)
+                torch._foreach_zero_(wholes)
         return torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
 
     def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The trainable parameters of an exchange, by name, and what must not happen to them afterwards."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -146,3 +146,13 @@ def is_fsdp2(module: object) -> bool:
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor, or what a parameter holds, is a DTensor."""
     return "DTensor" in (type(tensor).__name__, type(tensor.data).__name__)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run a callback when this backward is over, and DDP or FSDP has finished with it.
+
+    DDP queues its own end after the last hook returns, and FSDP its own, in which some hooks run, before. A
+    callback that queues another comes later than all of them.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(callback))

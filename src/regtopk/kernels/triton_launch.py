@@ -5,12 +5,11 @@ Triton would look that up at every launch, which takes longer than a small progr
 
 from typing import Any
 
-from torch import Tensor
-
 from regtopk.kernels.triton_words import SIZES
 
 _compiled: dict[Any, Any] = {}
 _sizes = frozenset(SIZES)
+_NUMBERS = (int, bool)
 
 
 def launch(
@@ -33,13 +32,13 @@ def launch(
     values = []  # as the compiled program takes them: addresses instead of tensors
     for name in program.arg_names:
         value = arguments[name]
-        if isinstance(value, Tensor):
+        if type(value) in _NUMBERS:  # asking for a Tensor takes longer
+            values.append(value)
+            key.append(value < 2**31 if name in _sizes else value)
+        else:
             address = value.data_ptr()
             values.append(address)
             key += (value.dtype, address % 16)
-        else:
-            values.append(value)
-            key.append(value < 2**31 if name in _sizes else value)
     device = arguments[program.arg_names[0]].get_device()  # the first argument is a tensor
     compiled = _compiled.get((device, *key))
     if compiled is None:
