@@ -118,8 +118,9 @@ class ShardedHookState(ExchangeBase):
             flat.zero_()
             self._arrived[name] = None
         if flat.is_cuda:  # FSDP has streams of its own
-            self._streams.add(torch.cuda.current_stream(flat.device))
-            flat.record_stream(torch.cuda.current_stream(flat.device))  # FSDP may use its memory again
+            stream = torch.cuda.current_stream(flat.device)
+            self._streams.add(stream)
+            flat.record_stream(stream)  # FSDP may use its memory again
 
     def _becomes_gradient(self, name: str, flat: Tensor) -> bool:
         """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none.
