@@ -200,6 +200,8 @@ def ask(collectives: Collectives, question: Question, is_finite: Tensor, waited_
         waited_s: how long this rank has been in collectives so far.
     """
     told = [0, round(1e6 * waited_s), *question.numbers()]
+    if is_finite.is_cuda and collectives.takes_cpu and not collectives.is_on_device(is_finite.device):
+        is_finite = is_finite.cpu()  # the collective would make the host wait, too, and copy back and forth
     mine = torch.tensor(told, pin_memory=is_finite.is_cuda).to(is_finite.device, non_blocking=True)
     torch.logical_not(is_finite, out=mine[0])
     answers = collectives.all_gather(mine)

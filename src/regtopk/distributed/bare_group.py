@@ -23,6 +23,7 @@ class BareCollectives(Collectives):
     """
 
     store = None
+    takes_cpu = False  # nobody can be asked
 
     def __init__(self, group: Any, rank: int, num_workers: int) -> None:
         self.group, self.rank, self.num_workers = group, rank, num_workers

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -108,6 +109,15 @@ class Collectives:
     def is_on_device(self, device: torch.device) -> bool:
         """Whether collectives run on the device itself, as NCCL's do: the host does not wait for them."""
         return device.type == "cuda" and self.group._get_backend(device).name() == "nccl"
+
+    @cached_property
+    def takes_cpu(self) -> bool:
+        """Whether it has a backend for tensors on the CPU, as gloo is one."""
+        try:
+            self.group._get_backend(torch.device("cpu"))
+        except RuntimeError:
+            return False
+        return True
 
     def _send_directly(self, tensor: Tensor) -> Tensor:
         """`all_gather` in one trip over the network."""
