@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 4 examples/train_fsdp.py --dense                # torch's own HSDP, to compare
 
 Between the replicas, over the slow links, few entries of AdamW's updates travel, or of the gradients.
-With --resume it goes on from its last checkpoint, also on other numbers of ranks and shards.
+With --resume it goes on from its last checkpoint, also on other numbers of ranks. --dense saves none.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def loss_of(model: nn.Module, text: Tensor, size: int, seed: int, device: torch.
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, help="a text file; Python's library if not given")
-    parser.add_argument("--shards", type=int, default=2, help="ranks that share a replica, in a machine")
+    parser.add_argument("--shards", type=int, default=2, help="ranks that share a replica: a divisor of all")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=2, help="steps from one exchange of updates to the next")
     parser.add_argument("--density", type=float, default=0.01, help="share of its entries that a rank sends")
@@ -114,15 +114,15 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
         exchange = regtopk.attach(model, topk, replicate_group=replicas)
     elif not arguments.dense:
         exchange = regtopk.UpdateExchange(model, optimizer, topk, every=every, process_group=replicas)
-    whole = [int(path.parent.name) for path in arguments.checkpoint.glob("*/.metadata")]  # written last
+    root = arguments.checkpoint / ("gradients" if arguments.gradients else "updates")
+    whole = [int(path.parent.name) for path in root.glob("*/.metadata")]  # written last
     first = max(whole, default=0) if arguments.resume and exchange is not None else 0
-    folder = arguments.checkpoint / str(first)
     if exchange is not None and first > 0:
         if arguments.gradients:  # with a momentum the optimizer too; updates hold both themselves
             state = {"model": get_model_state_dict(model)}
-            dcp.load(state, checkpoint_id=folder)
+            dcp.load(state, checkpoint_id=root / str(first))
             set_model_state_dict(model, state["model"])
-        exchange.load_sharded(folder)
+        exchange.load_sharded(root / str(first))
     if dist.get_rank() == 0:
         print(f"{first} of {arguments.steps} steps are done", flush=True)
 
@@ -136,7 +136,7 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
             if exchange is not None:
                 state = {"model": get_model_state_dict(model)} if arguments.gradients else {}
                 state["exchange"] = exchange.sharded_state_dict()
-                dcp.save(state, checkpoint_id=arguments.checkpoint / str(step + 1))
+                dcp.save(state, checkpoint_id=root / str(step + 1))
             with torch.no_grad():  # on every rank: the model is in parts
                 loss = loss_of(model, unknown, 64, 0, device)
             if dist.get_rank() == 0:

@@ -40,7 +40,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "k of a bucket": (
         {"algorithm": regtopk.TopK(k=10), "scope": "bucket"},
         "ArgumentError",
-        "k must be None with scope='bucket', whose buckets differ in size, got 10",
+        "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ in size, "
+        "got 10: give a density",
     ),
     "scope": ({"scope": "layer"}, "ArgumentError", "scope must be one of model, bucket, got 'layer'"),
     "dense_steps": (

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.step import Steps
+from regtopk.errors import ClusterError
 from regtopk.experiments.threads import threads_for
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
@@ -390,3 +393,19 @@ def train_one_replica() -> tuple[list[str], int, int, int]:
         exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
         train(model, range(2))
     return said, exchange.total.sent_bytes, exchange.total.num_entries, exchange.num_steps
+
+
+def test_gradients_are_zero_where_an_exchange_failed(four_ranks: Ranks) -> None:
+    for found, is_cleared, num_steps in four_ranks.run(fail_and_go_on):
+        assert found == ("ClusterError", "ranks differ") and is_cleared and num_steps == 1
+
+
+def fail_and_go_on() -> tuple[tuple[str, str], bool, int]:
+    model = sharded(grid(2, 2)["shard"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), replicate_group=grid(2, 2)["replicate"])
+    with patch.object(Steps, "agree_later", side_effect=ClusterError("ranks differ")):
+        found = refusal(loss_of(model, 0).backward)
+    is_cleared = not whole_gradients(model).any()
+    model.zero_grad()
+    loss_of(model, 1).backward()
+    return found, is_cleared, exchange.num_steps

@@ -252,8 +252,12 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(four_ranks: Ranks, tmp
     for found in four_ranks.run(refusals, tmp_path):
         assert [kind for kind, _ in found] == ["StateError"] * 4
         missing, other, inside, algorithm = (message for _, message in found)
-        assert missing.startswith(f"{tmp_path / 'no'} must hold a sharded exchange 'exchange': ")
-        assert other.startswith(f"{tmp_path} must hold a sharded exchange 'another': ")
+        rule = "must hold a sharded exchange of this model, which was saved as"
+        assert missing.startswith(
+            f"{tmp_path / 'no'} {rule} {{'exchange': exchange.sharded_state_dict()}}, got "
+        )
+        assert other.startswith(f"{tmp_path} {rule} {{'another': exchange.sharded_state_dict()}}, got ")
+        assert "\n" not in missing + other
         assert inside.startswith("the saved state must be from a round's end to be loaded on other ranks")
         assert algorithm == "algorithm must be that of the saved state, 'regtopk', got 'topk'"
 

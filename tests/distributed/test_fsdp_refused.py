@@ -88,6 +88,44 @@ def summing_later() -> None:
     loss_of(model, 0).backward()
 
 
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
+
+
+def with_another_module() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    attach(model)
+    loss_of(model, 0).backward()
+    model.later = fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
+    loss_of(model, 1).backward()
+
+
+def with_a_module_replaced() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    attach(model)
+    model.extra = fully_shard(make_net().extra, mesh=grid(2, 2)["shard"])
+    loss_of(model, 0).backward()
+
+
+def unfrozen_later() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    model.extra.requires_grad_(False)
+    attach(model)
+    loss_of(model, 0).backward()
+    model.extra.requires_grad_(True)
+    loss_of(model, 1).backward()
+
+
+def beginning_apart() -> None:
+    model = sharded(grid(2, 2)["shard"])
+    attach(model)
+    if dist.get_rank() == 3:  # others that share its replica hear of it, too
+        with torch.no_grad():
+            model.last.bias.to_local().add_(1)
+    loss_of(model, 0).backward()
+
+
 def crossed() -> Any:
     """Ranks 0 and 3, and 1 and 2: replicas of different parts."""
     groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
@@ -113,13 +151,16 @@ CASES: dict[str, tuple[Act, str, str]] = {
     "a group for a plain model": (
         lambda: attach(make_net()),
         "ArgumentError",
-        "replicate_group must be None for a model that is not fully_shard'ed, got one for Net",
+        "replicate_group must be None for a model that is not fully_shard'ed, got one for Net: call "
+        "fully_shard(model, mesh=mesh['shard']) first, or wrap it in DistributedDataParallel and leave the "
+        "group out",
     ),
     "a group for DDP": (
         lambda: attach(DistributedDataParallel(make_net())),
         "ArgumentError",
         "replicate_group must be None for a model that is not fully_shard'ed, got one for "
-        "DistributedDataParallel",
+        "DistributedDataParallel: call fully_shard(model, mesh=mesh['shard']) first, or wrap it in "
+        "DistributedDataParallel and leave the group out",
     ),
     "no group": (
         lambda: attach(replicate_group=None),
@@ -147,7 +188,8 @@ CASES: dict[str, tuple[Act, str, str]] = {
     "twice": (
         twice,
         "ClusterError",
-        "attach must be called once for a model: FSDP unit '<root>' has an all-reduce hook already",
+        "attach must be called once for a model: FSDP unit '<root>' has an all-reduce hook already; call "
+        "detach() of what the first call gave",
     ),
     "sharded by columns": (
         lambda: attach(by_columns()),
@@ -232,30 +274,62 @@ CASES: dict[str, tuple[Act, str, str]] = {
     "k": (
         lambda: attach(algorithm=regtopk.TopK(k=3)),
         "ArgumentError",
-        "k must be None with scope='bucket', whose buckets differ in size, got 3",
+        "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ in size, "
+        "got 3: give a density",
     ),
     "replicas differ": (
         lambda: attach(algorithm=by_replica(TOPK, regtopk.Dense())),
         "ClusterError",
-        "all ranks must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1",
+        "all ranks must have the same algorithm, got 'topk' on rank {replicas[0]}, 'dense' on rank "
+        "{replicas[1]}",
     ),
     "algorithms of parts differ": (
         lambda: attach(algorithm=by_part(TOPK, regtopk.Dense())),
         "ClusterError",
-        "all ranks that share a model must have the same algorithm, got 'topk' on rank 0, 'dense' on rank 1 "
-        "of the shard group of replica 1",
+        "all ranks that share a model must have the same algorithm, got 'topk' on rank 2, 'dense' on rank "
+        "3, which share replica 1",
     ),
     "parts of a replica differ": (
         lambda: attach(dense_steps=by_part(0, 2)),
         "ClusterError",
-        "all ranks that share a model must have the same dense_steps, got 0 on rank 0, 2 on rank 1 of the "
-        "shard group of replica 1",
+        "all ranks that share a model must have the same dense_steps, got 0 on rank 2, 2 on rank 3, which "
+        "share replica 1",
     ),
     "weights of parts differ": (
         lambda: attach(weight=by_part(0.5, 0.25)),
         "ClusterError",
-        "all ranks that share a model must have the same weight, got 0.5 on rank 0, 0.25 on rank 1 of the "
-        "shard group of replica 1",
+        "all ranks that share a model must have the same weight, got 0.5 on rank 2, 0.25 on rank 3, which "
+        "share replica 1",
+    ),
+    "a model without memory": (
+        lambda: attach(on_meta()),
+        "ClusterError",
+        "parameter 'weight' must be on the device that trains it, got 'meta': call to_empty() and give it "
+        "values first",
+    ),
+    "a module that comes later": (
+        with_another_module,
+        "ClusterError",
+        "modules and parameters of a model must stay what they were when it was attached, got others: call "
+        "detach(), and attach again",
+    ),
+    "a module in the place of another": (
+        with_a_module_replaced,
+        "ClusterError",
+        "modules and parameters of a model must stay what they were when it was attached, got others: call "
+        "detach(), and attach again",
+    ),
+    "a unit that is trained later": (
+        unfrozen_later,
+        "ClusterError",
+        "parameters of FSDP unit 'extra' must have required a gradient when it was attached, got gradients "
+        "of them now: call detach(), and attach again",
+    ),
+    "replicas that begin apart": (
+        beginning_apart,
+        "ClusterError",
+        "parameters must be the same on all replicas before the first step, got another 'last.bias' on rank "
+        "3 than on rank 1: seed all replicas alike, or load the same weights",
     ),
 }
 
@@ -267,8 +341,11 @@ def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
         shards = [0, 1] if rank < 2 else [2, 3]
         places = ([0, 2], [1, 2]) if rank in (0, 3) else ([1, 2], [0, 2])
         replicas = [0, 2] if rank % 2 == 0 else [1, 3]
+        crossed = [0, 3] if rank in (0, 3) else [1, 2]
+        by_rank = f"{places[0]} on rank {crossed[0]}, {places[1]} on rank {crossed[1]}"
         expected = message.replace("{shards}", str(shards)).replace("{replicas}", str(replicas))
-        expected = expected.replace("{crossed}", "{} on rank 0, {} on rank 1".format(*places))
+        expected = expected.replace("{replicas[0]}", str(replicas[0])).replace("{crossed}", by_rank)
+        expected = expected.replace("{replicas[1]}", str(replicas[1]))
         assert found == (kind, expected)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import regtopk
 from regtopk.simulate import Cluster
@@ -243,25 +243,72 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"model": attached},
         "ClusterError",
         "FSDP unit '<root>' must have no all-reduce hook, got one: UpdateExchange exchanges updates, so "
-        "gradients must stay in their replica; use it without regtopk.attach, on a model sharded anew",
+        "gradients must stay in their replica; call detach() of what regtopk.attach gave",
     ),
     "parts of a replica differ": (
         {"every": lambda: 1 + dist.get_rank() % 2},
         "ClusterError",
-        "all ranks that share a model must have the same every, got 1 on rank 0, 2 on rank 1 of the shard "
-        "group of replica 0",
+        "all ranks that share a model must have the same every, got 1 on rank 0, 2 on rank 1, which share "
+        "replica 0",
     ),
     "replicas differ": (
         {"every": lambda: 1 + replica()},
         "ClusterError",
-        "all ranks must have the same every, got 1 on rank 0, 2 on rank 1",
+        "all ranks must have the same every, got 1 on rank {first}, 2 on rank {second}",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
-    assert four_ranks.run(refusal_of, case) == [CASES[case][1:]] * 4
+    _, kind, message = CASES[case]
+    for rank, found in enumerate(four_ranks.run(refusal_of, case)):
+        first, second = str(rank % 2), str(rank % 2 + 2)
+        assert found == (kind, message.replace("{first}", first).replace("{second}", second))
+
+
+def test_parameters_that_come_later_are_refused(four_ranks: Ranks) -> None:
+    for added, unfrozen in four_ranks.run(refuse_later_parameters):
+        assert added == (
+            "ClusterError",
+            "parameter 'later.weight' of shape (4, 4) must have been there, requiring a gradient, when the "
+            "exchange was made: make a new one (for DDP: wrap the model anew)",
+        )
+        assert unfrozen[1].startswith("parameter 'extra.weight' of shape ") and unfrozen[0] == added[0]
+
+
+def refuse_later_parameters() -> list[tuple[str, str]]:
+    found = []
+    for is_frozen in (False, True):
+        model = sharded(grid(2, 2)["shard"])
+        model.extra.requires_grad_(not is_frozen)
+        _, optimizer = exchanging(model, every=1)
+        step(model, optimizer, 0)
+        if is_frozen:
+            model.extra.requires_grad_(True)
+        else:
+            model.later = fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
+        before = whole_parameters(model)
+        optimizer.zero_grad()
+        found.append(refusal(optimizer.step))
+        assert torch.equal(whole_parameters(model), before)
+    return found
+
+
+def test_updates_follow_gradients_after_detach(four_ranks: Ranks) -> None:
+    expected = four_ranks.run(train_by_updates, False)
+    for found, other in zip(four_ranks.run(train_by_updates, True), expected, strict=True):
+        assert torch.equal(found, other)
+
+
+def train_by_updates(after_detach: bool) -> Tensor:
+    model = sharded(grid(2, 2)["shard"])
+    if after_detach:
+        regtopk.attach(model, TOPK, replicate_group=grid(2, 2)["replicate"]).detach()
+    _, optimizer = exchanging(model)
+    for number in range(3):
+        step(model, optimizer, number)
+    return whole_parameters(model)
 
 
 def refusal_of(case: str) -> tuple[str, str]:

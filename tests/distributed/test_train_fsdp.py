@@ -37,13 +37,13 @@ def run_all(folder: Path) -> list[str]:
         "0.05",
         "--checkpoint",
     ]
-    updates, gradients = str(folder / "updates"), str(folder / "gradients")
+    run = [*file, str(folder / "run")]  # one folder for all ways
     return [
-        run_script("4", *file, updates),
-        run_script("10", *file, updates, "--resume"),
-        run_script("3", *file, gradients, "--gradients", "--lr", "1"),
-        run_script("6", *file, gradients, "--gradients", "--lr", "1", "--resume"),
-        run_script("6", *file, "unused", "--dense"),
+        run_script("4", *run),
+        run_script("10", *run, "--resume"),
+        run_script("3", *run, "--gradients", "--lr", "1"),
+        run_script("6", *run, "--gradients", "--lr", "1", "--resume"),
+        run_script("6", *run, "--dense"),
     ]
 
 

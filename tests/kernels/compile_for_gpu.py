@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from regtopk.core.codes import quantise
-from regtopk.kernels import Support, cuda, cuda_codes, cuda_pieces
+from regtopk.kernels import Support, cuda, cuda_codes, cuda_pieces, triton_random
 from regtopk.wire.frame import to_words
 from regtopk.wire.message import _decode_by, _encode_by
 
@@ -71,6 +71,7 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
         cuda.join_(residual.view(-1), pieces, list(residual))
     for source in (0.0, math.nan, [grad[1], grad[0]]):
         cuda_pieces.overwrite_if_(torch.tensor(True), pieces, source)
+    cuda_pieces.overwrite_if_(torch.tensor(True), [torch.arange(k)], [torch.arange(k)])  # as of selections
     cuda.spread_(pieces, residual.view(-1), Support(damped, torch.full((num_rows,), k)))
 
 
@@ -81,12 +82,23 @@ def compile_codes() -> None:
         _decode_by(cuda_codes, 50_003, 50, code, torch.float32, to_words(message).expand(2, -1).contiguous())
 
 
+def compile_draws() -> None:
+    state, numbers = 1 << 40, torch.arange(50)
+    walk = {"drawn": numbers, "numel": 50_003, "k": 50, "state": state, "bits": 16, "num_rounds": 16}
+    compile_only(triton_random.walk, (1, 1), walk | {"BLOCK": 256})
+    rows = {"rounded": torch.zeros(50, dtype=torch.bfloat16), "workers": numbers, "numel": 50, "state": state}
+    for dtype in (torch.float32, torch.float64):
+        vector = {"vector": torch.zeros(50, dtype=dtype)}
+        compile_only(triton_random.round_rows, (1, 1), rows | vector | {"WORDS": 256})
+
+
 def main() -> None:
     for module in (cuda, cuda_codes, cuda_pieces):
         vars(module)["launch"] = compile_only
     compile_all(torch.float32, torch.float32)
     compile_all(torch.float64, torch.bfloat16)
     compile_codes()
+    compile_draws()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ MODULES = (
     "triton_guess",
     "triton_movers",
     "triton_pieces",
+    "triton_random",
     "triton_selection",
 )
 

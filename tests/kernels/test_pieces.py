@@ -143,9 +143,19 @@ def test_pieces_are_overwritten_if_a_flag_says_so(
     for flag, entry in product((False, True), (0.0, math.nan, 7.0)):
         pieces, source = ([piece.clone() for piece in before] for _ in range(2))
         written = [piece.fill_(entry) for piece in source]
+        versions = [piece._version for piece in pieces]
         kernel.overwrite_if_(torch.tensor(flag), pieces, written if entry == 7.0 else entry)
+        assert all(piece._version > old for piece, old in zip(pieces, versions, strict=True))
         for piece, expected in zip(pieces, written if flag else before, strict=True):
             assert torch.equal(piece.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("module", ["reference", "cuda_pieces"])
+def test_a_source_in_another_order_is_written_entry_by_entry(module: str) -> None:
+    source = torch.arange(12.0).view(3, 4).t()
+    piece = torch.zeros(4, 3)
+    import_module(f"regtopk.kernels.{module}").overwrite_if_(torch.tensor(True), [piece], [source])
+    assert torch.equal(piece, source)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -55,8 +55,9 @@ class OnItsWay:
 
 
 class Asked(NamedTuple):
-    """What was asked of all ranks, and their answers, (N, 7), which may still be on their way to the host."""
+    """What was asked of which ranks, and their answers, (N, 7), which may be on their way to the host."""
 
+    ranks: list[int]
     question: Question
     answers: Tensor
     for_the_host: OnItsWay
@@ -123,11 +124,13 @@ class Agreement:
         """Find out whether the other parts of the model are finite: no part may make a step alone."""
         if self._shards is None:
             return
-        mine = torch.tensor([int(not self.is_finite), num_steps], device=device)
+        there = self._shards.device_for_flags(device)
+        mine = torch.tensor([int(not self.is_finite), num_steps], device=there)
         are_bad, steps = self._shards.all_gather(mine).T.tolist()
         if len(set(steps)) > 1:
             raise ClusterError(
-                f"all parts of a model must be at the same step, got {_by_rank('step {}', steps)}"
+                "all parts of a model must be at the same step, got "
+                f"{_by_rank('step {}', steps, self._shards.ranks)}"
             )
         self.is_finite = not any(are_bad)
 
@@ -146,7 +149,7 @@ class Agreement:
         are_bad = asked.answers[:, 0]
         if self._shards is not None:
             mine = asked.answers[:, :3:2].amax(0)  # is one bad, and the step
-            are_bad = self._shards.all_gather(mine)[:, 0]  # as in `hear_shards`: others may wait there
+            are_bad = self._shards.all_gather(mine)[:, 0]  # as ranks that wait do, in `hear_shards`
         self._asked, self.is_bad = asked, are_bad.any()
         self.is_spoilt = self.is_bad
 
@@ -200,12 +203,11 @@ def ask(collectives: Collectives, question: Question, is_finite: Tensor, waited_
         waited_s: how long this rank has been in collectives so far.
     """
     told = [0, round(1e6 * waited_s), *question.numbers()]
-    if is_finite.is_cuda and collectives.takes_cpu and not collectives.is_on_device(is_finite.device):
-        is_finite = is_finite.cpu()  # the collective would make the host wait, too, and copy back and forth
+    is_finite = is_finite.to(collectives.device_for_flags(is_finite.device))
     mine = torch.tensor(told, pin_memory=is_finite.is_cuda).to(is_finite.device, non_blocking=True)
     torch.logical_not(is_finite, out=mine[0])
     answers = collectives.all_gather(mine)
-    return Asked(question, answers, OnItsWay(answers))
+    return Asked(collectives.ranks, question, answers, OnItsWay(answers))
 
 
 def _heard(asked: Asked) -> tuple[bool, list[float]]:
@@ -217,19 +219,21 @@ def _heard(asked: Asked) -> tuple[bool, list[float]]:
     are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
     rule, mine = "all ranks must exchange the same parameters at the same step", asked.question
     if len(set(steps)) > 1:
-        raise ClusterError(f"{rule}, got {_by_rank('step {}', steps)}")
+        raise ClusterError(f"{rule}, got {_by_rank('step {}', steps, asked.ranks)}")
     if len(set(names)) > 1:
-        told = _by_rank("{} parameters", num_names)
+        told = _by_rank("{} parameters", num_names, asked.ranks)
         raise ClusterError(f"{rule}, got {told}, which differ; this rank's begin with {mine.names[:1]}")
     if len(set(selected)) > 1:
-        told = _by_rank("{}", num_entries)
+        told = _by_rank("{}", num_entries, asked.ranks)
         rule = "all ranks must select equally many entries of every bucket"
         raise ClusterError(f"{rule}, got {told} in all; this rank {mine.num_selected}")
     return not any(are_bad), [waited / 1e6 for waited in waited_us]
 
 
-def _by_rank(text: str, numbers: Sequence[int]) -> str:
-    return ", ".join(f"{text.format(number)} on rank {rank}" for rank, number in enumerate(numbers))
+def _by_rank(text: str, numbers: Sequence[int], ranks: list[int]) -> str:
+    return ", ".join(
+        f"{text.format(number)} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True)
+    )
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

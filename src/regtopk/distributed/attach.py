@@ -126,7 +126,8 @@ def _check_sharding(
     if not is_sharded and replicate_group is not None:
         raise ArgumentError(
             f"replicate_group must be None for a model that is not fully_shard'ed, got one for "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}: call fully_shard(model, mesh=mesh['shard']) first, or wrap it in "
+            "DistributedDataParallel and leave the group out"
         )
     if is_sharded and scope == "model":
         raise ArgumentError(

@@ -23,10 +23,11 @@ class BareCollectives(Collectives):
     """
 
     store = None
-    takes_cpu = False  # nobody can be asked
 
     def __init__(self, group: Any, rank: int, num_workers: int) -> None:
         self.group, self.rank, self.num_workers = group, rank, num_workers
+        self.ranks = list(range(num_workers))
+        self._backends = {"cpu": None, "cuda": None}  # it cannot be asked for them
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(m,) of equal length on all ranks -> (N, m)."""

@@ -191,7 +191,13 @@ class ExchangeBase(Counted):
         try:
             saved = sharded_checkpoint.put_together(fill, sharding, steps.buckets, steps.shard)
         except CheckpointException as error:
-            raise StateError(f"{checkpoint_id} must hold a sharded exchange {key!r}: {error}") from error
+            rank, (cause, _) = next(iter(error.failures.items()))
+            first_line = f"{cause}".partition("\n")[0]
+            raise StateError(
+                f"{checkpoint_id} must hold a sharded exchange of this model, which was saved as "
+                f"{{{key!r}: exchange.sharded_state_dict()}}, got {type(cause).__name__} on rank {rank}: "
+                f"{first_line}"
+            ) from error
         self.load_state_dict(saved)
 
     def _known_sharding(self) -> Sharding:

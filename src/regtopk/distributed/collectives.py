@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ class Collectives:
         self.group = group
         self.rank = dist.get_rank(group)
         self.num_workers = dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)  # as users know them, in the group's order
+        self._backends: dict[str, str | None] = {}
 
     @property
     def store(self) -> Any:
@@ -35,7 +36,7 @@ class Collectives:
         return dist.distributed_c10d._get_process_group_store(self.group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """(m,) of equal length on all ranks -> (N, m), which must not be changed."""
+        """(m,) of equal length on all ranks -> (N, m); of one rank a view of the same memory."""
         if self.num_workers == 1:
             return tensor.unsqueeze(0)
         with clear_errors("all_gather"):
@@ -108,16 +109,21 @@ class Collectives:
 
     def is_on_device(self, device: torch.device) -> bool:
         """Whether collectives run on the device itself, as NCCL's do: the host does not wait for them."""
-        return device.type == "cuda" and self.group._get_backend(device).name() == "nccl"
+        return device.type == "cuda" and self._backend_for("cuda") == "nccl"
 
-    @cached_property
-    def takes_cpu(self) -> bool:
-        """Whether it has a backend for tensors on the CPU, as gloo is one."""
-        try:
-            self.group._get_backend(torch.device("cpu"))
-        except RuntimeError:
-            return False
-        return True
+    def device_for_flags(self, device: torch.device) -> torch.device:
+        """Where a few numbers for the host are gathered from: not a GPU if the host would wait for it."""
+        goes_by_cpu = not self.is_on_device(device) and self._backend_for("cpu") is not None
+        return torch.device("cpu") if goes_by_cpu else device
+
+    def _backend_for(self, device: str) -> str | None:
+        """The name of what moves the tensors of a kind of device; None if nothing does."""
+        if device not in self._backends:
+            try:
+                self._backends[device] = self.group._get_backend(torch.device(device)).name()
+            except RuntimeError:
+                self._backends[device] = None
+        return self._backends[device]
 
     def _send_directly(self, tensor: Tensor) -> Tensor:
         """`all_gather` in one trip over the network."""

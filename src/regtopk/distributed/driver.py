@@ -203,17 +203,16 @@ def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:
 
 def _give_back(states: list[State], kept: list[dict[str, Tensor]], is_bad: Tensor | None) -> None:
     """Give states what was kept, if the step is bad; in the place of the new: programs know its address."""
-    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    pairs: list[tuple[Tensor, Tensor]] = []
     for state, fields in zip(states, kept, strict=True):
         for name, old in fields.items():
             new = getattr(state, name)
             if is_bad is None or (old.shape != new.shape and bool(is_bad)):
                 setattr(state, name, old)
             elif old.shape == new.shape:
-                pairs.setdefault(new.dtype, []).append((new, old))
-    for each in pairs.values():
-        assert is_bad is not None
-        kernels.overwrite_if_(is_bad, [new for new, _ in each], [old for _, old in each])
+                pairs.append((new, old))
+    if is_bad is not None:
+        kernels.overwrite_if_(is_bad, [new for new, _ in pairs], [old for _, old in pairs])
 
 
 def _as_rows(vectors: Sequence[Tensor]) -> Tensor:

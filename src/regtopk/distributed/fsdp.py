@@ -8,7 +8,8 @@ the ranks that hold the same parts: selected within, each by itself, and sent to
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,21 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.base import ExchangeBase
 from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.fsdp_units import DenseMean, Unit, check_division, places_of, sharding_of, units_of
+from regtopk.distributed.fsdp_units import (
+    Unit,
+    all_units_of,
+    bits_of,
+    check_division,
+    check_units,
+    modules_of,
+    places_of,
+    sharding_of,
+)
 from regtopk.distributed.kind import Kind
 from regtopk.distributed.layout import flat_dtype
 from regtopk.distributed.options import Options
 from regtopk.distributed.parameters import Parameters, after_backward
-from regtopk.distributed.sharded import Shards, group_of, local
+from regtopk.distributed.sharded import DenseMean, Shards, group_of, local
 from regtopk.distributed.step import Steps
 from regtopk.errors import ClusterError
 
@@ -42,7 +52,9 @@ class ShardedHookState(ExchangeBase):
         self, model: nn.Module, algorithm: Algorithm[Any], replicate_group: object, options: Options
     ) -> None:
         group = group_of("replicate_group", replicate_group)
-        units = units_of(model)
+        everything = all_units_of(model)
+        units = [unit for unit in everything if unit.members]
+        check_units(model, units)
         shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
         steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
@@ -66,14 +78,19 @@ class ShardedHookState(ExchangeBase):
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
         self._is_detached = False
-        for unit in units:
-            unit.module.set_all_reduce_hook(partial(self._on_gradient, unit.name))
+        self._model, self._everything, self._shards = model, everything, shards
+        self._modules = modules_of(model)
+        self._are_compared = False  # whether the replicas have begun alike
+        for unit in everything:
+            hook = self._on_gradient if unit.members else self._on_frozen
+            unit.module.set_all_reduce_hook(partial(hook, unit.name))
 
     def detach(self) -> None:
         """Go back to dense: from the next backward on, gradients are the plain mean over the replicas.
 
         What was not sent yet is dropped: save `state_dict()` before, to go on from it later. Call it on every
-        rank, between two steps. Then `attach` may be called again.
+        rank, between two steps. Then `attach` may be called again, or `UpdateExchange` be made, which ends
+        that mean.
         """
         self._steps.close("detach")
         # sets the memory of residuals and gradients free
@@ -81,7 +98,7 @@ class ShardedHookState(ExchangeBase):
         self._steps.buckets.all, self._blocks, self._flats = [], [], {}
         self._steps.forget_rows()
         self._is_detached = True
-        for unit in self._units.values():
+        for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
 
     def summary(self) -> str:
@@ -122,6 +139,41 @@ class ShardedHookState(ExchangeBase):
             self._streams.add(stream)
             flat.record_stream(stream)  # FSDP may use its memory again
 
+    def _on_frozen(self, name: str, _: Tensor) -> None:
+        raise ClusterError(
+            f"parameters of FSDP unit {name!r} must have required a gradient when it was attached, got "
+            "gradients of them now: call detach(), and attach again"
+        )
+
+    def _check_model(self) -> None:
+        """Refuse a model that has changed; and replicas that do not begin alike, which would stay apart."""
+        if modules_of(self._model) != self._modules:
+            raise ClusterError(
+                "modules and parameters of a model must stay what they were when it was attached, got "
+                "others: call detach(), and attach again"
+            )
+        if self._are_compared:
+            return
+        for difference in self._shards.collectives.all_gather_objects(self._find_difference()):
+            if difference is not None:
+                raise ClusterError(
+                    "parameters must be the same on all replicas before the first step, got another "
+                    f"{difference}: seed all replicas alike, or load the same weights"
+                )
+        self._are_compared = True
+
+    def _find_difference(self) -> str | None:
+        """The first parameter that another replica has other values of, and where; None if there is none."""
+        members = [member for unit in self._everything for member in unit.group.fsdp_params]
+        everyone = self._collectives.all_gather(bits_of(members)).cpu()
+        differences = (everyone != everyone[0]).nonzero().tolist()
+        if not differences:
+            return None
+        replica, which = differences[0]
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        ranks = self._collectives.ranks
+        return f"{names[id(members[which].sharded_param)]!r} on rank {ranks[replica]} than on rank {ranks[0]}"
+
     def _becomes_gradient(self, name: str, flat: Tensor) -> bool:
         """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none.
 
@@ -154,9 +206,10 @@ class ShardedHookState(ExchangeBase):
             torch.cuda.current_stream(steps.device).wait_stream(stream)
         arrived, self._arrived = self._arrived, {}
         wholes = {name: flat for name, flat in arrived.items() if flat is not None}
-        is_finite = self._take(arrived)
         grads: list[Tensor] = []
-        with steps.lock:
+        with steps.lock, self._cleared_if_it_fails(wholes):
+            self._check_model()
+            is_finite = self._take(arrived)
             steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
             steps.agree_later(buckets, is_finite)
@@ -177,8 +230,18 @@ class ShardedHookState(ExchangeBase):
         elif grads and not steps.is_finite:
             torch._foreach_mul_(grads, math.nan)
 
+    @contextmanager
+    def _cleared_if_it_fails(self, wholes: Mapping[str, Tensor]) -> Iterator[None]:
+        """Leave zeros, not what no other replica has, where a user may go on from an error."""
+        try:
+            yield
+        except BaseException:
+            for flat in wholes.values():
+                flat.zero_()
+            raise
+
     def _take(self, arrived: Mapping[str, Tensor | None]) -> Tensor:
-        """Take what has arrived out of the gradients that are views of it; is it finite without the scale?"""
+        """Copy what has arrived and is still with FSDP; is all of it finite without the scale?"""
         are_finite: list[Tensor] = []
         for names, block in self._blocks:
             wholes = [flat for name in names if (flat := arrived.get(name)) is not None]
@@ -186,13 +249,11 @@ class ShardedHookState(ExchangeBase):
                 are_finite.append(self._steps.unscale_(block, kernels.join_(block, wholes)))
             else:
                 here = [name for name in names if name in arrived]
-                mine = [self._flats[name] for name in here]
                 if wholes:
                     into = [self._flats[name] for name in here if arrived[name] is not None]
                     torch._foreach_copy_(into, wholes)
-                are_finite += map(self._steps.unscale_, [block] if here == names else mine)
-            if wholes:
-                torch._foreach_zero_(wholes)
+                taken = [block] if here == names else [self._flats[name] for name in here]
+                are_finite += map(self._steps.unscale_, taken)
         return torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
 
     def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
@@ -213,7 +274,7 @@ class ShardedHookState(ExchangeBase):
                 parts += [aggregate[start : start + numel].view_as(g) for (start, numel), g in places]
         if grads:
             torch._foreach_add_(grads, parts)
-        if wholes:  # they are zero
+        if wholes:
             torch._foreach_copy_(list(wholes.values()), [aggregates[name] for name in wholes])
         return grads + list(wholes.values())
 

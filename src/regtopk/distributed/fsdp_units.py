@@ -4,14 +4,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.parameters import is_fsdp2
-from regtopk.distributed.sharded import check_placements, groups_of, local
+from regtopk.distributed.sharded import DenseMean, check_placements, groups_of, local, units_by_name
 from regtopk.distributed.sharded_checkpoint import Piece, Sharding
 from regtopk.errors import ClusterError
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Unit(NamedTuple):
@@ -35,40 +34,32 @@ class Unit(NamedTuple):
         return nn.Parameter(torch.zeros(1, dtype=dtype, device=first.device).expand(numel))
 
 
-class DenseMean:
-    """What torch does over the replicas of a mesh of two dimensions."""
-
-    def __init__(self, replicas: Collectives) -> None:
-        self._replicas = replicas
-
-    def __call__(self, flat: Tensor) -> None:
-        """Average a unit's vector."""
-        if self._replicas.num_workers > 1:
-            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._replicas.group)
-
-
-def units_of(model: nn.Module) -> list[Unit]:
-    """The units of a model that have something to train, by name; refuses those that cannot be exchanged."""
-    modules: dict[str, Any] = {name: module for name, module in model.named_modules() if is_fsdp2(module)}
-    for module in modules.values():
+def all_units_of(model: nn.Module) -> list[Unit]:
+    """The units of a model, by name."""
+    modules = units_by_name(model)
+    for _, module in modules:
         module.reshard()  # after an evaluation some are whole
     names: dict[int, list[str]] = {}
     groups: dict[int, tuple[Any, Any]] = {}
-    for name, module in modules.items():
-        for group in groups_of(name or "<root>", module):
-            names.setdefault(id(group), []).append(name or "<root>")
+    for name, module in modules:
+        for group in groups_of(name, module):
+            names.setdefault(id(group), []).append(name)
             groups[id(group)] = module, group
     units = []
     for key, (module, group) in groups.items():
         members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
-        if members:
-            units.append(Unit(", ".join(names[key]), module, group, members))
+        units.append(Unit(", ".join(names[key]), module, group, members))
+    return units
+
+
+def check_units(model: nn.Module, units: list[Unit]) -> None:
+    """Refuse units with something to train that cannot be exchanged."""
     _check_parameters(model, units)
     for unit in units:
         if not isinstance(unit.group._all_reduce_hook, (DenseMean, type(None))):
             raise ClusterError(
                 f"attach must be called once for a model: FSDP unit {unit.name!r} has an all-reduce hook "
-                "already"
+                "already; call detach() of what the first call gave"
             )
         if type(unit.group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ClusterError(
@@ -77,7 +68,6 @@ def units_of(model: nn.Module) -> list[Unit]:
                 "a group with gloo for the CPU"
             )
         check_division(unit, unit.stand_in().dtype)
-    return units
 
 
 def check_division(unit: Unit, dtype: torch.dtype) -> None:
@@ -133,3 +123,21 @@ def _padded_numel(p: Any) -> int:
     """How many entries of the flat vector are a parameter's: as many on every rank."""
     rows = -(-p.shape[0] // p.device_mesh.size())
     return int(rows * p.shape[1:].numel())
+
+
+def modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
+    """All modules inside a model, and how many parameters they have: quickly, for every step."""
+    found = [model]
+    for module in found:  # it grows meanwhile
+        found += [child for child in module._modules.values() if child is not None]
+    return found, sum(len(module._parameters) for module in found)
+
+
+def bits_of(members: list[Any]) -> Tensor:
+    """A sum over the bits of this rank's part of each of torch's FSDPParams, (P,) int64."""
+    sums = []
+    for member in members:
+        part = local(member.sharded_param)
+        bits = part.contiguous().view(_INTEGERS[part.itemsize])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums)

@@ -47,9 +47,7 @@ def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float
             store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
             missing = [
-                str(dist.get_global_rank(collectives.group, rank))
-                for rank, key in enumerate(keys)
-                if not store.check([key])
+                str(rank) for rank, key in zip(collectives.ranks, keys, strict=True) if not store.check([key])
             ]
             if missing:
                 store.delete_key(keys[collectives.rank])  # all ranks may try again
@@ -84,7 +82,7 @@ def agree(
         ArgumentError: the weights are not weights.
     """
     everyone = collectives.all_gather_objects((described(algorithm, settings), weight))
-    _refuse_difference([theirs for theirs, _ in everyone])
+    _refuse_difference([theirs for theirs, _ in everyone], collectives.ranks)
     weights = [theirs for _, theirs in everyone]
     if all(theirs is None for theirs in weights):
         return check_weights(None, collectives.num_workers)
@@ -114,12 +112,11 @@ def meet_shards(
     roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
     mine = {**described(algorithm, settings), "weight": options.weight}
     mine |= {"parameters": shards.whole, "shard": None}  # their parts differ
-    difference = _difference(shards.collectives.all_gather_objects(mine))
+    difference = _difference(shards.collectives.all_gather_objects(mine), shards.collectives.ranks)
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
         if theirs is not None:
             raise ClusterError(
-                f"all ranks that share a model must have the same {theirs} of the shard group of replica "
-                f"{replica}"
+                f"all ranks that share a model must have the same {theirs}, which share replica {replica}"
             )
 
 
@@ -129,11 +126,11 @@ def compare(collectives: Collectives, mine: dict[str, Any]) -> None:
     Raises:
         ClusterError: the ranks differ; every rank says in what and which.
     """
-    _refuse_difference(collectives.all_gather_objects(mine))
+    _refuse_difference(collectives.all_gather_objects(mine), collectives.ranks)
 
 
-def _refuse_difference(everyone: list[dict[str, Any]]) -> None:
-    difference = _difference(everyone)
+def _refuse_difference(everyone: list[dict[str, Any]], ranks: list[int]) -> None:
+    difference = _difference(everyone, ranks)
     if difference is not None:
         raise ClusterError(f"all ranks must have the same {difference}")
 
@@ -144,27 +141,28 @@ def described(algorithm: Algorithm[Any], settings: dict[str, Any]) -> dict[str, 
     return {"regtopk version": __version__, "algorithm": algorithm.name, **options, **settings}
 
 
-def _difference(everyone: list[dict[str, Any]]) -> str | None:
+def _difference(everyone: list[dict[str, Any]], ranks: list[int]) -> str | None:
     """The first setting that is not the same on all ranks, and what each has; None if there is none."""
     for key in {key: None for theirs in everyone for key in theirs}:  # in order
         values = [theirs.get(key) for theirs in everyone]
         if any(value != values[0] for value in values):
-            return f"{key}, got {_by_rank(key, values)}"
+            return f"{key}, got {_by_rank(key, values, ranks)}"
     return None
 
 
-def _by_rank(key: str, values: list[Any]) -> str:
+def _by_rank(key: str, values: list[Any], ranks: list[int]) -> str:
     if key == "parameters":
-        return _first_difference(values)
-    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+        return _first_difference(values, ranks)
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in zip(ranks, values, strict=True))
 
 
-def _first_difference(values: list[list[Any]]) -> str:
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
+def _first_difference(values: list[list[Any]], ranks: list[int]) -> str:
+    other = next(place for place, value in enumerate(values) if value != values[0])
+    here, there = f"on rank {ranks[0]}", f"on rank {ranks[other]}"
     for mine, theirs in zip(values[0], values[other], strict=False):
         if mine != theirs:
-            return f"{mine} on rank 0, {theirs} on rank {other}"
-    return f"{len(values[0])} parameters on rank 0, {len(values[other])} on rank {other}"
+            return f"{mine} {here}, {theirs} {there}"
+    return f"{len(values[0])} parameters {here}, {len(values[other])} {there}"
 
 
 def refuse_oracles(

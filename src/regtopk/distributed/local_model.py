@@ -135,6 +135,8 @@ class LocalModel:
             take_over_(local(tensor), collectives, device)
         self.buffers.begin_from_rank_0(collectives, device)
         self.write_back()
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.end_means()
         self.hooks = [
             part.register_load_state_dict_post_hook(self.notice)
             for part in (self._module.modules() if self._module else ())

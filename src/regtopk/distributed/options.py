@@ -66,7 +66,10 @@ class Options:
         check_is_algorithm(algorithm)
         k = getattr(algorithm, "k", None)
         if self.scope == "bucket" and k is not None:
-            raise ArgumentError(f"k must be None with scope='bucket', whose buckets differ in size, got {k}")
+            raise ArgumentError(
+                "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ "
+                f"in size, got {k}: give a density"
+            )
 
 
 def names_typos(function: Callable[P, R]) -> Callable[P, R]:

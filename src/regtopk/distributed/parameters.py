@@ -49,7 +49,7 @@ class Parameters:
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
         for name, p in [] if self._module is None else self._module.named_parameters():
-            if p.requires_grad and name not in self._ignored and self.named.get(name) is not p:
+            if p.requires_grad and name not in self._ignored and self.whole.get(name) is not p:
                 raise ClusterError(
                     f"parameter {name!r} of shape {tuple(p.shape)} must have been there, requiring a "
                     "gradient, when the exchange was made: make a new one (for DDP: wrap the model anew)"

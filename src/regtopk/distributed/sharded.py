@@ -40,6 +40,18 @@ class Shards:
             )
 
 
+class DenseMean:
+    """What torch does over the replicas of a mesh of two dimensions."""
+
+    def __init__(self, replicas: Collectives) -> None:
+        self._replicas = replicas
+
+    def __call__(self, flat: Tensor) -> None:
+        """Average a unit's vector."""
+        if self._replicas.num_workers > 1:
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._replicas.group)
+
+
 class ShardedParameters(Parameters):
     """This rank's parts of the sharded parameters that require a gradient.
 
@@ -55,7 +67,13 @@ class ShardedParameters(Parameters):
         pairs = named_pairs(source)
         check_placements(pairs)
         super().__init__([(name, p) for name, p in pairs if p.requires_grad])
+        self._module = self._sharded
         self.kinds = {} if self._sharded is None else layer_kinds(self._sharded)
+
+    def check(self) -> None:
+        """Refuse parameters that were added, replaced or reshaped since."""
+        self.reshard()  # or the model shows others
+        super().check()
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
@@ -64,9 +82,18 @@ class ShardedParameters(Parameters):
 
     def reshard(self) -> None:
         """Let go of whole parameters, which FSDP keeps after an evaluation: they hide what is written."""
-        for module in [] if self._sharded is None else self._sharded.modules():
-            if is_fsdp2(module):
-                module.reshard()  # type: ignore[operator]
+        for _, module in self._units():
+            module.reshard()
+
+    def end_means(self) -> None:
+        """Let gradients stay in their replica, where a `detach()` has left them to be averaged."""
+        for name, module in self._units():
+            if any(isinstance(group._all_reduce_hook, DenseMean) for group in groups_of(name, module)):
+                module.set_all_reduce_hook(None)
+
+    def _units(self) -> list[tuple[str, Any]]:
+        """The FSDP units of the module, by name."""
+        return [] if self._sharded is None else units_by_name(self._sharded)
 
 
 def is_sharded(pairs: Iterable[tuple[str, Tensor]]) -> bool:
@@ -108,6 +135,11 @@ def group_of(option: str, given: object) -> dist.ProcessGroup:
     return group_or_default(given)
 
 
+def units_by_name(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules that fully_shard was called on."""
+    return [(name or "<root>", module) for name, module in model.named_modules() if is_fsdp2(module)]
+
+
 def groups_of(name: str, module: Any) -> list[Any]:
     """torch's groups of a unit's parameters: one, or none if other units hold them all."""
     state = module._get_fsdp_state()
@@ -124,13 +156,13 @@ def groups_of(name: str, module: Any) -> list[Any]:
 
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse a model whose gradients are exchanged over the replicas in backward."""
-    for name, module in model.named_modules():
-        for group in groups_of(name or "<root>", module) if is_fsdp2(module) else []:
-            if group._all_reduce_hook is not None:
+    for name, module in units_by_name(model):
+        for group in groups_of(name, module):
+            if not isinstance(group._all_reduce_hook, (DenseMean, type(None))):
                 raise ClusterError(
-                    f"FSDP unit {name or '<root>'!r} must have no all-reduce hook, got one: UpdateExchange "
-                    "exchanges updates, so gradients must stay in their replica; use it without "
-                    "regtopk.attach, on a model sharded anew"
+                    f"FSDP unit {name!r} must have no all-reduce hook, got one: UpdateExchange "
+                    "exchanges updates, so gradients must stay in their replica; call detach() of what "
+                    "regtopk.attach gave"
                 )
 
 
@@ -141,6 +173,11 @@ def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
             raise ClusterError(
                 f"parameter {name!r} must be sharded as the others are, got a plain tensor: call fully_shard "
                 "on the whole model, too"
+            )
+        if p.device.type == "meta":
+            raise ClusterError(
+                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
+                "give it values first"
             )
         if p.device_mesh.ndim != 1:
             raise ClusterError(

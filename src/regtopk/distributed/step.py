@@ -318,9 +318,7 @@ class Steps:
 
     def _ask(self, buckets: list[Bucket], is_finite: Tensor) -> Asked:
         turn = self.num_turns
-        alike = {(id(bucket.algorithm), bucket.layout.numel): bucket for bucket in buckets}
-        counts = {key: self._num_selected(bucket, turn) for key, bucket in alike.items()}
-        num_selected = [counts[id(bucket.algorithm), bucket.layout.numel] for bucket in buckets]
+        num_selected = [self._num_selected(bucket, turn) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.names]
         with self.rank.timer.phase("collective_s"):
             question = Question(self.num_steps, names, num_selected)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from regtopk.kernels.cpu_compiled import Array, compiled
 from regtopk.kernels.cpu_loops import LINE
@@ -20,6 +21,7 @@ from regtopk.kernels.threads import side_by_side
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
     """See `reference.join_`."""
+    increment_version(vector)  # torch does not see what is written by numpy
     copies, differences = [], []
     firsts = [None] * len(pieces) if start is None else start
     for part, piece, first in zip(parts_of(vector, pieces), pieces, firsts, strict=True):

@@ -1,6 +1,5 @@
 """A vector on a GPU that lies in pieces: one launch for all of them, by a table of their addresses."""
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -59,8 +58,9 @@ def clear_(pieces: Sequence[Tensor]) -> None:
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """See `reference.overwrite_if_`."""
+    has_source = not isinstance(source, float)
     others = pieces if isinstance(source, float) else source
-    if not _has_table(pieces) or (others is source and not _has_table([pieces[0], *source])):
+    if not _has_table(pieces) or (has_source and not _has_table([pieces[0], *others])):
         reference.overwrite_if_(flag, pieces, source)
         return
     increment_version(pieces)
@@ -69,7 +69,7 @@ def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tenso
         own = {
             "flag": flag.view(torch.uint8), "first": pieces[0], "addresses": _addresses_of(pieces),
             "source_addresses": _addresses_of(others), **cut._asdict(), "TILE": _TILE,
-            "HAS_SOURCE": others is source, "IS_NAN": isinstance(source, float) and math.isnan(source),
+            "HAS_SOURCE": has_source, "IS_NAN": source != 0.0,
         }  # fmt: skip
         launch(triton_pieces.overwrite, (len(cut.tile_pieces), 1), own, _TILE_WARPS)
 

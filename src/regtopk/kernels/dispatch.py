@@ -140,14 +140,20 @@ def clear_(pieces: Sequence[Tensor]) -> None:
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """Write a source over pieces, if a flag on the device says so: see `reference.overwrite_if_`."""
-    (_programs_for(pieces) or reference).overwrite_if_(flag, pieces, source)
+    programs = _programs_for(pieces)
+    if programs is None:
+        reference.overwrite_if_(flag, pieces, source)
+        return
+    for dtype in {piece.dtype for piece in pieces}:  # a program takes one
+        places = [place for place, piece in enumerate(pieces) if piece.dtype == dtype]
+        sources = source if isinstance(source, float) else [source[place] for place in places]
+        programs.overwrite_if_(flag, [pieces[place] for place in places], sources)
 
 
 def _programs_for(pieces: Sequence[Tensor]) -> Any:
     """The module whose programs work on pieces of CUDA memory in one launch; None if they are small."""
-    if pieces[0].device.type != "cuda" or describe("cuda").kernel == "reference":
-        return None
-    if sum(map(Tensor.numel, pieces)) < SMALL_NUMEL["cuda"]:
+    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]
+    if not is_large or not pieces[0].is_cuda or describe("cuda").kernel == "reference":
         return None
     from regtopk.kernels import cuda_pieces
 

@@ -300,14 +300,18 @@ def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tenso
 
     Args:
         flag: (), bool.
-        pieces: of any dtype and memory layout.
-        source: tensors like the pieces, one for each; or zero or NaN for all entries.
+        pieces: of any dtypes and memory layouts.
+        source: a tensor for each piece, of its shape and dtype; or 0.0 or NaN for all entries.
     """
-    for number, piece in enumerate(pieces):
-        if isinstance(source, float):
-            piece.masked_fill_(flag, source)
-        else:
-            piece.copy_(torch.where(flag, source[number], piece))
+    if not isinstance(source, float):
+        for piece, other in zip(pieces, source, strict=True):
+            torch.where(flag, other, piece, out=piece)
+    elif math.isnan(source):  # also what is inf
+        torch._foreach_mul_(list(pieces), torch.where(flag, source, 1.0))
+    else:
+        assert source == 0
+        for piece in pieces:
+            piece.masked_fill_(flag, 0)
 
 
 def parts_of(vector: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:

@@ -24,9 +24,7 @@ def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: tor
     """
     drawn = torch.empty(k, dtype=torch.int64, device=device)
     with torch.cuda.device_of(drawn):
-        _walk[(triton.cdiv(k, _BLOCK),)](
-            drawn, numel, k, state - (1 << 64) if state >> 63 else state, bits, num_rounds, BLOCK=_BLOCK
-        )
+        walk[(triton.cdiv(k, _BLOCK),)](drawn, numel, k, _signed(state), bits, num_rounds, BLOCK=_BLOCK)
     return drawn
 
 
@@ -42,14 +40,18 @@ def round_at_random(vector: Tensor, index: Tensor, state: int) -> Tensor:
     *batch, numel = vector.shape
     workers = index.expand(*batch, 1).contiguous()
     with torch.cuda.device_of(rounded):
-        _round[(triton.cdiv(numel, 4 * _WORDS), workers.numel())](
-            rounded, vector, workers, numel, state - (1 << 64) if state >> 63 else state, WORDS=_WORDS
+        round_rows[(triton.cdiv(numel, 4 * _WORDS), workers.numel())](
+            rounded, vector, workers, numel, _signed(state), WORDS=_WORDS
         )
     return rounded
 
 
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
 @triton.jit(do_not_specialize=["numel", "state"])
-def _round(rounded, vector, workers, numel, state, WORDS: tl.constexpr):
+def round_rows(rounded, vector, workers, numel, state, WORDS: tl.constexpr):
     """Add 16 random bits below those that bfloat16 keeps, and cut; a word has the bits of four entries."""
     row = tl.program_id(1).to(tl.int64)
     seed = _splitmix(tl.load(workers + row) + state)
@@ -64,7 +66,7 @@ def _round(rounded, vector, workers, numel, state, WORDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["numel", "k", "state", "bits", "num_rounds"])
-def _walk(drawn, numel, k, state, bits, num_rounds, BLOCK: tl.constexpr):
+def walk(drawn, numel, k, state, bits, num_rounds, BLOCK: tl.constexpr):
     """Send every number through the bijection, and on along its cycle until it is below J."""
     start = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.where(start < k, _permute(start, state, bits, num_rounds), 0)  # others may never come below J
