@@ -239,7 +239,11 @@ def an_exchange() -> None:
                 assert torch.equal(mine.grad, theirs.grad.cpu())
         grads = [p.grad for p in nets[1].parameters() if p.grad is not None]
         before = [grad.normal_().clone() for grad in grads]
-        with mock.patch.object(Collectives, "all_gather", lambda _, mine: torch.stack([mine, mine + 1])):
+        collectives = exchanges[1]._steps.rank.collectives
+        with (
+            mock.patch.object(Collectives, "all_gather", lambda _, mine: torch.stack([mine, mine + 1])),
+            mock.patch.object(collectives, "ranks", [0, 1]),
+        ):
             try:
                 exchanges[1].step()
             except ClusterError:
