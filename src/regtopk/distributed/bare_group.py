@@ -27,7 +27,9 @@ class BareCollectives(Collectives):
     def __init__(self, group: Any, rank: int, num_workers: int) -> None:
         self.group, self.rank, self.num_workers = group, rank, num_workers
         self.ranks = list(range(num_workers))
-        self._backends = {"cpu": None, "cuda": None}  # it cannot be asked for them
+
+    def _backend_for(self, device: str) -> None:
+        """It cannot be asked."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(m,) of equal length on all ranks -> (N, m)."""

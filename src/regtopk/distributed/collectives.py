@@ -28,7 +28,6 @@ class Collectives:
         self.rank = dist.get_rank(group)
         self.num_workers = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # as users know them, in the group's order
-        self._backends: dict[str, str | None] = {}
 
     @property
     def store(self) -> Any:
@@ -118,12 +117,10 @@ class Collectives:
 
     def _backend_for(self, device: str) -> str | None:
         """The name of what moves the tensors of a kind of device; None if nothing does."""
-        if device not in self._backends:
-            try:
-                self._backends[device] = self.group._get_backend(torch.device(device)).name()
-            except RuntimeError:
-                self._backends[device] = None
-        return self._backends[device]
+        try:
+            return str(self.group._get_backend(torch.device(device)).name())
+        except RuntimeError:
+            return None
 
     def _send_directly(self, tensor: Tensor) -> Tensor:
         """`all_gather` in one trip over the network."""

@@ -68,6 +68,10 @@ class Alone(Collectives):
 
     def __init__(self) -> None:
         """There is no group."""
+        self.ranks = [0]
+
+    def _backend_for(self, device: str) -> None:
+        """There is none."""
 
     def all_gather_objects(self, thing: Any) -> list[Any]:
         """This process's."""
