@@ -114,7 +114,7 @@ class UpdateExchange(Counted):
         if model.is_sharded:
             raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
         settings = tuple({"every": every, **model.describe()}.items())
-        kind = Kind("regtopk.torchft.UpdateExchange", _WARNING, settings, every)
+        kind = Kind("regtopk.torchft.UpdateExchange", _WARNING, settings)
         self._steps = Steps(model.parameters, algorithm, Alone(), options, kind)
         _refuse_sums(algorithm, self._steps.buckets.all)
         model.make_room(self._steps.buckets.all)
@@ -276,7 +276,7 @@ class UpdateExchange(Counted):
         else:
             model.apply_outer(model.outer, names)
         model.write_back()
-        steps.end()
+        steps.end(num_dense=self.every)
 
     def _begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""

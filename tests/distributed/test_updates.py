@@ -214,6 +214,21 @@ def compare_with_error_feedback() -> None:
         assert exchange.summary().startswith("topk: 4 rounds of 2 steps on 2 workers; this rank:")
 
 
+@pytest.mark.parametrize("options", [{"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}])
+def test_dense_bytes_are_those_of_the_steps_made(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(finish_twice, options)
+
+
+def finish_twice(options: dict[str, Any]) -> None:
+    net = make_net()
+    optimizer = adamw(net)
+    with closing(regtopk.UpdateExchange(net, optimizer, TOPK, **options)) as exchange:
+        for first, num_steps in ((0, 5), (5, 12), (12, 13)):
+            train(net, optimizer, range(first, num_steps))
+            exchange.finish()
+            assert exchange.total.dense_bytes == num_steps * 4 * 3363  # two ranks send all of it
+
+
 # GradScaler.
 
 

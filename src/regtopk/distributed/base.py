@@ -196,7 +196,7 @@ class ExchangeBase(Counted):
             raise StateError(
                 f"{checkpoint_id} must hold a sharded exchange of this model, which was saved as "
                 f"{{{key!r}: exchange.sharded_state_dict()}}, got {type(cause).__name__} on rank {rank}: "
-                f"{first_line}"
+                f"{first_line} (what was saved as {{{key!r}: exchange}} is loaded by dcp.load alike)"
             ) from error
         self.load_state_dict(saved)
 

@@ -69,12 +69,14 @@ class Fragment:
         flight: the round that is under way.
         sent: by name, the parameters as they were when their update was sent; empty if none is on its way.
         is_skipped: whether the round whose flight is not known, because it was loaded, was not finite.
+        num_steps: how many of the optimizer its newest round has.
     """
 
     names: tuple[str, ...]
     flight: Flight | None = None
     sent: dict[str, Tensor] = field(default_factory=dict)
     is_skipped: bool = False
+    num_steps: int = 0
 
     def land(self) -> bool:
         """Wait for what is under way; whether all ranks' updates were finite."""

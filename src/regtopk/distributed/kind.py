@@ -12,7 +12,6 @@ class Kind:
         call: what users called to get here, for the error when some rank did not.
         warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
         settings: what all ranks must have the same, beside the options.
-        num_dense: how many all_reduces of a dense run a step stands for.
         parts: the names of parameters that take turns: a step exchanges one part of the model. Empty: all of
             it is exchanged in every step.
     """
@@ -23,5 +22,4 @@ class Kind:
         "last_step.num_skipped before optimizer.step()"
     )
     settings: tuple[tuple[str, Any], ...] = ()
-    num_dense: int = 1
     parts: tuple[tuple[str, ...], ...] = ()

@@ -219,15 +219,16 @@ class Steps:
                 bucket.keep_state()
         self.exchange(buckets, flats, layout.into(grads))
 
-    def end(self, buckets: list[Bucket] | None = None) -> None:
+    def end(self, buckets: list[Bucket] | None = None, num_dense: int = 1) -> None:
         """Count the step, or take it back if some rank's gradients were not finite.
 
         Args:
             buckets: what was exchanged; all if None.
+            num_dense: how many all_reduces of a dense run the step stands for.
         """
         numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
         num_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
-        self.rank.record.dense_bytes = self._kind.num_dense * num_bytes
+        self.rank.record.dense_bytes = num_dense * num_bytes
         if self._agreement.end():
             self._count()
 

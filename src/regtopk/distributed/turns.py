@@ -46,7 +46,8 @@ class Turns:
         self._rounds = rounds
         self.fragments = fragments
         self.is_whole = True  # whether the model is theta_start, the same on all ranks
-        self._num_steps = 0  # of the optimizer, for errors
+        self._num_steps = 0  # of the optimizer
+        self._finished_at = 0  # how many there were when all fragments were last exchanged together
         self._background: Background | None = None
         if rounds.delay:  # whose thread must not mix its collectives with the user's own
             steps.rank.collectives = Collectives(new_group_like(steps.rank.collectives.group, steps.device))
@@ -63,6 +64,7 @@ class Turns:
             if self._rounds.receives_at(number, num_steps) and fragment.sent:
                 self._receive(fragment)
             if self._rounds.sends_at(number, num_steps):
+                fragment.num_steps = self._num_since(number, num_steps - 1)
                 if self._background is None:
                     self._make_round(fragment)
                 else:
@@ -73,9 +75,15 @@ class Turns:
         for fragment in self.fragments:
             if fragment.sent:
                 self._receive(fragment)
-        for fragment in self.fragments if not self.is_whole else ():
+        for number, fragment in enumerate(self.fragments if not self.is_whole else ()):
+            fragment.num_steps = self._num_since(number, self._num_steps)
             self._make_round(fragment)
-        self.is_whole = True
+        self.is_whole, self._finished_at = True, self._num_steps
+
+    def _num_since(self, number: int, latest: int) -> int:
+        """How many steps there were since a fragment was exchanged, at the latest after so many."""
+        sent = (at for at in range(latest, self._finished_at, -1) if self._rounds.sends_at(number, at))
+        return self._num_steps - next(sent, self._finished_at)
 
     def land(self) -> None:
         """Wait for what is under way; it is applied when its time has come."""
@@ -100,9 +108,9 @@ class Turns:
                 fragment.flight.wait()
             fragment.clear()
 
-    def load(self, sent: dict[str, Tensor], skipped: list[bool], *, is_whole: bool) -> None:
-        """Go on with what was under way."""
-        self.is_whole = is_whole
+    def load(self, num_steps: int, sent: dict[str, Tensor], skipped: list[bool], *, is_whole: bool) -> None:
+        """Go on with what was under way after so many steps."""
+        self.is_whole, self._num_steps, self._finished_at = is_whole, num_steps, 0
         for number, fragment in enumerate(self.fragments):
             fragment.sent = {
                 name: tensor.to(self._steps.device, copy=True)
@@ -182,7 +190,7 @@ class Turns:
             if then is not None:
                 with steps.rank.timer.phase("decode_s"):
                     then(fragment, steps.is_finite)
-        steps.end(buckets)
+        steps.end(buckets, fragment.num_steps)
         return steps.is_finite
 
     def _exchange(

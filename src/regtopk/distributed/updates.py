@@ -178,7 +178,7 @@ class UpdateExchange(ExchangeBase):
         times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
         settings = tuple({**times, **model.describe()}.items())
         names = tuple(part.names for part in parts) if fragments > 1 else ()
-        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, every, names)
+        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names)
         steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
         super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
@@ -261,8 +261,8 @@ class UpdateExchange(ExchangeBase):
         self._turns.forget()
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._turns.load(model.sent, model.skipped, is_whole=not model.parameters)
         self._num_steps = model.num_steps
+        self._turns.load(model.num_steps, model.sent, model.skipped, is_whole=not model.parameters)
         self._model.notice.has_loaded = False
 
     def close(self) -> None:
