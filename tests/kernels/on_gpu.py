@@ -200,7 +200,7 @@ def pieces() -> None:
             for bad in (torch.nan, torch.inf, -torch.inf):
                 spoiled = expected.to(dtype)
                 spoiled[where] = bad
-                assert not bool(kernel.join_(vector, reference.parts_of(spoiled, parts)))
+                assert not bool(kernel.join_(vector, kernels.parts_of(spoiled, parts)))
         indices = torch.randint(expected.numel(), (3, 900), device="cuda").sort(-1).values
         sparse = torch.zeros_like(expected).scatter_(0, indices.flatten(), expected[indices.flatten()])
         kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")))

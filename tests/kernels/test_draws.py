@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regtopk.core import precision
-from regtopk.core.random import _NUM_ROUNDS, mix, random_sequence
+from regtopk.core.random import _NUM_ROUNDS, mix, random_sequence, signed
 from regtopk.kernels import triton_random
 from regtopk.kernels.triton_random import draw
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 )
 def test_the_same_entries_in_the_same_order(numel: int, k: int, seed: int, step: int) -> None:
     bits = max(1, (numel - 1).bit_length())
-    drawn = draw(numel, k, bits, mix(seed, step), _NUM_ROUNDS, DEVICE)
+    drawn = draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, DEVICE)
     assert drawn.tolist() == random_sequence(numel, k, seed, step).tolist()
 
 
@@ -31,6 +31,6 @@ def test_the_same_rounding(shape: tuple[int, ...], index: int | list[list[int]],
     workers = torch.tensor(index)
     for step in (0, 1, 123_456_789):  # states of both signs
         expected = precision.round_at_random(vector, workers, step)
-        state = mix(precision._SEED, step)
+        state = signed(mix(precision._SEED, step))
         rounded = triton_random.round_at_random(vector.to(DEVICE), workers.to(DEVICE), state)
         assert rounded.dtype == torch.bfloat16 and torch.equal(rounded.cpu(), expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.kernels import Support, reference
+from regtopk.kernels import Support
 from regtopk.kernels.dispatch import kernel_named
 
 SHAPES = [(300, 401), (7,), (0,), (64, 3, 5, 5), (150_001,), (1,)]
@@ -128,13 +128,13 @@ def test_a_sparse_vector_is_spread(
     for row in rows:
         vector[row] = torch.randn(row.numel(), generator=generator).to(dtype)
     kernel_named(name).spread_(pieces, vector, Support(indices, counts))
-    for piece, part in zip(pieces, reference.parts_of(vector, pieces), strict=True):
+    for piece, part in zip(pieces, kernels.parts_of(vector, pieces), strict=True):
         assert torch.equal(piece, part.to(piece.dtype))
 
 
 @pytest.mark.parametrize("make", [pieces_of, alike])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("module", ["reference", "cuda_pieces"])
+@pytest.mark.parametrize("module", ["reference_pieces", "cuda_pieces"])
 def test_pieces_are_overwritten_if_a_flag_says_so(
     module: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
 ) -> None:
@@ -150,7 +150,7 @@ def test_pieces_are_overwritten_if_a_flag_says_so(
             assert torch.equal(piece.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
-@pytest.mark.parametrize("module", ["reference", "cuda_pieces"])
+@pytest.mark.parametrize("module", ["reference_pieces", "cuda_pieces"])
 def test_a_source_in_another_order_is_written_entry_by_entry(module: str) -> None:
     source = torch.arange(12.0).view(3, 4).t()
     piece = torch.zeros(4, 3)

@@ -19,11 +19,10 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.options import check_choice
-from regtopk.core.random import mix, random_words
+from regtopk.core.random import mix, random_words, signed
 from regtopk.core.state import State
 from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
-from regtopk.kernels import MAX_ROWS
 
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 _SEED = 0x0B16  # of the draws
@@ -74,10 +73,11 @@ def round_at_random(vector: Tensor, index: Tensor, step: int) -> Tensor:
         step: t, for other draws in every step, the same after a resume.
     """
     has_program = vector.is_cuda and kernels.describe(vector.device).kernel == "cuda"
-    if has_program and vector.is_contiguous() and 0 < vector.numel() <= MAX_ROWS["cuda"] * vector.shape[-1]:
+    most = kernels.MAX_ROWS["cuda"] * vector.shape[-1]
+    if has_program and vector.is_contiguous() and 0 < vector.numel() <= most:
         from regtopk.kernels import triton_random
 
-        return triton_random.round_at_random(vector, index, mix(_SEED, step))
+        return triton_random.round_at_random(vector, index, signed(mix(_SEED, step)))
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
     *batch, numel = vector.shape
     size = max(4, _PIECE // math.prod(batch) // 4 * 4)  # of each row; four entries share a word

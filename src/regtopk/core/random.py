@@ -41,13 +41,13 @@ def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
 def random_words(index: Tensor, seed: int, step: int, entries: range) -> Tensor:
     """Random 64-bit words, int64, one for each of some neighbouring entries: see `uniform`."""
     entry = torch.arange(entries.start, entries.stop, dtype=torch.int64, device=index.device)
-    word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + _signed(mix(seed, step)))
-    return _splitmix(word.unsqueeze(-1) + entry * _signed(0x9E3779B97F4A7C15))
+    word = _splitmix(index.reshape(index.shape[:-1] if index.dim() else ()) + signed(mix(seed, step)))
+    return _splitmix(word.unsqueeze(-1) + entry * signed(0x9E3779B97F4A7C15))
 
 
 def _splitmix(word: Tensor) -> Tensor:
-    word = (word ^ _shift_right(word, 30)) * _signed(0xBF58476D1CE4E5B9)
-    word = (word ^ _shift_right(word, 27)) * _signed(0x94D049BB133111EB)
+    word = (word ^ _shift_right(word, 30)) * signed(0xBF58476D1CE4E5B9)
+    word = (word ^ _shift_right(word, 27)) * signed(0x94D049BB133111EB)
     return word ^ _shift_right(word, 31)
 
 
@@ -56,7 +56,8 @@ def _shift_right(word: Tensor, bits: int) -> Tensor:
     return (word >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -75,7 +76,7 @@ def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.devi
     if device is not None and kernels.describe(device).kernel == "cuda":
         from regtopk.kernels.triton_random import draw
 
-        return draw(numel, k, bits, mix(seed, step), _NUM_ROUNDS, device)
+        return draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, device)
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]
     drawn = _permute(torch.arange(k, dtype=torch.int64, device=device), bits, keys)
     while bool((outside := drawn >= numel).any()):

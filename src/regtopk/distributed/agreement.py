@@ -4,7 +4,6 @@ One small all_gather tells it. The host hears the answers before it exchanges an
 run on the device, it goes on without them, and hears them later.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.worker import Report
-from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.collectives import Collectives, by_rank
 from regtopk.distributed.rank import Rank
 from regtopk.distributed.sharded import Shards
 from regtopk.errors import ClusterError
@@ -130,7 +129,7 @@ class Agreement:
         if len(set(steps)) > 1:
             raise ClusterError(
                 "all parts of a model must be at the same step, got "
-                f"{_by_rank('step {}', steps, self._shards.ranks)}"
+                f"{by_rank(map('step {}'.format, steps), self._shards.ranks)}"
             )
         self.is_finite = not any(are_bad)
 
@@ -219,21 +218,15 @@ def _heard(asked: Asked) -> tuple[bool, list[float]]:
     are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
     rule, mine = "all ranks must exchange the same parameters at the same step", asked.question
     if len(set(steps)) > 1:
-        raise ClusterError(f"{rule}, got {_by_rank('step {}', steps, asked.ranks)}")
+        raise ClusterError(f"{rule}, got {by_rank(map('step {}'.format, steps), asked.ranks)}")
     if len(set(names)) > 1:
-        told = _by_rank("{} parameters", num_names, asked.ranks)
+        told = by_rank(map("{} parameters".format, num_names), asked.ranks)
         raise ClusterError(f"{rule}, got {told}, which differ; this rank's begin with {mine.names[:1]}")
     if len(set(selected)) > 1:
-        told = _by_rank("{}", num_entries, asked.ranks)
+        told = by_rank(map(str, num_entries), asked.ranks)
         rule = "all ranks must select equally many entries of every bucket"
         raise ClusterError(f"{rule}, got {told} in all; this rank {mine.num_selected}")
     return not any(are_bad), [waited / 1e6 for waited in waited_us]
-
-
-def _by_rank(text: str, numbers: Sequence[int], ranks: list[int]) -> str:
-    return ", ".join(
-        f"{text.format(number)} on rank {rank}" for rank, number in zip(ranks, numbers, strict=True)
-    )
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

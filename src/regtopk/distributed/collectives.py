@@ -1,6 +1,6 @@
 """The few collectives the driver needs, over torch.distributed, with errors that say what to do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -148,6 +148,11 @@ class Collectives:
         with clear_errors("gather_object"):
             dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
+
+
+def by_rank(texts: Iterable[str], ranks: Sequence[int]) -> str:
+    """What each rank has, in words."""
+    return ", ".join(f"{text} on rank {rank}" for rank, text in zip(ranks, texts, strict=True))
 
 
 def check_size(rank: int, size: int, limit: int) -> None:

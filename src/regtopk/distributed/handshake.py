@@ -15,7 +15,7 @@ from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, S
 from regtopk.core.senders import OfSenders
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Worker, check_weights
-from regtopk.distributed.collectives import Collectives, clear_errors, is_world
+from regtopk.distributed.collectives import Collectives, by_rank, clear_errors, is_world
 from regtopk.distributed.driver import PEEKS
 from regtopk.distributed.options import Options
 from regtopk.distributed.sharded import Shards
@@ -144,16 +144,12 @@ def described(algorithm: Algorithm[Any], settings: dict[str, Any]) -> dict[str, 
 def _difference(everyone: list[dict[str, Any]], ranks: list[int]) -> str | None:
     """The first setting that is not the same on all ranks, and what each has; None if there is none."""
     for key in {key: None for theirs in everyone for key in theirs}:  # in order
-        values = [theirs.get(key) for theirs in everyone]
+        values: list[Any] = [theirs.get(key) for theirs in everyone]
         if any(value != values[0] for value in values):
-            return f"{key}, got {_by_rank(key, values, ranks)}"
+            is_long = key == "parameters"
+            told = _first_difference(values, ranks) if is_long else by_rank(map(repr, values), ranks)
+            return f"{key}, got {told}"
     return None
-
-
-def _by_rank(key: str, values: list[Any], ranks: list[int]) -> str:
-    if key == "parameters":
-        return _first_difference(values, ranks)
-    return ", ".join(f"{value!r} on rank {rank}" for rank, value in zip(ranks, values, strict=True))
 
 
 def _first_difference(values: list[list[Any]], ranks: list[int]) -> str:

@@ -25,15 +25,13 @@ from regtopk.kernels.dispatch import (
     unpacks,
 )
 from regtopk.kernels.reference import (
-    Support,
     Taken,
     estimate_threshold,
     find_non_finite_row,
-    is_finite,
-    parts_of,
     sum_sparse_in_rank_order,
     take_at_,
 )
+from regtopk.kernels.reference_pieces import Support, is_finite, parts_of
 from regtopk.kernels.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.self_check import SelfCheck, self_check
 

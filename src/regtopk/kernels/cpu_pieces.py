@@ -15,12 +15,12 @@ from torch.autograd.graph import increment_version
 from regtopk.kernels.cpu_compiled import Array, compiled
 from regtopk.kernels.cpu_loops import LINE
 from regtopk.kernels.cpu_rows import cut
-from regtopk.kernels.reference import Support, parts_of, subtract_from
+from regtopk.kernels.reference_pieces import Support, parts_of, subtract_from
 from regtopk.kernels.threads import side_by_side
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
-    """See `reference.join_`."""
+    """See `reference_pieces.join_`."""
     increment_version(vector)  # torch does not see what is written by numpy
     copies, differences = [], []
     firsts = [None] * len(pieces) if start is None else start
@@ -40,7 +40,7 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
-    """See `reference.spread_`. Pieces are cleared in any case: in the cache, where they are written next."""
+    """See `reference_pieces.spread_`. Pieces are cleared in any case: in the cache, to be written next."""
     entries, indices, counts = vector.numpy(), support.indices.numpy(), support.counts.numpy()
     tasks, converted, first = [], [], 0
     for piece in pieces:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from regtopk.kernels import reference, triton_pieces
-from regtopk.kernels.reference import Support
+from regtopk.kernels import reference_pieces, triton_pieces
+from regtopk.kernels.reference_pieces import Support
 from regtopk.kernels.triton_launch import launch
 
 _TILE, _TILE_WARPS = 1 << 12, 8  # entries that one program copies
@@ -28,9 +28,9 @@ class _Cut(NamedTuple):
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
-    """See `reference.join_`."""
+    """See `reference_pieces.join_`."""
     if not _has_table(pieces) or (start is not None and pieces[0].dtype != vector.dtype):
-        return reference.join_(vector, pieces, start)
+        return reference_pieces.join_(vector, pieces, start)
     increment_version(vector)  # torch does not see what programs write
     with torch.cuda.device_of(vector):
         num_bad = torch.zeros((), dtype=torch.int32, device=vector.device)
@@ -57,11 +57,11 @@ def clear_(pieces: Sequence[Tensor]) -> None:
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
-    """See `reference.overwrite_if_`."""
+    """See `reference_pieces.overwrite_if_`."""
     has_source = not isinstance(source, float)
     others = pieces if isinstance(source, float) else source
     if not _has_table(pieces) or (has_source and not _has_table([pieces[0], *others])):
-        reference.overwrite_if_(flag, pieces, source)
+        reference_pieces.overwrite_if_(flag, pieces, source)
         return
     increment_version(pieces)
     with torch.cuda.device_of(flag):
@@ -75,9 +75,9 @@ def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tenso
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
-    """See `reference.spread_`."""
+    """See `reference_pieces.spread_`."""
     if len(pieces) == 1 or not _has_table(pieces):
-        reference.spread_(pieces, vector, support, are_zero)
+        reference_pieces.spread_(pieces, vector, support, are_zero)
         return
     if not are_zero:
         clear_(pieces)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from regtopk.errors import ArgumentError
-from regtopk.kernels import reference, small_rows
-from regtopk.kernels.reference import Support, Taken
+from regtopk.kernels import reference, reference_pieces, small_rows
+from regtopk.kernels.reference import Taken
+from regtopk.kernels.reference_pieces import Support
 from regtopk.kernels.replay import repeat
 
 VARIABLE = "REGTOPK_KERNELS"
@@ -120,12 +121,12 @@ def kernel_named(name: str) -> Kernel:
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
-    """Write pieces, or start minus pieces, into a vector, and say if it is finite: see `reference.join_`."""
+    """Write pieces, or start minus pieces, into a vector; is it finite? See `reference_pieces.join_`."""
     return kernel_for(vector, None).join_(vector, pieces, start)
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
-    """Write a vector that is zero outside of its support into pieces: see `reference.spread_`."""
+    """Write a vector that is zero outside of its support into pieces: see `reference_pieces.spread_`."""
     kernel_for(vector, None).spread_(pieces, vector, support, are_zero)
 
 
@@ -139,10 +140,10 @@ def clear_(pieces: Sequence[Tensor]) -> None:
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
-    """Write a source over pieces, if a flag on the device says so: see `reference.overwrite_if_`."""
+    """Write a source over pieces, if a flag on the device says so: see `reference_pieces.overwrite_if_`."""
     programs = _programs_for(pieces)
     if programs is None:
-        reference.overwrite_if_(flag, pieces, source)
+        reference_pieces.overwrite_if_(flag, pieces, source)
         return
     for dtype in {piece.dtype for piece in pieces}:  # a program takes one
         places = [place for place, piece in enumerate(pieces) if piece.dtype == dtype]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels import reference
-from regtopk.kernels.reference import join_, spread_, take_above_, take_largest_per_chunk_
+from regtopk.kernels.reference import take_above_, take_largest_per_chunk_
+from regtopk.kernels.reference_pieces import join_, spread_
 
 __all__ = [
     "join_",

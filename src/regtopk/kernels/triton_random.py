@@ -18,13 +18,13 @@ def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: tor
         numel: J.
         k: how many.
         bits: b, 2^b >= J.
-        state: mix(seed, step), from which the keys are mixed.
+        state: mix(seed, step) as an int64, from which the keys are mixed.
         num_rounds: of the bijection.
         device: where.
     """
     drawn = torch.empty(k, dtype=torch.int64, device=device)
     with torch.cuda.device_of(drawn):
-        walk[(triton.cdiv(k, _BLOCK),)](drawn, numel, k, _signed(state), bits, num_rounds, BLOCK=_BLOCK)
+        walk[(triton.cdiv(k, _BLOCK),)](drawn, numel, k, state, bits, num_rounds, BLOCK=_BLOCK)
     return drawn
 
 
@@ -34,20 +34,16 @@ def round_at_random(vector: Tensor, index: Tensor, state: int) -> Tensor:
     Args:
         vector: one piece of memory.
         index: n of each row, int64, of a shape that can be expanded to (..., 1).
-        state: mix(seed, step).
+        state: mix(seed, step) as an int64.
     """
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
     *batch, numel = vector.shape
     workers = index.expand(*batch, 1).contiguous()
     with torch.cuda.device_of(rounded):
         round_rows[(triton.cdiv(numel, 4 * _WORDS), workers.numel())](
-            rounded, vector, workers, numel, _signed(state), WORDS=_WORDS
+            rounded, vector, workers, numel, state, WORDS=_WORDS
         )
     return rounded
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
 
 
 @triton.jit(do_not_specialize=["numel", "state"])
