@@ -5,9 +5,9 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := algorithms slow_network experiments kernels
+PARTS := algorithms slow_network lab kernels
 # The deep networks are a part of their own, and the real ranks are two: all others would wait for their rest.
-DEEP := tests/experiments/deep
+DEEP := tests/lab/experiments/deep
 FIRST_RANKS := tests/distributed/test_[a-e]*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
@@ -94,7 +94,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Parts that start together would each compile the kernels, and the modules of what they import. This takes a core
 # while mypy has the other.
-.venv/.compiled: .venv/.installed $(wildcard src/regtopk/kernels/*.py)
+.venv/.compiled: .venv/.installed $(shell find src/regtopk/kernels -name "*.py")
 	.venv/bin/python -c "import matplotlib.pyplot, sklearn.datasets, torch._dynamo, torch.distributed.fsdp"
 	.venv/bin/regtopk doctor --seconds 0 > /dev/null
 	@touch $@

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.distributed.options import Scope
-from regtopk.distributed.record import PHASES
+from regtopk.distributed.requests.record import PHASES
 
 WIDTH, DEPTH, BATCH = 965, 12, 4  # 11,186,280 parameters
 ONE_BUCKET_MB = 1000

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from regtopk.experiments.comparison import hardware
-from regtopk.experiments.deep.engine import Engine
-from regtopk.experiments.deep.examples import Examples
-from regtopk.experiments.deep.flat import flatten
-from regtopk.experiments.deep.networks import NETWORKS
-from regtopk.method import Method
+from regtopk.lab.experiments.comparison import hardware
+from regtopk.lab.experiments.deep.engine import Engine
+from regtopk.lab.experiments.deep.examples import Examples
+from regtopk.lab.experiments.deep.flat import flatten
+from regtopk.lab.experiments.deep.networks import NETWORKS
+from regtopk.lab.method import Method
 from regtopk.simulate import Cluster
 
 WARM_UP = 3

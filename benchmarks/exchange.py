@@ -41,11 +41,13 @@ import regtopk
 from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
-from regtopk.distributed import buckets, gather, rank, turns
-from regtopk.distributed.bucket_queue import Arrival
-from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.local_model import LocalModel
+from regtopk.distributed.gradients.bucket_queue import Arrival
 from regtopk.distributed.options import Scope
+from regtopk.distributed.requests import gather, rank
+from regtopk.distributed.state import buckets
+from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.updates import turns
+from regtopk.distributed.updates.model import LocalModel
 from regtopk.kernels.dispatch import kernel_named
 
 DEPTH = 64

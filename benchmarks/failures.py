@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import regtopk
-from regtopk.distributed.checkpoint_files import parts_in
+from regtopk.distributed.checkpoints.files import parts_in
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_elastic.py"
 STEPS, SAVE_EVERY = 40, 5

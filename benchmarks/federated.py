@@ -4,9 +4,8 @@ Fashion-MNIST sorted by label and cut into 40 pieces, two for each of 20 clients
 take part in a round: each makes 20 steps of SGD with batches of 50 from the server's model on. The network
 has one hidden layer of 64, 50,890 parameters.
 
-Our clients and our server are `regtopk.federated`'s, those that the Flower integration carries messages for,
-with the clients' memories on a disk; there is no Flower in between. Bytes are those of payload: of frames and
-models, and 16 more for each frame that the server passes on. Flower's own records come on top.
+Our clients and our server are `regtopk.integrations.flower`'s, with the clients' memories on a disk; there is
+no Flower in between. Bytes are those of payload: of frames and models, and 16 more for each frame that the server passes on. Flower's own records come on top.
 
 The learning rate is searched for each method by itself, on 5,000 training images that no client has, with the
 seeds of --pick. Then the method runs with the seeds of --claim, and the test images are looked at.
@@ -33,9 +32,9 @@ from torch.nn import functional as F
 
 from regtopk import RegTopK, TopK
 from regtopk.core import Algorithm
-from regtopk.experiments.images import Images, load_images, standardised
-from regtopk.experiments.splits import divide
-from regtopk.federated import Client, Model, PastRound, Server
+from regtopk.integrations.flower import Client, Model, PastRound, Server
+from regtopk.lab.experiments.images import Images, load_images, standardised
+from regtopk.lab.experiments.splits import divide
 
 NUM_CLIENTS, NUM_SAMPLED = 20, 5
 NUM_STEPS, BATCH = 20, 50

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from kernels import REGTOPK, Case, Vectors, captured, elapsed_s
 
-from regtopk.kernels import cuda
+from regtopk.kernels.cuda import selection as cuda
 
 NUM_STEPS = 20
 # entries, warps, and registers of a thread at most

@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.run  # noqa: F401 -- and with it the elastic agent
 
-from regtopk.kernels.cpu_compiled import from_float16
+from regtopk.kernels.cpu.compiled import from_float16
 
 from_float16(np.uint16(0))
 gc.freeze()

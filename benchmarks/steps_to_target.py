@@ -2,10 +2,10 @@
 
     python -m benchmarks.steps_to_target
 
-reads the records below and writes src/regtopk/plan/learned.json. Nothing is trained. Steps are those of the
-first time that a curve crosses the target, on the line between two evaluations; a method's is the median over
-its seeds, and its number is that over the median of dense. With SGD all methods have the paper's learning
-rate. With AdamW each has its own, searched on a seed that is not counted, or a neighbour's. torch's own hooks
+reads the records below and writes src/regtopk/lab/plan/learned.json. Nothing is trained. Steps are those of
+the first time that a curve crosses the target, on the line between two evaluations; a method's is the median
+over its seeds, and its number is that over the median of dense. With SGD all methods have the paper's
+learning rate. With AdamW each has its own, searched on a seed that is not counted, or a neighbour's. torch's own hooks
 are in no simulator: theirs come from the records of real ranks, beside the dense of the same ranks.
 """
 
@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from regtopk.method import Method
-from regtopk.runs.reading import read_header, read_records
+from regtopk.lab.method import Method
+from regtopk.lab.runs.reading import read_header, read_records
 
 ROOT = Path(__file__).parents[1]
-LEARNED = ROOT / "src/regtopk/plan/learned.json"
+LEARNED = ROOT / "src/regtopk/lab/plan/learned.json"
 HOOKS = {"fp16": "float16", "powersgd": "float32"}  # and how values travel
 
 

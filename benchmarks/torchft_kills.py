@@ -1,6 +1,6 @@
 """Replicas of torchft that are killed: when do the others go on, and is everybody equal when one is back?
 
-Three processes on this machine exchange updates by `regtopk.torchft.UpdateExchange` with torchft's own
+Three processes on this machine exchange updates by regtopk.integrations.torchft with torchft's own
 lighthouse and managers. One of them is killed (SIGKILL) at a random moment, and started anew when the others
 have made three rounds without it. After every round each writes down a checksum of its parameters, buffers
 and outer momentum.
@@ -37,7 +37,7 @@ def run_replica(lighthouse: str, number: int, log: str) -> None:
     """Train until somebody kills the process."""
     from torchft import Manager, ProcessGroupGloo
 
-    import regtopk.torchft
+    import regtopk.integrations.torchft
 
     torch.set_num_threads(1)
     torch.manual_seed(number)
@@ -59,7 +59,7 @@ def run_replica(lighthouse: str, number: int, log: str) -> None:
     )
     model = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    exchange = regtopk.torchft.UpdateExchange(
+    exchange = regtopk.integrations.torchft.UpdateExchange(
         manager,
         model,
         optimizer,

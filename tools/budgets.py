@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regtopk.errors import ArgumentError, RegtopkError
-from regtopk.method import Method
-from regtopk.report.figure import Drawing, draw_all, save_png
-from regtopk.report.frontier import Point, points_of
-from regtopk.report.panels import label_log_axis, line_of
-from regtopk.report.style import Style, styles_of
-from regtopk.runs import Run, read_run
+from regtopk.lab.method import Method
+from regtopk.lab.report.figure import Drawing, draw_all, save_png
+from regtopk.lab.report.frontier import Point, points_of
+from regtopk.lab.report.panels import label_log_axis, line_of
+from regtopk.lab.report.style import Style, styles_of
+from regtopk.lab.runs import Run, read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

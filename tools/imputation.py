@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regtopk.errors import RegtopkError
-from regtopk.method import Method
-from regtopk.report.figure import Drawing, draw_all, save_png
-from regtopk.report.panels import label_log_axis, line_of
-from regtopk.report.style import METHODS, SPARE, Style
-from regtopk.runs import read_run
+from regtopk.lab.method import Method
+from regtopk.lab.report.figure import Drawing, draw_all, save_png
+from regtopk.lab.report.panels import label_log_axis, line_of
+from regtopk.lab.report.style import METHODS, SPARE, Style
+from regtopk.lab.runs import read_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from regtopk.errors import RegtopkError
-from regtopk.runs import Run, read_run
+from regtopk.lab.runs import Run, read_run
 
 METHODS = {"regtopk": "factor", "regtopk-cap": "cap"}
 ITERATIONS = (2500, 4000, 10_000)

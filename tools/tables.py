@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from regtopk.errors import RegtopkError
-from regtopk.method import Method
-from regtopk.report import columns_of, format_number, heading_of
-from regtopk.report.style import hardware_and_time, label_of
-from regtopk.runs import Run, read_run
+from regtopk.lab.method import Method
+from regtopk.lab.report import columns_of, format_number, heading_of
+from regtopk.lab.report.style import hardware_and_time, label_of
+from regtopk.lab.runs import Run, read_run
 
 
 def as_markdown(folder: Path) -> str:

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
+from regtopk.core.words import counted
 from regtopk.errors import RegtopkError
-from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.deep.task import DeepProblem
-from regtopk.experiments.fig2 import JUMP, Fig2Config, Problems, make_problems
-from regtopk.experiments.threads import threads_for
-from regtopk.experiments.trainer import Trainer
-from regtopk.report.figure import Drawing, draw_all, save_png
-from regtopk.report.panels import label_log_axis, line_of
-from regtopk.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style
+from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.lab.experiments.deep.task import DeepProblem
+from regtopk.lab.experiments.fig2 import JUMP, Fig2Config, Problems, make_problems
+from regtopk.lab.experiments.threads import threads_for
+from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.report.figure import Drawing, draw_all, save_png
+from regtopk.lab.report.panels import label_log_axis, line_of
+from regtopk.lab.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style
 from regtopk.simulate import Cluster
-from regtopk.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

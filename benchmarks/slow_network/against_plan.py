@@ -25,12 +25,12 @@ from typing import Any
 from benchmarks.slow_network.models import resnet18_shapes
 from benchmarks.slow_network.results import accuracy_table
 from regtopk.core.link import Link
-from regtopk.plan.costs import Calibration
-from regtopk.plan.exchange import Exchange, Work, all_gather
-from regtopk.plan.methods import DENSE, FP16, POWERSGD, Method, num_buckets, planned_methods
-from regtopk.plan.predict import WIRE_BYTES_PER_BYTE, Situation, make_plan, step_time_s
-from regtopk.plan.units import format_bandwidth, format_time
-from regtopk.plan.workload import Workload
+from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.exchange import Exchange, Work, all_gather
+from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, Method, num_buckets, planned_methods
+from regtopk.lab.plan.predict import WIRE_BYTES_PER_BYTE, Situation, make_plan, step_time_s
+from regtopk.lab.plan.units import format_bandwidth, format_time
+from regtopk.lab.plan.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
 UNSHAPED_BITS_PER_S = 1e15  # no link at all: what is left is the machine's own work

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.slow_network.gpt_methods import EVERY, WORDS
 from benchmarks.slow_network.results import Row
-from regtopk.plan.units import format_bandwidth, format_time
+from regtopk.lab.plan.units import format_bandwidth, format_time
 
 
 def summarise(content: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
-from regtopk.plan.methods import POWERSGD_RANK, powersgd_bytes
-from regtopk.plan.workload import Workload
+from regtopk.lab.plan.methods import POWERSGD_RANK, powersgd_bytes
+from regtopk.lab.plan.workload import Workload
 
 POWERSGD_DENSE_STEPS = 2  # the fewest torch allows
 ONE_BUCKET_MB = 1000  # torch's PowerSGD hangs on gloo with two buckets

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS, Method
 from benchmarks.slow_network.models import MODELS
 from regtopk.errors import ArgumentError
-from regtopk.plan.units import parse_bandwidth, parse_time
+from regtopk.lab.plan.units import parse_bandwidth, parse_time
 
 GPT_PARTS = ("search", "race", "steps", "latency")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from regtopk.plan.units import format_bandwidth, format_time
+from regtopk.lab.plan.units import format_bandwidth, format_time
 
 Row = dict[str, Any]
 KINDS = ("steps", "time_to_accuracy")

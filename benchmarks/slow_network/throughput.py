@@ -14,7 +14,7 @@ from benchmarks.slow_network.__main__ import links_of
 from benchmarks.slow_network.launch import launch
 from benchmarks.slow_network.namespaces import check_possible, signals_raise
 from benchmarks.slow_network.results import hardware
-from regtopk.plan.units import format_bandwidth, parse_bandwidth
+from regtopk.lab.plan.units import format_bandwidth, parse_bandwidth
 
 KEYS = ("bandwidth_bits_per_s", "achieved_bits_per_s")
 COMMAND = "python -m benchmarks.slow_network.throughput"

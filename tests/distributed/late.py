@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from regtopk.distributed.agreement import Agreement, Asked
-from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.steps.agreement import Agreement, Asked
+from regtopk.distributed.transport.collectives import Collectives
 
 
 @contextmanager

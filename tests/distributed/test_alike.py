@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed import alike
-from regtopk.distributed.buckets import Bucket
-from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.driver import _as_rows
-from regtopk.distributed.kind import Kind
-from regtopk.distributed.layout import into
 from regtopk.distributed.options import Options
-from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.step import Steps
+from regtopk.distributed.state.buckets import Bucket
+from regtopk.distributed.state.layout import into
+from regtopk.distributed.state.parameters import Parameters
+from regtopk.distributed.steps import alike
+from regtopk.distributed.steps.driver import _as_rows
+from regtopk.distributed.steps.kind import Kind
+from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.transport.collectives import Collectives
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import same
 

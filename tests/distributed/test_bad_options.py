@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed import handshake
 from regtopk.distributed.options import Options
+from regtopk.distributed.steps import handshake
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 

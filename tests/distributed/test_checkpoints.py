@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import regtopk
-from regtopk.distributed.checkpoint_files import parts_in
+from regtopk.distributed.checkpoints.files import parts_in
 from regtopk.errors import ArgumentError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (

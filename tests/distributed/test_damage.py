@@ -10,10 +10,10 @@ from torch import Tensor
 
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
-from regtopk.distributed import driver
-from regtopk.distributed.collectives import Collectives
 from regtopk.distributed.options import Collective
-from regtopk.distributed.rank import Rank, SumBuffer
+from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.steps import driver
+from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import RegtopkError
 from tests.distributed.ranks import Ranks
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.step import Steps
+from regtopk.distributed.steps.step import Steps
 from regtopk.errors import ClusterError
-from regtopk.experiments.threads import threads_for
+from regtopk.lab.experiments.threads import threads_for
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import (

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.collectives import Collectives
-from regtopk.distributed.kind import Kind
-from regtopk.distributed.layout import into
 from regtopk.distributed.options import Options
-from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.step import Steps
+from regtopk.distributed.state.layout import into
+from regtopk.distributed.state.parameters import Parameters
+from regtopk.distributed.steps.kind import Kind
+from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import Ranks

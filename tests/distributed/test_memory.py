@@ -5,9 +5,9 @@ from torch import Tensor
 
 from regtopk import TopK
 from regtopk.core.worker import Layout, Worker
-from regtopk.distributed.buckets import Bucket
-from regtopk.distributed.layout import as_flat
-from regtopk.distributed.rank import Total
+from regtopk.distributed.requests.rank import Total
+from regtopk.distributed.state.buckets import Bucket
+from regtopk.distributed.state.layout import as_flat
 from regtopk.kernels import Support
 
 

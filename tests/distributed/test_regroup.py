@@ -7,15 +7,15 @@ import torch.distributed as dist
 from torch import nn
 
 from regtopk import RegTopK
-from regtopk.distributed.bare_group import BareCollectives
-from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.kind import Kind
-from regtopk.distributed.model_buffers import ModelBuffers
-from regtopk.distributed.one_process import Alone
+from regtopk.distributed.gradients.one_process import Alone
 from regtopk.distributed.options import Options
-from regtopk.distributed.parameters import Parameters
-from regtopk.distributed.rank import Rank
-from regtopk.distributed.step import Steps
+from regtopk.distributed.requests.rank import Rank
+from regtopk.distributed.state.parameters import Parameters
+from regtopk.distributed.steps.kind import Kind
+from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.transport.bare_group import BareCollectives
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.updates.buffers import ModelBuffers
 from tests.distributed.ranks import Ranks
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.experiments.compare import ComparedProblem
-from regtopk.experiments.deep.flat import flatten
-from regtopk.experiments.gpt_on_rank import GptOnRank, save_examples
-from regtopk.experiments.rank_training import RankTraining
-from regtopk.experiments.threads import threads_for
-from regtopk.experiments.train_config import TrainConfig
-from regtopk.experiments.trainer import Trainer
-from regtopk.method import Method
+from regtopk.lab.experiments.compare import ComparedProblem
+from regtopk.lab.experiments.deep.flat import flatten
+from regtopk.lab.experiments.gpt_on_rank import GptOnRank, save_examples
+from regtopk.lab.experiments.rank_training import RankTraining
+from regtopk.lab.experiments.threads import threads_for
+from regtopk.lab.experiments.train_config import TrainConfig
+from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.method import Method
 from tests.distributed.ranks import Ranks
 
 SMALL: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
-from regtopk.distributed.optimizers import average_optimizer_states
+from regtopk.distributed.updates.optimizers import average_optimizer_states
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_checkpoint import relative_change, weighted_sum
 from tests.distributed.test_updates import nesterov

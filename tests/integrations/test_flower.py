@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from regtopk import DGC, RegTopK, TopK
 from regtopk.errors import ArgumentError, ClusterError, WireFormatError
-from regtopk.integrations.flower import SparseFedAvg, SparseMod
+from regtopk.integrations.flower.app import SparseFedAvg, SparseMod
 
 APP = Path(__file__).parents[2] / "examples/flower"
 COMMANDS = Path(sys.executable).parent

@@ -14,7 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from regtopk.core.codes import quantise
-from regtopk.kernels import Support, cuda, cuda_codes, cuda_pieces, triton_random
+from regtopk.kernels import Support
+from regtopk.kernels.cuda import codes as cuda_codes
+from regtopk.kernels.cuda import pieces as cuda_pieces
+from regtopk.kernels.cuda import selection as cuda
+from regtopk.kernels.cuda.programs import random as triton_random
 from regtopk.wire.frame import to_words
 from regtopk.wire.message import _decode_by, _encode_by
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.kernels import Kernel, cpu, cpu_rows
+from regtopk.kernels import Kernel
+from regtopk.kernels.cpu import rows as cpu_rows
+from regtopk.kernels.cpu import selection as cpu
 from regtopk.kernels.dispatch import kernel_named
 
 
@@ -63,7 +65,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The words of calls on CUDA, (rows, words) each, which say what was found (see `triton_words`)."""
-    cuda = import_module("regtopk.kernels.cuda")
+    cuda = import_module("regtopk.kernels.cuda.selection")
     rows_of, found = cuda.rows_of, []
 
     def keep_words(*arguments: Any) -> Any:

@@ -23,10 +23,13 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.precision import round_at_random
 from regtopk.core.random import random_sequence
-from regtopk.distributed.collectives import Collectives
+from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ClusterError
-from regtopk.kernels import Support, cuda_pieces, reference, replay
-from regtopk.kernels import cuda as kernel
+from regtopk.kernels import Support
+from regtopk.kernels.cuda import pieces as cuda_pieces
+from regtopk.kernels.cuda import replay
+from regtopk.kernels.cuda import selection as kernel
+from regtopk.kernels.reference import selection as reference
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped
 

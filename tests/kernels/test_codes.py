@@ -39,7 +39,7 @@ def num_trials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def use_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = import_module("regtopk.kernels.cuda_codes")
+    codes = import_module("regtopk.kernels.cuda.codes")
 
     def message_programs(_: Tensor) -> Any:
         return None if kernels.describe("cpu").kernel == "reference" else codes

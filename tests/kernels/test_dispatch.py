@@ -13,7 +13,10 @@ from torch._subclasses import FakeTensorMode
 
 from regtopk import kernels
 from regtopk.errors import ArgumentError
-from regtopk.kernels import cpu, cuda, dispatch, reference
+from regtopk.kernels import dispatch
+from regtopk.kernels.cpu import selection as cpu
+from regtopk.kernels.cuda import selection as cuda
+from regtopk.kernels.reference import selection as reference
 
 LARGE = 1 << 16
 
@@ -98,9 +101,10 @@ def numba_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """A folder that numba is imported from: missing, unless a test writes a `numba.py` there."""
     for cached in (dispatch._describe_type, dispatch._notice):
         cached.cache_clear()
-    for name in ("regtopk.kernels.cpu", "regtopk.kernels.cpu_loops", "regtopk.kernels.cpu_compiled", "numba"):
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(kernels, "cpu")
+    for name in ("selection", "loops", "compiled"):
+        monkeypatch.delitem(sys.modules, f"regtopk.kernels.cpu.{name}")
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.delattr("regtopk.kernels.cpu.selection")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     yield tmp_path
     dispatch._describe_type.cache_clear()
@@ -137,7 +141,7 @@ def test_a_broken_numba_is_said_and_the_reference_runs(numba_cannot_be_imported:
 def test_the_first_call_leaves_torchs_number_of_threads_alone() -> None:
     code = """
 import torch
-from regtopk.kernels import cpu
+from regtopk.kernels.cpu import selection as cpu
 for wanted in (1, 2, 3):
     torch.set_num_threads(wanted)
     cpu.take_largest_(torch.randn(1 << 18), torch.randn(1 << 18), 100)

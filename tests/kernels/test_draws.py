@@ -5,8 +5,8 @@ import torch
 
 from regtopk.core import precision
 from regtopk.core.random import _NUM_ROUNDS, mix, random_sequence, signed
-from regtopk.kernels import triton_random
-from regtopk.kernels.triton_random import draw
+from regtopk.kernels.cuda.programs import random as triton_random
+from regtopk.kernels.cuda.programs.random import draw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float64]
 @pytest.fixture(autouse=True)
 def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton's interpreter takes long for each."""
-    pieces = import_module("regtopk.kernels.cuda_pieces")
+    pieces = import_module("regtopk.kernels.cuda.pieces")
     monkeypatch.setattr(pieces, "_TILE", 1 << 15)
     pieces._cut.cache_clear()
     yield

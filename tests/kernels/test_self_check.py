@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from regtopk import kernels
 from regtopk.cli import app
-from regtopk.kernels import cpu
-from regtopk.words import counted
+from regtopk.core.words import counted
+from regtopk.kernels.cpu import selection as cpu
 
 
 def test_agrees_here() -> None:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.kernels import dispatch, reference, small_rows
+from regtopk.kernels import dispatch
+from regtopk.kernels.cpu import small_rows
+from regtopk.kernels.reference import selection as reference
 from tests.kernels.checks import ADVERSARIAL, bits, choose_damped, scores_of
 
 DTYPES = [torch.float32, torch.float64]

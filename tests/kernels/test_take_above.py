@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from regtopk import kernels
-from regtopk.kernels import Kernel, reference
+from regtopk.kernels import Kernel
+from regtopk.kernels.reference import selection as reference
 from tests.kernels.checks import check_take_above_
 
 

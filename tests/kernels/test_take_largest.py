@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.kernels import Kernel, cpu, cpu_rows, cpu_threshold
-from regtopk.kernels.triton_words import NUM_CANDIDATES
+from regtopk.kernels import Kernel
+from regtopk.kernels.cpu import rows as cpu_rows
+from regtopk.kernels.cpu import selection as cpu
+from regtopk.kernels.cpu import threshold as cpu_threshold
+from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES
 from tests.kernels.checks import ADVERSARIAL, candidates_suffice, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from regtopk.kernels import Kernel, reference
+from regtopk.kernels import Kernel
+from regtopk.kernels.reference import selection as reference
 from tests.kernels.checks import check_take_per_chunk_, choose_damped
 
 

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from regtopk.kernels.threads import over_rows, side_by_side
+from regtopk.kernels.cpu.threads import over_rows, side_by_side
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regtopk.kernels import cuda
-from regtopk.kernels.triton_guess import offset_of_sample
-from regtopk.kernels.triton_plan import Plan, plan_for
+from regtopk.kernels.cuda import selection as cuda
+from regtopk.kernels.cuda.plan import Plan, plan_for
+from regtopk.kernels.cuda.programs.guess import offset_of_sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SAMPLES = 1 << 15

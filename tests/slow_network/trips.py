@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.slow_network.rank import Rank, joined
-from regtopk.distributed.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
 
 NUM_TIMES = 40
 

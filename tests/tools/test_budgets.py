@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from regtopk.errors import ArgumentError
-from regtopk.runs import Run
+from regtopk.lab.runs import Run
 from tools.budgets import curves_of, draw_budgets
 
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from regtopk.runs import read_run
+from regtopk.lab.runs import read_run
 from tools.imputation import RUNS, TITLES, by_rho, draw
 
 

@@ -5,7 +5,7 @@ from flwr.clientapp import ClientApp
 
 from digits_app.task import digits_of, make_model, train
 from regtopk import TopK
-from regtopk.integrations.flower import SparseMod
+from regtopk.integrations.flower.app import SparseMod
 
 app = ClientApp(mods=[SparseMod(TopK(density=0.01, value_code="4bit"))])
 

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from digits_app.task import load, make_model
-from regtopk.integrations.flower import SparseFedAvg
+from regtopk.integrations.flower.app import SparseFedAvg
 
 app = ServerApp()
 

@@ -17,9 +17,9 @@ from regtopk.cli.experiments import as_typed, compare, reproduce, train
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.cli.plan import plan
 from regtopk.errors import OutputError
-from regtopk.experiments import EXPERIMENTS, TRAIN, parse_settings
-from regtopk.report import write_report
-from regtopk.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
+from regtopk.lab.experiments import EXPERIMENTS, TRAIN, parse_settings
+from regtopk.lab.report import write_report
+from regtopk.lab.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
 
 app = typer.Typer(
     help="Train over slow networks by sending a thousandth of the gradient.",

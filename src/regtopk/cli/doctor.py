@@ -8,8 +8,8 @@ import typer
 
 from regtopk import kernels
 from regtopk.cli.parts import Json, say_errors
-from regtopk.runs import versions
-from regtopk.words import counted
+from regtopk.core.words import counted
+from regtopk.lab.runs import versions
 
 
 @say_errors

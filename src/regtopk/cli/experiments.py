@@ -15,12 +15,12 @@ from rich.markup import escape
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, RunExistsError
-from regtopk.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
-from regtopk.experiments.comparison import Comparison
-from regtopk.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.experiments.tasks import TASKS
-from regtopk.report import write_report
-from regtopk.runs import CONFIG, check_holds_no_run
+from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
+from regtopk.lab.experiments.comparison import Comparison
+from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks import TASKS
+from regtopk.lab.report import write_report
+from regtopk.lab.runs import CONFIG, check_holds_no_run
 
 OUT = Path("out")
 FRESH_SEEDS = "2-6"  # suggested, to measure what was picked on seeds 0 and 1

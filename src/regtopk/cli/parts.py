@@ -16,8 +16,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from regtopk.errors import RegtopkError, RunExistsError
-from regtopk.experiments.experiment import Progress
-from regtopk.report import columns_of, format_number, heading_of
+from regtopk.lab.experiments.experiment import Progress
+from regtopk.lab.report import columns_of, format_number, heading_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,21 +15,21 @@ from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, StateError
-from regtopk.plan import page
-from regtopk.plan.calibrate import Machine, calibrate
-from regtopk.plan.costs import Calibration
-from regtopk.plan.learning import Optimizer
-from regtopk.plan.methods import (
+from regtopk.lab.plan import page
+from regtopk.lab.plan.calibrate import Machine, calibrate
+from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.learning import Optimizer
+from regtopk.lab.plan.methods import (
     DENSITIES,
     UPDATES_DENSITIES,
     advised_labels,
     planned_methods,
     update_labels,
 )
-from regtopk.plan.predict import Situation, make_plan
-from regtopk.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
-from regtopk.plan.workload import Workload, load_model, measure_step, parse_shape
-from regtopk.report import write_report
+from regtopk.lab.plan.predict import Situation, make_plan
+from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_size, parse_time
+from regtopk.lab.plan.workload import Workload, load_model, measure_step, parse_shape
+from regtopk.lab.report import write_report
 from regtopk.rounds import EXCHANGES, Rounds
 
 

@@ -75,7 +75,7 @@ def round_at_random(vector: Tensor, index: Tensor, step: int) -> Tensor:
     has_program = vector.is_cuda and kernels.describe(vector.device).kernel == "cuda"
     most = kernels.MAX_ROWS["cuda"] * vector.shape[-1]
     if has_program and vector.is_contiguous() and 0 < vector.numel() <= most:
-        from regtopk.kernels import triton_random
+        from regtopk.kernels.cuda.programs import random as triton_random
 
         return triton_random.round_at_random(vector, index, signed(mix(_SEED, step)))
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)

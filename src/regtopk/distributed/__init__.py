@@ -39,12 +39,12 @@ finds the newest complete one, checkpoint_loading.py gives it to ranks that may 
 checkpoint_states.py copies and compares.
 """
 
-from regtopk.distributed.attach import attach
-from regtopk.distributed.checkpoint import merge_state_dicts
-from regtopk.distributed.checkpoints import Checkpoints
-from regtopk.distributed.ddp import SparseHookState, sparse_hook
-from regtopk.distributed.exchange import Exchange
-from regtopk.distributed.updates import UpdateExchange
+from regtopk.distributed.checkpoints.folder import Checkpoints
+from regtopk.distributed.gradients.attach import attach
+from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
+from regtopk.distributed.gradients.loop import Exchange
+from regtopk.distributed.state.saved import merge_state_dicts
+from regtopk.distributed.updates.exchange import UpdateExchange
 
 __all__ = [
     "Checkpoints",

@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.base import ExchangeBase
-from regtopk.distributed.ddp import SparseHookState
-from regtopk.distributed.one_process import OneProcess
-from regtopk.distributed.updates import UpdateExchange
+from regtopk.distributed.gradients.ddp import SparseHookState
+from regtopk.distributed.gradients.one_process import OneProcess
+from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint

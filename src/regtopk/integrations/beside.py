@@ -8,12 +8,12 @@ import re
 import shutil
 from pathlib import Path
 
-from regtopk.distributed.base import ExchangeBase
-from regtopk.distributed.checkpoint_choice import choose
-from regtopk.distributed.checkpoint_files import parts_in
-from regtopk.distributed.checkpoints import Checkpoints
-from regtopk.distributed.collectives import Collectives, group_or_default
-from regtopk.distributed.one_process import Alone, is_one_process
+from regtopk.distributed.checkpoints.choice import choose
+from regtopk.distributed.checkpoints.files import parts_in
+from regtopk.distributed.checkpoints.folder import Checkpoints
+from regtopk.distributed.gradients.one_process import Alone, is_one_process
+from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's

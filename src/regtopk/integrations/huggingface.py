@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.updates import UpdateExchange
+from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.updates import UpdateExchange
+from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, MissingExtraError, StateError
 from regtopk.integrations.wrapped import Made, What, check_options, make_exchange, silence
 

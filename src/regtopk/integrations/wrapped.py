@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_choice
-from regtopk.distributed.attach import attach
-from regtopk.distributed.ddp import SparseHookState
-from regtopk.distributed.fsdp import ShardedHookState
-from regtopk.distributed.one_process import OneProcess, is_one_process
+from regtopk.distributed.gradients.attach import attach
+from regtopk.distributed.gradients.ddp import SparseHookState
+from regtopk.distributed.gradients.fsdp import ShardedHookState
+from regtopk.distributed.gradients.one_process import OneProcess, is_one_process
 from regtopk.distributed.options import Options, refuse_typos
-from regtopk.distributed.parameters import is_fsdp, uncompiled
-from regtopk.distributed.updates import UpdateExchange
+from regtopk.distributed.state.parameters import is_fsdp, uncompiled
+from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError
 
 What = Literal["gradients", "updates"]

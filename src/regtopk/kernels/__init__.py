@@ -6,7 +6,7 @@ one by device, dtype and memory layout, and imports the compiled ones on first u
 in the environment forces the reference.
 """
 
-from regtopk.kernels import reference
+from regtopk.kernels.cuda.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.dispatch import (
     MAX_ROWS,
     Choice,
@@ -24,15 +24,14 @@ from regtopk.kernels.dispatch import (
     unpack_elias_fano,
     unpacks,
 )
-from regtopk.kernels.reference import (
+from regtopk.kernels.reference.pieces import Support, is_finite, parts_of
+from regtopk.kernels.reference.selection import (
     Taken,
     estimate_threshold,
     find_non_finite_row,
     sum_sparse_in_rank_order,
     take_at_,
 )
-from regtopk.kernels.reference_pieces import Support, is_finite, parts_of
-from regtopk.kernels.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.self_check import SelfCheck, self_check
 
 __all__ = [
@@ -54,7 +53,6 @@ __all__ = [
     "message_programs",
     "overwrite_if_",
     "parts_of",
-    "reference",
     "repeat",
     "self_check",
     "spread_",

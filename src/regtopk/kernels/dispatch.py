@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from regtopk.errors import ArgumentError
-from regtopk.kernels import reference, reference_pieces, small_rows
-from regtopk.kernels.reference import Taken
-from regtopk.kernels.reference_pieces import Support
-from regtopk.kernels.replay import repeat
+from regtopk.kernels.cpu import small_rows
+from regtopk.kernels.cuda.replay import repeat
+from regtopk.kernels.reference import pieces as reference_pieces
+from regtopk.kernels.reference import selection as reference
+from regtopk.kernels.reference.pieces import Support
+from regtopk.kernels.reference.selection import Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -110,11 +112,11 @@ def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
 def kernel_named(name: str) -> Kernel:
     """The kernel of a `Choice`, imported where it is first asked for."""
     if name == "cpu":
-        from regtopk.kernels import cpu
+        from regtopk.kernels.cpu import selection as cpu
 
         return cpu
     if name == "cuda":
-        from regtopk.kernels import cuda
+        from regtopk.kernels.cuda import selection as cuda
 
         return cuda
     return reference
@@ -156,7 +158,7 @@ def _programs_for(pieces: Sequence[Tensor]) -> Any:
     is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]
     if not is_large or not pieces[0].is_cuda or describe("cuda").kernel == "reference":
         return None
-    from regtopk.kernels import cuda_pieces
+    from regtopk.kernels.cuda import pieces as cuda_pieces
 
     return cuda_pieces
 
@@ -169,7 +171,7 @@ def unpacks(words: Tensor) -> bool:
 
 def unpack_elias_fano(words: Tensor, *columns: Any) -> tuple[Tensor, Tensor]:
     """Indices, and whether they are sound: see `cpu_codes.unpack_elias_fano`."""
-    from regtopk.kernels import cpu_codes
+    from regtopk.kernels.cpu import codes as cpu_codes
 
     return cpu_codes.unpack_elias_fano(words, *columns)
 
@@ -178,7 +180,7 @@ def message_programs(tensor: Tensor) -> Any:
     """The module whose programs write and read whole messages on this tensor's device; None: torch does."""
     if tensor.device.type != "cuda" or describe("cuda").kernel == "reference":
         return None
-    from regtopk.kernels import cuda_codes
+    from regtopk.kernels.cuda import codes as cuda_codes
 
     return cuda_codes
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.kernels import reference
 from regtopk.kernels.dispatch import Kernel, describe, kernel_named
+from regtopk.kernels.reference import selection as reference
 
 _SMALLEST_NUMEL = 1 << 16  # small, so that many cases fit in the time
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

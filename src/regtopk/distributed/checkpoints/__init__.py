@@ -1,0 +1,1 @@
+"""Checkpoints of a whole run, in a folder that survives kills."""

@@ -1,0 +1,1 @@
+"""Exchanges of gradients: DistributedDataParallel, fully_shard, and a loop without either."""

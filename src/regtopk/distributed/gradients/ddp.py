@@ -1,0 +1,201 @@
+"""For users of DistributedDataParallel: a communication hook that exchanges sparsely.
+
+scope="model" holds all buckets until the last has arrived, selects over the whole model as the paper does,
+and then completes them together. scope="bucket" selects within each bucket and overlaps with backward: a
+queue, drained by one thread over a process group of its own, runs every bucket's rounds in the same order on
+every rank.
+"""
+
+import logging
+import math
+from dataclasses import fields
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.gradients.bucket_queue import Arrival, BucketQueue
+from regtopk.distributed.options import Options, refuse_typos
+from regtopk.distributed.state.parameters import Parameters, after_backward, is_fsdp, uncompiled
+from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.handshake import end_group
+from regtopk.distributed.steps.kind import Kind
+from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.transport.collectives import Collectives, new_group_like
+from regtopk.errors import ClusterError
+
+_log = logging.getLogger("regtopk")
+_attached: "WeakSet[DistributedDataParallel]" = WeakSet()
+
+
+class SparseHookState(ExchangeBase):
+    """The state of `sparse_hook`, for those who register hooks themselves.
+
+    >>> state = SparseHookState(ddp_model, RegTopK(density=0.001), scope="bucket")
+    >>> ddp_model.register_comm_hook(state, sparse_hook)
+
+    It takes the options of `attach`. The model's backward makes the steps.
+    """
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], **options: Any) -> None:
+        refuse_typos("SparseHookState", options, [field.name for field in fields(Options)])
+        ddp = _wrapped(model)
+        parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
+        collectives = Collectives(ddp.process_group)
+        steps = Steps(parameters, algorithm, collectives, Options(**options), Kind("regtopk.attach"))
+        super().__init__(steps)
+        self._warn_of_one_rank()
+        self._may_drop = bool(ddp.find_unused_parameters)
+        self._names = {id(p): name for name, p in parameters.named.items()}
+        self._arrivals: list[Arrival] = []
+        self._is_detached = False
+        self._queue: BucketQueue | None = None
+        if steps.scope == "bucket":  # whose thread must not mix its collectives with DDP's own
+            steps.rank.collectives = Collectives(new_group_like(collectives.group, self.device))
+            self._queue = BucketQueue(steps)
+        # DDP's backward fails with an internal assertion on parameters that changed: look before
+        self._forward_hook = ddp.register_forward_pre_hook(self._before_forward)
+
+    def close(self) -> None:
+        """End the exchange, and the thread and process group of scope="bucket". Call it on every rank.
+
+        A backward that follows is refused: to train on without an exchange use `detach`.
+        """
+        super().close()
+        self._forward_hook.remove()
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+            end_group(self._steps.rank.collectives)
+
+    def detach(self) -> None:
+        """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
+
+        Every gradient is then the plain mean over the ranks, whatever their weights were. What was not sent
+        yet is dropped: save `state_dict()` before, to go on from it later. Call it on every rank, between two
+        steps.
+        """
+        self.close()
+        self._steps.close("detach")
+        self._steps.buckets.all = []  # sets the memory of the residuals free
+        self._is_detached = True
+
+    def summary(self) -> str:
+        """What this rank sent until it was detached, if it was, and where the time went."""
+        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
+        return super().summary() + (dense if self._is_detached else "")
+
+    def _on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take a bucket from DDP; its future completes with the aggregate."""
+        if self._is_detached:
+            return _mean_over_ranks(bucket.buffer(), self._collectives)
+        self._steps.check_usable()
+        if bucket.index() == 0:
+            self._steps.parameters.check_trainable()
+            self._arrivals = []
+        arrival = self._arrival(bucket)
+        self._arrivals.append(arrival)
+        if self._queue is not None:
+            self._queue.put(arrival)
+        elif arrival.is_last:
+            self._steps.run({name: grad for each in self._arrivals for name, grad in each.grads.items()})
+            for each in self._arrivals:
+                each.future.set_result(each.buffer)
+        if arrival.is_last:
+            after_backward(self._finish_backward)
+        return arrival.future
+
+    def _before_forward(self, model: DistributedDataParallel, _: object) -> None:
+        if model._join_config.enable:
+            raise ClusterError(
+                "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
+                "collectives, not these; give all ranks as many batches"
+            )
+        if torch.is_grad_enabled():
+            self._steps.parameters.check()
+
+    def _arrival(self, bucket: GradBucket) -> Arrival:
+        names = tuple(self._names[id(p)] for p in bucket.parameters())
+        if bucket.buffer().layout != torch.strided:
+            raise ClusterError(f"gradient of {names[0]!r} has a sparse layout, which is not supported")
+        grads = dict(zip(names, bucket.gradients(), strict=True))
+        return Arrival(grads, bucket.buffer(), bucket.index(), bucket.is_last())
+
+    def _finish_backward(self) -> None:
+        """When DDP has handed out the gradients: report failures, and give what DDP dropped."""
+        arrivals, self._arrivals = self._arrivals, []
+        if self._queue is not None:
+            self._queue.raise_failure()
+            if not self._steps.is_finite:  # also in buckets that were exchanged before the bad one arrived
+                for p in self._steps.parameters.named.values():
+                    if p.grad is not None:
+                        p.grad.fill_(math.nan)
+                return
+        if self._may_drop:
+            grads = {name: grad for arrival in arrivals for name, grad in arrival.grads.items()}
+            _give_dropped(self._steps.parameters.named, grads)
+
+
+def attach_to_ddp(model: object, algorithm: Algorithm[Any], options: Options) -> SparseHookState:
+    """Register the hook: see `regtopk.attach`."""
+    ddp = _wrapped(model)
+    if ddp in _attached:
+        raise ClusterError(
+            "attach must be called once for a model: this one has been attached already (after detach(), "
+            "wrap the network in a new DistributedDataParallel)"
+        )
+    state = SparseHookState(ddp, algorithm, **vars(options))
+    try:
+        ddp.register_comm_hook(state, sparse_hook)
+    except RuntimeError as error:
+        state.close()
+        raise ClusterError(f"the model must not have another communication hook: {error}") from error
+    _attached.add(ddp)
+    return state
+
+
+def sparse_hook(state: SparseHookState, bucket: GradBucket) -> Future[Tensor]:
+    """The communication hook: see `attach`, or register it with a `SparseHookState` of your own."""
+    return state._on_bucket(bucket)
+
+
+def _wrapped(model: object) -> DistributedDataParallel:
+    """The DDP model; only DDP has a hook to attach to."""
+    inner = uncompiled(model)
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    hint = "wrap it first, or use regtopk.Exchange"
+    if is_fsdp(inner):
+        hint = "of FSDP only fully_shard is supported, by regtopk.attach"
+    raise ClusterError(f"model must be a DistributedDataParallel, got {type(inner).__name__}: {hint}")
+
+
+def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]:
+    """What DDP does without a hook, to the bit: it multiplies by 1/N before the sum, and does not divide."""
+    buffer.mul_(1 / collectives.num_workers)
+    work = dist.all_reduce(buffer, group=collectives.group, async_op=True)
+    assert work is not None
+    mean: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return mean
+
+
+def _give_dropped(parameters: dict[str, nn.Parameter], aggregates: dict[str, Tensor]) -> None:
+    """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
+    dropped = []
+    for name, aggregate in aggregates.items():
+        grad = parameters[name].grad
+        if grad is None:
+            dropped.append(name)
+        else:  # zeroed but not set to None; where DDP has written it, this changes nothing
+            grad.copy_(aggregate)
+    if dropped:
+        has_come = torch.stack([aggregates[name].any() for name in dropped]).tolist()
+        for name, came in zip(dropped, has_come, strict=True):
+            if came:
+                parameters[name].grad = aggregates[name].clone()

@@ -1,0 +1,97 @@
+"""An exchange for hand-written loops: a call between backward and the optimizer."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
+from regtopk.distributed.state.parameters import NamedParameters, Parameters
+from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.kind import Kind
+from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.errors import ClusterError
+
+
+class Exchange(ExchangeBase):
+    """Exchange gradients over a process group, between backward and the optimizer's step.
+
+    >>> exchange = Exchange(model, RegTopK(density=0.001))     # on every rank
+    >>> loss.backward()
+    >>> exchange.step()                                        # p.grad becomes the aggregate
+    >>> optimizer.step()
+
+    The vector exchanged is all trainable parameters in the module's order, as in the paper. For models
+    wrapped in DistributedDataParallel use `regtopk.attach`, which does this during backward.
+
+    A step that fails half-way leaves a state that is no longer whole: the exchange then refuses to be saved
+    or to go on until a checkpoint is loaded.
+
+    Args:
+        parameters: a module, parameters, or (name, parameter) pairs, in the same order on every rank.
+        algorithm: what is run; the same on every rank.
+        process_group: the ranks that take part; the default group if None.
+
+    The other options are those of `regtopk.attach`.
+    """
+
+    @names_typos
+    def __init__(
+        self,
+        parameters: nn.Module | NamedParameters,
+        algorithm: Algorithm[Any],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        index_code: str = "elias-fano",
+        weight: float | None = None,
+        dense_steps: int = 0,
+        skip: Skip | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        collective: Collective = "auto",
+        deterministic: bool = True,
+        writer: Writer | None = None,
+        handshake_timeout_s: float = 60.0,
+        residual_dtype: ResidualDtype = "float32",
+    ) -> None:
+        options = Options(
+            index_code=index_code,
+            weight=weight,
+            dense_steps=dense_steps,
+            skip=skip,
+            grad_scaler=grad_scaler,
+            collective=collective,
+            deterministic=deterministic,
+            writer=writer,
+            handshake_timeout_s=handshake_timeout_s,
+            residual_dtype=residual_dtype,
+        )
+        collectives = Collectives(group_or_default(process_group))
+        super().__init__(
+            Steps(Parameters(parameters), algorithm, collectives, options, Kind("regtopk.Exchange"))
+        )
+        self._warn_of_one_rank()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Turn every parameter's `.grad` into the aggregate; a missing gradient counts as zero.
+
+        If any rank's gradients are not finite, nothing changes but `.grad`, which becomes NaN everywhere, so
+        that a GradScaler (or you) can see it; the step is counted in `num_skipped`.
+        """
+        parameters = self._steps.parameters
+        parameters.check()
+        parameters.check_trainable()
+        for name, p in parameters.named.items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ClusterError(f"gradient of {name!r} has a sparse layout, which is not supported")
+        grads = {}
+        for name, p in parameters.named.items():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif 0 in p.grad.stride():  # expanded: its entries share memory, and the aggregate's do not
+                p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            grads[name] = p.grad
+        self._steps.run(grads)

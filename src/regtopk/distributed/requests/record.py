@@ -1,0 +1,205 @@
+"""What an exchange sent and how long it took, measured on the messages themselves."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+
+from regtopk.core.timer import Timer
+from regtopk.core.words import counted
+from regtopk.distributed.options import Writer
+
+_log = logging.getLogger("regtopk")
+LEAST_SHARE_TOLD = 0.05  # of the time: ranks that wait less for one another are not worth a line
+PHASES = ("select_s", "encode_s", "collective_s", "decode_s")
+
+
+@dataclass
+class StepRecord:
+    """One step, or the sum of many, of this rank.
+
+    Bytes as in `regtopk.core.traffic`; times in seconds, split into preparing the vector and the algorithm's
+    own work (select_s), encoding, waiting in collectives, and decoding, summing and writing back.
+    lost_residual is the sum of w_n |e_n| over the ranks n that were lost with their residuals.
+    """
+
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0
+    num_entries: int = 0
+    select_s: float = 0.0
+    encode_s: float = 0.0
+    collective_s: float = 0.0
+    decode_s: float = 0.0
+    residual_norm: float = 0.0
+    num_skipped: int = 0
+    lost_residual: float = 0.0
+
+    def add(self, other: "StepRecord") -> None:
+        """Add another record to this one; the residual's norm is the newer one's."""
+        for f in fields(self):
+            if f.name != "residual_norm":
+                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+        self.residual_norm = other.residual_norm
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name."""
+        return asdict(self)
+
+
+class Ledger:
+    """What the steps of an exchange sent and how long they took.
+
+    Args:
+        total: what to go on from, after a resume.
+        num_steps: how many steps that was, skipped ones included.
+        first_step: the step it counts from; not 0 after a resume on other ranks.
+    """
+
+    def __init__(self, total: StepRecord | None = None, num_steps: int = 0, first_step: int = 0) -> None:
+        self.num_steps = num_steps
+        self.first_step = first_step
+        self.waited_s = 0.0  # in collectives since the ledger was made, as far as timers were read
+        self.waits: list[float] = []  # the same of every rank, as they told one another last
+        self._began = self._ended = time.perf_counter()
+        self._total = total or StepRecord()
+        self._last_step = StepRecord()
+        self._unread: list[tuple[StepRecord, Timer]] = []
+
+    def add(self, record: StepRecord, timer: Timer) -> None:
+        """Add a step; a timer on a GPU is read when somebody asks, or long after it has stopped."""
+        self.num_steps += 1
+        self._ended = time.perf_counter()
+        self._last_step = record
+        self._unread.append((record, timer))
+        if not timer.is_cuda or len(self._unread) > 100:
+            self._read()
+
+    def lose(self, residual: float) -> None:
+        """Count what ranks had not sent that are lost."""
+        self._read()
+        self._total.lost_residual += residual
+
+    def add_to_total(self, record: StepRecord, timer: Timer) -> None:
+        """Add what belongs to a step that was counted before."""
+        self._read()
+        for phase, seconds in timer.seconds().items():
+            setattr(record, phase, seconds)
+        self._total.add(replace(record, residual_norm=self._total.residual_norm))
+
+    @property
+    def last_step(self) -> StepRecord:
+        """The newest step."""
+        self._read()
+        return replace(self._last_step)
+
+    @property
+    def total(self) -> StepRecord:
+        """The sum of all steps."""
+        self._read()
+        return replace(self._total)
+
+    def _read(self) -> None:
+        for record, timer in self._unread:
+            for phase, seconds in timer.seconds().items():
+                setattr(record, phase, seconds)
+            self._total.add(record)
+            self.waited_s += record.collective_s
+        self._unread = []
+
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank that waited least, and for which share of the time the others waited longer than it."""
+        elapsed = self._ended - self._began
+        if len(self.waits) < 2 or elapsed <= 0:
+            return None
+        rank = min(range(len(self.waits)), key=self.waits.__getitem__)
+        others = (sum(self.waits) - self.waits[rank]) / (len(self.waits) - 1)
+        return rank, (others - self.waits[rank]) / elapsed
+
+
+class Curves:
+    """Sends every step's numbers to a writer. Its failure must not end training.
+
+    Args:
+        writer: see `regtopk.attach`; None: there is none.
+    """
+
+    def __init__(self, writer: Writer | None) -> None:
+        self._writer = writer
+
+    def draw(self, numbers: Callable[[], dict[str, float]], num_steps: int) -> None:
+        """Draw numbers, which are only asked for if somebody draws them."""
+        if self._writer is None:
+            return
+        try:
+            for name, number in numbers().items():
+                self._writer.add_scalar(f"regtopk/{name}", number, num_steps)
+        except Exception as error:
+            self._writer = None
+            _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
+
+
+def summarise(
+    ledger: Ledger,
+    num_workers: int,
+    title: str,
+    residual_norm: float,
+    every: int | None = None,
+    num_parts: int = 1,
+    peer: str = "rank",
+) -> str:
+    """A few lines of text: bytes sent, against dense, and where the time went.
+
+    Args:
+        ledger: what is told.
+        num_workers: N.
+        title: whose it is.
+        residual_norm: of what was not sent yet.
+        every: how many optimizer steps a round of updates has; None: the steps exchange gradients.
+        num_parts: how many steps of the ledger make one of the whole model.
+        peer: what those are that are exchanged with.
+    """
+    noun = "step" if every is None else "round"
+    total, steps = ledger.total, max(ledger.num_steps, 1) / num_parts
+    times = {name: 1e3 * getattr(total, name) / steps for name in PHASES}
+    since = (
+        f" since {noun} {ledger.first_step // num_parts}, when the ranks changed" if ledger.first_step else ""
+    )
+    sent = f"{_size(total.sent_bytes / steps)} per {noun}, {_size(total.sent_bytes)} in all"
+    dense = f"{_size(total.dense_bytes / steps)} per {noun}, {_size(total.dense_bytes)} in all"
+    if total.sent_bytes:
+        dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
+    done = counted((ledger.num_steps - total.num_skipped) // num_parts, noun)
+    if every is not None:
+        done += f" of {counted(every, 'step')}"
+    lines = [
+        f"{title}: {done} on {counted(num_workers, 'worker')}{since}; this rank:",
+        f"  sent      {sent}; {total.num_entries / steps:.0f} entries per {noun}",
+        f"  dense     {dense}",
+        f"  time      {' · '.join(f'{name[:-2]} {ms:.2f}' for name, ms in times.items())} ms per {noun};",
+        "            collective includes waiting for the slowest rank",
+        f"  residual  norm {residual_norm:.4g}",
+    ]
+    slowest = ledger.slowest()
+    if slowest is not None and slowest[1] >= LEAST_SHARE_TOLD:
+        percent = 100 * slowest[1]
+        lines.append(
+            f"  slowest   {peer} {slowest[0]} kept the others waiting for {percent:.0f} % of the time"
+        )
+    if total.lost_residual:
+        lines.append(
+            f"  lost      weighted residuals of norm {total.lost_residual:.4g}, with ranks that are gone"
+        )
+    if total.num_skipped:
+        vectors = "gradients" if every is None else "updates"
+        lines.append(f"  skipped   {counted(total.num_skipped, noun)} whose {vectors} were not finite")
+    return "\n".join(lines)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,80 @@
+"""Sparse sums: everybody's messages by all_gather, or split by index region, whichever moves fewer bytes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.core.requests import SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
+from regtopk.core.sparse import SparseGradient
+from regtopk.distributed.requests.gather import gather_sparse
+from regtopk.distributed.requests.rank import Rank, SumBuffer, Total
+from regtopk.distributed.requests.split import split_moves_less, split_sum
+
+
+def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> list[Tensor | OfSenders]:
+    """sum_n w_n x_n of each, dense (J,), the same bits on every rank; with what its senders are if asked.
+
+    Messages that are gathered travel together.
+    """
+    are_split = [_is_split(rank, request) for request, _ in asked]
+    gathered = iter(
+        gather_sparse(
+            rank,
+            [
+                (request.sparse, request.numbers if isinstance(request, SenderSum) else None)
+                for (request, _), is_split in zip(asked, are_split, strict=True)
+                if not is_split
+            ],
+        )
+    )
+    return [
+        _split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, *next(gathered))
+        for (request, sums), is_split in zip(asked, are_split, strict=True)
+    ]
+
+
+def _split_sum(rank: Rank, request: SparseSum, sums: SumBuffer) -> Tensor | OfSenders:
+    """The sum of vectors that are split by region; of a batch, (U, 1, m), one after another."""
+    sparse = request.sparse
+    if sparse.indices.dim() == 1:
+        return split_sum(rank, request, sums)
+    assert type(request) is SparseSum
+    weight, totals = request.weight.view(()), sums.zeros_for(sparse)
+    for total, indices, values in zip(totals, sparse.indices[:, 0], sparse.values[:, 0], strict=True):
+        row = replace(sparse, indices=indices, values=values)
+        found = split_sum(rank, SparseSum(row, weight), SumBuffer())
+        assert isinstance(found, Tensor)
+        total.copy_(found)
+    sums.total = Total(totals, None, totals._version)
+    return totals.unsqueeze(1)
+
+
+def _is_split(rank: Rank, request: SparseSum) -> bool:
+    if rank.collective == "auto":
+        return split_moves_less(rank, request)
+    return rank.collective == "split"
+
+
+def _sum(
+    rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient, everyones: Tensor | None
+) -> Tensor | OfSenders:
+    """The sum of everybody's sparse vectors, (N, m), and of the numbers that came along.
+
+    Of a batch, (U, N, m), the sums are (U, 1, J), as the simulator answers for U clusters.
+    """
+    sparse = request.sparse
+    rank.count_entries(sparse)
+    with rank.timer.phase("decode_s"):
+        indices, values = rows.indices, rows.values  # zeros of entry 0 in padding
+        weights, total = rank.weights_like(values), sums.zeros_for(sparse)
+        kernels.add_in_rank_order_(total, indices, values, weights)
+        sums.keep(total, indices, rows.counts)
+        if not isinstance(request, SenderSum):
+            return total if total.dim() == 1 else total.unsqueeze(1)
+        weight_of_each = rows.weight_of_each(weights.unsqueeze(-1))
+        sent_weight = kernels.sum_sparse_in_rank_order(indices, weight_of_each, sparse.numel)
+        added = None if everyones is None else kernels.sum_dense_in_rank_order(everyones, weights)
+        return OfSenders.of(total, sent_weight, indices.flatten(), weights, added)

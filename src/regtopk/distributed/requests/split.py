@@ -1,0 +1,190 @@
+"""A sparse sum split by index region: O(k) from each rank to the owners, who sum and gather the sums.
+
+Bit for bit the sum that an all_gather of everything gives: every region is added in rank order from zero.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.core.blocks import BLOCK, NUM_SCALES
+from regtopk.core.codes import longest_message_bytes
+from regtopk.core.regions import sender_code, split_of
+from regtopk.core.requests import SenderSum, SparseSum
+from regtopk.core.senders import OfSenders
+from regtopk.core.sparse import SparseGradient
+from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.errors import WireFormatError
+from regtopk.wire import decode, decode_segment, encode, encode_segment, raise_for_status
+
+
+def split_moves_less(rank: Rank, request: SparseSum) -> bool:
+    """Whether a split by region is computed to move fewer bytes than an all_gather of everything.
+
+    all_gather receives N - 1 messages of k entries. The split receives N - 1 messages of about k / N, and
+    then N - 1 regions of the sum on the union of the supports, which is largest, J (1 - (1 - k/J)^N)
+    entries, when the workers choose independently.
+    """
+    sparse = request.sparse
+    k = sparse.indices.shape[-1]
+    if rank.num_workers < 3 or sparse.count is not None or k == 0:
+        return False
+    sizes = split_of(
+        k,
+        sparse.numel,
+        rank.num_workers,
+        dtype=sparse.values.dtype,
+        value_code=sparse.code,
+        index_code=rank.index_code,
+        sender_code=sender_code(rank.weights.tolist()) if isinstance(request, SenderSum) else None,
+    )
+    return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
+
+
+class _Region(NamedTuple):
+    """One rank's part of the sum."""
+
+    sums: SparseGradient  # on the union of the supports
+    senders: Tensor | None  # of each: how many they are, or the sum of their weights
+    refused: WireFormatError | None
+
+
+def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfSenders:
+    """sum_n w_n x_n, dense (J,), by all_to_all and all_gather; with what its senders are if asked."""
+    sparse = request.sparse
+    bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
+    longest = longest_message_bytes(sparse.numel)
+    with rank.timer.phase("encode_s"):
+        messages = [rank.encoded(piece) for piece in _pieces(sparse, bounds)]
+    with rank.timer.phase("collective_s"):
+        received = rank.collectives.all_to_all_ragged(messages, longest)
+    with rank.timer.phase("decode_s"):
+        region = _sum_region(rank, received, request, bounds)
+    with rank.timer.phase("encode_s"):
+        parts = _encoded(rank, region, request)
+    with rank.timer.phase("collective_s"):
+        gathered = rank.collectives.all_gather_ragged(parts, longest)
+    if region.refused is not None:
+        raise region.refused
+    with rank.timer.phase("decode_s"):
+        answer = _joined(rank, gathered, request, bounds, buffer)
+    rank.count_all_to_all(messages, received)
+    own = sum(part.numel() for part in parts)
+    everyones = sum(part.numel() for theirs in gathered for part in theirs)
+    rank.count(0, own * (rank.num_workers - 1), everyones - own)
+    rank.count_entries(sparse)
+    return answer
+
+
+def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
+    """The entries of each region, counted from its start.
+
+    Values in blocks share scales, so those pieces are cut at whole blocks and counted from zero: they may
+    carry a few entries of their neighbours, which the receiver leaves out.
+    """
+    count = sparse.indices.shape[-1] if sparse.count is None else int(sparse.count)
+    indices, values = sparse.indices[:count], sparse.values[:count]
+    cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
+    pieces = []
+    for (low, high), (start, end) in zip(pairwise(cuts), pairwise(bounds), strict=True):
+        numel = end - start
+        if sparse.code in NUM_SCALES:
+            start, numel = 0, sparse.numel
+            if high > low:
+                low, high = low // BLOCK * BLOCK, min(count, -(-high // BLOCK) * BLOCK)
+        pieces.append(SparseGradient(indices[low:high] - start, values[low:high], numel, code=sparse.code))
+    return pieces
+
+
+def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: list[int]) -> _Region:
+    """This rank's region of the sum, in rank order from zero.
+
+    After a bad piece the sum is NaN, which every rank refuses: to raise here, before the sums are gathered,
+    would leave the others waiting for this rank.
+    """
+    sparse = request.sparse
+    low, high = bounds[rank.index], bounds[rank.index + 1]
+    start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
+    total = sparse.values.new_zeros(high - low)
+    is_touched = torch.zeros(high - low, dtype=torch.bool, device=total.device)
+    weights, refused = rank.weights.to(total), None
+    senders = torch.zeros_like(total) if isinstance(request, SenderSum) else None
+    are_counted = senders is not None and sender_code(rank.weights.tolist()) == "int8"
+    for n, message in enumerate(received):
+        if message.numel() == 0:
+            continue
+        try:
+            piece = decode(message, numel)
+        except WireFormatError as error:
+            refused = WireFormatError(f"rank {n}: {error}")
+            total.fill_(torch.nan)
+            is_touched.fill_(True)
+            break
+        at = piece.indices - start
+        is_ours = (at >= 0) & (at < high - low)
+        at, values = at[is_ours], piece.values.to(total.dtype)[is_ours]
+        total.scatter_add_(0, at, weights[n] * values)
+        is_touched[at] = True
+        if senders is not None:
+            senders[at] += 1 if are_counted else weights[n]
+    indices = is_touched.nonzero().flatten()
+    sums = SparseGradient(indices, total[indices], high - low)
+    return _Region(sums, None if senders is None else senders[indices], refused)
+
+
+def _encoded(rank: Rank, region: _Region, request: SparseSum) -> list[Tensor]:
+    """What a rank sends to all: its sums, their senders, and its own few numbers."""
+    parts = [encode(region.sums, rank.index_code)]
+    if isinstance(request, SenderSum):
+        assert region.senders is not None
+        parts.append(encode_segment(region.senders, sender_code(rank.weights.tolist())))
+        if request.numbers is not None:
+            parts.append(encode_segment(request.numbers))
+    return parts
+
+
+def _joined(
+    rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int], buffer: SumBuffer
+) -> Tensor | OfSenders:
+    """The regions' sums as one vector, and what is to say of its senders."""
+    sparse = request.sparse
+    total = buffer.zeros_for(sparse)
+    everywhere = []
+    for n, (message, *_) in enumerate(gathered):
+        sums = decode(message, bounds[n + 1] - bounds[n])
+        everywhere.append(sums.indices + bounds[n])
+        total[everywhere[n]] = sums.values
+    indices = torch.cat(everywhere)
+    buffer.keep(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
+    if not isinstance(request, SenderSum):
+        return total
+    status = torch.zeros(rank.num_workers, dtype=torch.int64, device=total.device)
+    code, dtype = sender_code(rank.weights.tolist()), total.dtype
+    senders = []
+    for n, (_, message, *_) in enumerate(gathered):
+        found, status[n] = decode_segment(message, everywhere[n].numel(), code, dtype)
+        senders.append(found)
+    raise_for_status(status)
+    sent_weight = torch.zeros_like(total).index_copy_(0, indices, _weight_of(rank, torch.cat(senders)))
+    weights, numbers = rank.weights.to(total), None
+    if request.numbers is not None:
+        rows, status = decode_segment(
+            torch.stack([theirs[-1] for theirs in gathered]), request.numbers.numel(), dtype=dtype
+        )
+        raise_for_status(status)
+        numbers = kernels.sum_dense_in_rank_order(rows, weights)
+    return OfSenders.of(total, sent_weight, indices, weights, numbers)
+
+
+def _weight_of(rank: Rank, senders: Tensor) -> Tensor:
+    """The summed weights of senders, from their number if weights are equal, as adding them one by one."""
+    if sender_code(rank.weights.tolist()) == "float32":
+        return senders
+    weight = rank.weights.max().to(senders.dtype)
+    sums = [torch.zeros_like(weight)]
+    for _ in rank.active:
+        sums.append(sums[-1] + weight)
+    return torch.stack(sums).to(senders.device)[senders.round().long()]

@@ -1,0 +1,227 @@
+"""Parameters that are exchanged together, and their state.
+
+State follows parameters by name. DDP may put them into other buckets from one step to the next. Then buckets
+are cut anew: per-entry state goes along with its parameters, and what only made sense for the old bucket (the
+last selection) starts anew.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.algorithms.dense import Dense
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.precision import initial_state
+from regtopk.core.state import State, accumulation_dtype
+from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.state.layout import as_flat, flat_dtype, layout_of, write_
+from regtopk.distributed.state.parameters import Parameters
+
+Names = tuple[str, ...]
+Entries = dict[str, dict[str, Tensor]]  # parameter name -> state field -> that parameter's part of it
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose gradients make one flat vector, in this order.
+
+    New memory of the vector's size costs more than most of the work on it. So a step keeps what it no longer
+    needs for the next one: the vector itself, the aggregate (in `sums`), and the copy of the state.
+
+    A step of many buckets can fail when some are exchanged already. `keep_state` before an exchange makes it
+    possible to take that back; until the bucket `is_settled`, `settled_state` is the state before the step.
+    """
+
+    names: Names
+    layout: Layout
+    algorithm: Algorithm[Any]
+    worker: Worker
+    state: State
+    flat: Tensor | None = None
+    sums: SumBuffer = dataclasses.field(default_factory=SumBuffer)
+    state_before: State | None = None
+    is_settled: bool = True
+    is_joined: bool = False  # whether the vector holds a copy of the gradients
+    is_cleared: bool = False  # whether they are zero already
+
+    @property
+    def settled_state(self) -> State:
+        """The state after the last step that was finished."""
+        if self.is_settled:
+            return self.state
+        assert self.state_before is not None
+        return self.state_before
+
+    def keep_state(self) -> None:
+        """Copy the state, for `take_back`."""
+        self.state_before = self.state.copy_into(self.state_before)
+        self.is_settled = False
+
+    def take_back(self) -> None:
+        """Go back to the settled state."""
+        if not self.is_settled:
+            assert self.state_before is not None
+            self.state, self.state_before, self.is_settled = self.state_before, None, True
+
+    def join(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
+        tensors = [grads[name] for name in self.names]
+        flat = as_flat(tensors, self.worker.weight.dtype)
+        self.is_joined, self.is_cleared = flat is None, False
+        if flat is not None:
+            return flat, None
+        self.flat = self.worker.zeros() if self.flat is None else self.flat
+        return self.flat, kernels.join_(self.flat, tensors)
+
+    def clear(self, grads: Mapping[str, Tensor]) -> None:
+        """Clear the gradients, if they were copied."""
+        if self.is_joined:
+            self.is_cleared = True
+            kernels.clear_([grads[name] for name in self.names])
+
+    def put_back(self, grads: Mapping[str, Tensor], loss_scale: float) -> None:
+        """Undo `clear`."""
+        if self.is_cleared:
+            assert self.flat is not None
+            write_([grads[name] for name in self.names], self.flat.mul_(loss_scale))
+            self.is_cleared = False
+
+    def entries(self) -> Entries:
+        """The per-entry state, cut by parameter (views)."""
+        return {
+            layer.name: {
+                field: getattr(self.settled_state, field)[layer.start : layer.start + layer.numel]
+                for field in self.entry_fields()
+            }
+            for layer in self.layout.layers
+        }
+
+    def entry_fields(self) -> list[str]:
+        """State fields with one number for each entry of the vector."""
+        return self.state.per_entry_fields()
+
+    def other_fields(self) -> dict[str, Tensor]:
+        """State fields that belong to the bucket as a whole."""
+        per_entry = self.entry_fields()
+        return {name: t for name, t in self.settled_state.state_dict().items() if name not in per_entry}
+
+    def load(self, entries: Entries, others: dict[str, Tensor]) -> None:
+        """Take over per-entry state by parameter, and those other fields that are known."""
+        for field in self.entry_fields():
+            parts = [entries[name][field].flatten() for name in self.names]
+            setattr(self.state, field, torch.cat(parts).to(getattr(self.state, field)))
+        for field, saved in others.items():
+            new = getattr(self.state, field)
+            setattr(self.state, field, saved.to(device=new.device, dtype=new.dtype, copy=True))
+
+
+class Buckets:
+    """All buckets of an exchange, in the order they are exchanged: at first one with the whole model.
+
+    Args:
+        parameters: what is exchanged.
+        skipped: the names of those that go dense.
+        algorithm: what is run on the others.
+        rank: this rank.
+        residual_dtype: how residuals are kept between steps.
+        parts: the names of parameters that are exchanged together; all of them if None.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        skipped: frozenset[str],
+        algorithm: Algorithm[Any],
+        rank: Rank,
+        residual_dtype: str = "float32",
+        parts: Sequence[Names] | None = None,
+    ) -> None:
+        self._residual_dtype = residual_dtype
+        self.parameters = parameters
+        self.skipped = skipped
+        self.algorithm = algorithm
+        self.rank = rank
+        self.all = [
+            self.make(part) for names in parts or [tuple(parameters.named)] for part in self.cut(names)
+        ]
+
+    def cut(self, names: Names) -> list[Names]:
+        """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
+        named = self.parameters.named
+        names = tuple(name for name in names if named[name].numel() > 0)
+        sparse = tuple(name for name in names if name not in self.skipped)
+        dense = tuple(name for name in names if name in self.skipped)
+        return [part for part in (sparse, dense) if part]
+
+    def make(self, names: Names) -> Bucket:
+        """A bucket of these parameters, in the state of the first step."""
+        rank, device, named = self.rank, self.parameters.device, self.parameters.named
+        dtype = flat_dtype(named[name] for name in names)
+        worker = Worker(
+            weight=rank.weights[rank.index].to(device=device, dtype=dtype),
+            index=torch.tensor(rank.index, device=device),
+            num_workers=rank.num_workers,
+            step=0,
+            layout=layout_of(names, self.parameters),
+            idle=rank.idle,
+            index_code=rank.index_code,
+        )
+        if names[0] in self.skipped:
+            algorithm: Algorithm[Any] = Dense()
+            return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
+        state = initial_state(self.algorithm, worker, self._residual_dtype)
+        return Bucket(names, worker.layout, self.algorithm, worker, state)
+
+    def regroup(self, rank: Rank) -> None:
+        """Go on among other ranks: every worker keeps its residual; its last selection starts anew."""
+        self.rank = rank
+        self.all = [self._among_others(bucket) for bucket in self.all]
+
+    def _among_others(self, old: Bucket) -> Bucket:
+        new = self.make(old.names)
+        for field, rule in old.state.rules().items():
+            if rule != "reset":
+                setattr(new.state, field, getattr(old.settled_state, field))
+        return new
+
+    def shared(self) -> list[dict[str, Tensor]]:
+        """What all ranks know alike, bucket by bucket (not copied)."""
+        states = [bucket.settled_state for bucket in self.all]
+        return [
+            {field: getattr(state, field) for field, rule in state.rules().items() if rule == "shared"}
+            for state in states
+        ]
+
+    def begin_from(self, shared: list[dict[str, Tensor]]) -> None:
+        """Begin as a new rank does: with what all others know alike, and with no residual."""
+        self.all = [self.make(bucket.names) for bucket in self.all]
+        for bucket, fields in zip(self.all, shared, strict=True):
+            bucket.load(bucket.entries(), fields)
+
+    def covering(self, names: Names) -> list[Bucket]:
+        """The buckets of parameters that arrived together; a bucket that holds others too is cut anew."""
+        wanted = set(names)
+        touched = [bucket for bucket in self.all if wanted.intersection(bucket.names)]
+        if all(wanted.issuperset(bucket.names) for bucket in touched):
+            return touched
+        entries = {name: parts for bucket in touched for name, parts in bucket.entries().items()}
+        new = [self.make(part) for part in self.cut(names)]
+        left = [tuple(name for name in bucket.names if name not in wanted) for bucket in touched]
+        rest = [self.make(part) for part in left if part]
+        for bucket in (*new, *rest):
+            bucket.load(entries, {})
+        self.all = [*(bucket for bucket in self.all if bucket not in touched), *new, *rest]
+        return new
+
+    def residual_norm(self) -> float:
+        """The Euclidean norm of all that this rank has not sent yet."""
+        states = [bucket.settled_state.state_dict() for bucket in self.all]
+        residuals = [state["residual"] for state in states if "residual" in state]
+        norms = [torch.linalg.vector_norm(e, dtype=accumulation_dtype(e.dtype)) for e in residuals]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0

@@ -1,0 +1,71 @@
+"""Gradients of several parameters as one flat vector."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from regtopk import kernels
+from regtopk.core.state import accumulation_dtype
+from regtopk.core.worker import Layout
+from regtopk.distributed.state.parameters import Parameters
+
+# What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
+# The last one says whether what is written to is known to be zero.
+Write = Callable[[Sequence[str], Tensor, kernels.Support | None, bool], None]
+
+
+def layout_of(names: Iterable[str], parameters: Parameters) -> Layout:
+    """The layout of some parameters, one after another."""
+    kinds, shapes = parameters.kinds, parameters.shapes
+    return Layout.of_shapes((name, shapes[name], kinds.get(name, "other")) for name in names)
+
+
+def flat_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """What a flat gradient of these parameters is kept in."""
+    dtype = torch.float32
+    for p in parameters:
+        dtype = torch.promote_types(dtype, accumulation_dtype(p.dtype))
+    return dtype
+
+
+def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The gradients as one vector, without a copy, if they lie one after another in memory."""
+    first = grads[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for grad in grads:
+        is_next = grad.untyped_storage().data_ptr() == storage and grad.data_ptr() == end
+        if not is_next or grad.dtype != dtype or not grad.is_contiguous():
+            return None
+        end += grad.numel() * grad.itemsize
+    return first.as_strided((sum(grad.numel() for grad in grads),), (1,))
+
+
+def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None) -> Write:
+    """Write into the tensors of some names; or `subtract_` from them."""
+    write = write or write_
+    return lambda names, *vector: write([targets[name] for name in names], *vector)
+
+
+def write_(
+    tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None, are_zero: bool = False
+) -> None:
+    """Write a vector into tensors, one after another; it is zero outside of its support, if there is one."""
+    if support is None:
+        torch._foreach_copy_(tensors, kernels.parts_of(vector, tensors))
+        return
+    flat = as_flat(tensors, vector.dtype)
+    kernels.spread_(tensors if flat is None else [flat], vector, support, are_zero)
+
+
+def subtract_(
+    tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None, are_zero: bool = False
+) -> None:
+    """Subtract a vector from tensors, one after another; it is zero outside of its support."""
+    flat = as_flat(tensors, vector.dtype)
+    if support is None or flat is None:
+        torch._foreach_sub_(tensors, kernels.parts_of(vector, tensors))
+    else:
+        indices = support.indices.flatten()  # an entry named twice gets the same difference twice
+        difference = flat.index_select(0, indices).sub_(vector.index_select(0, indices))
+        flat.scatter_(0, indices, difference)

@@ -1,0 +1,227 @@
+"""State dicts of an exchange: by parameter name, for as many ranks as before or for others.
+
+A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
+
+    format, algorithm, num_steps
+    options      of the algorithm, in words; those that load may have others, and say so
+    weights      [w_0, ..., w_(N-1)]
+    parameters   [[name, shape], ...]
+    skip         [name, ...]                     which parameters were sent dense
+    groups       [[name, ...], ...]              which parameters were exchanged together: the buckets
+    workers      {"3": {entries, groups, total, first_step, report}}   one rank's, or all ranks' when gathered
+        entries     {parameter: {field: tensor}}   per-entry state, in the parameter's shape
+        groups      ({field: tensor}, ...)         the rest of each bucket's state; a tuple, since
+                                                   torch.distributed.checkpoint keeps one whole
+        total       {name: number}                 what was sent
+        first_step  the step that `total` counts from (0 if missing)
+        report      [loss, time_s], or [] if none is waiting for the next step
+    updates      only of an `UpdateExchange`: see update_checkpoint.py
+    shard        only of a sharded model: [which part of it, of how many]
+    lost         only where ranks' states are gone for good: [rank, ...]; see `_resized`
+
+Of a sharded model this is what each part has, under ``shards["1 of 2"]``.
+
+The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
+"""
+
+import math
+from dataclasses import astuple, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.core.state import OnResize
+from regtopk.core.worker import Report
+from regtopk.distributed.requests.rank import Rank
+from regtopk.distributed.requests.record import Ledger, StepRecord
+from regtopk.distributed.state.buckets import Bucket, Buckets, Entries
+from regtopk.distributed.state.checks import FORMAT, check_facts, check_keys, check_workers
+from regtopk.errors import StateError
+
+_OPTIONAL = frozenset({"updates", "shard", "lost"})
+Worker = dict[str, Any]  # one rank's part of a state dict
+
+
+class Progress(NamedTuple):
+    """What training has changed since the exchange was made."""
+
+    buckets: list[Bucket]
+    num_steps: int
+    ledger: Ledger
+    report: Report | None
+
+
+def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report | None) -> dict[str, Any]:
+    """One rank's state after the last finished step, tensors copied."""
+    shapes, rank = buckets.parameters.shapes, buckets.rank
+    entries: Entries = {}
+    for bucket in buckets.all:
+        for name, parts in bucket.entries().items():
+            entries[name] = {f: part.to("cpu", copy=True).view(shapes[name]) for f, part in parts.items()}
+    worker = {
+        "entries": entries,
+        "groups": tuple(
+            {f: tensor.to("cpu", copy=True) for f, tensor in bucket.other_fields().items()}
+            for bucket in buckets.all
+        ),
+        "total": ledger.total.as_dict(),
+        "first_step": ledger.first_step,
+        "report": [] if report is None else list(astuple(report)),
+    }
+    return {
+        "format": FORMAT,
+        "algorithm": buckets.algorithm.name,
+        "options": repr(buckets.algorithm.options()),
+        "num_steps": num_steps,
+        "weights": rank.weights.tolist(),
+        "parameters": [[name, list(shape)] for name, shape in shapes.items()],
+        "skip": sorted(buckets.skipped),
+        "groups": [list(bucket.names) for bucket in buckets.all],
+        "workers": {str(rank.index): worker},
+    }
+
+
+def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One state dict from those of several ranks (the rank files of a run)."""
+    if not parts:
+        raise StateError("parts must hold at least one rank's state, got none")
+    if all(isinstance(part, dict) and isinstance(part.get("shards"), dict) for part in parts):
+        shards: dict[str, list[dict[str, Any]]] = {}
+        for place, state in [item for part in parts for item in part["shards"].items()]:
+            shards.setdefault(place, []).append(state)
+        return {"shards": {place: merge_state_dicts(states) for place, states in shards.items()}}
+    for part in parts:
+        check_keys(part, may_hold=_OPTIONAL)
+        for key in sorted({*part, *parts[0]} - {"workers"}):
+            if not _same(part.get(key), parts[0].get(key)):
+                raise StateError(
+                    f"rank states must come from one moment of one run: {key} differs between them"
+                )
+    workers = {rank: worker for part in parts for rank, worker in part["workers"].items()}
+    return {**parts[0], "workers": workers}
+
+
+def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
+    """What an exchange goes on with from a saved state.
+
+    Args:
+        buckets: of the exchange that loads.
+        saved: a state dict.
+        keeps_buckets: whether to go on with the buckets that were saved, or with the whole model.
+
+    Raises:
+        StateError: it does not fit, or is damaged.
+    """
+    if isinstance(saved, dict) and "updates" in saved:
+        raise StateError(
+            "the saved state must be of an exchange of gradients, got one of updates: load it into an "
+            "UpdateExchange, which needs a process group"
+        )
+    check_keys(saved, may_hold=frozenset({"lost"}))
+    try:
+        return _loaded(buckets, saved, keeps_buckets)
+    except StateError:
+        raise
+    except Exception as error:  # there is no end to the ways in which a file can be wrong
+        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
+
+
+def _loaded(buckets: Buckets, saved: Any, keeps_buckets: bool) -> Progress:
+    check_facts(buckets, saved)
+    rank, weights = buckets.rank.index, buckets.rank.weights.tolist()
+    saved_parts = [tuple(names) for names in saved["groups"]]
+    parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
+    new = [buckets.make(part) for part in parts]
+    is_same_cut = parts == saved_parts
+    is_same_cluster = saved["weights"] == weights and not saved.get("lost")
+    needed = [rank] if is_same_cluster else kept_ranks(saved)
+    check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
+    if is_same_cluster:
+        worker = saved["workers"][str(rank)]
+    else:
+        rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
+        worker = _resized(saved, weights, rank, rules)
+    for i, bucket in enumerate(new):
+        bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
+    report = Report(*map(float, worker["report"])) if worker["report"] else None
+    return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
+
+
+def kept_ranks(saved: dict[str, Any]) -> list[int]:
+    """The ranks whose states are needed to go on with others: all but those that are lost."""
+    ranks, lost = range(len(saved["weights"])), saved.get("lost", [])
+    kept = [n for n in ranks if n not in lost]
+    if not kept or not set(lost) <= set(ranks):
+        raise StateError(f"lost of the saved state must be some of its {len(ranks)} ranks, got {lost}")
+    return kept
+
+
+def _ledger(rank: Rank, saved: dict[str, Any]) -> Ledger:
+    """What was sent so far. What other ranks sent is not this rank's: on another number it counts anew."""
+    num_steps: int = saved["num_steps"]
+    if len(saved["weights"]) != rank.num_workers or str(rank.index) not in saved["workers"]:
+        return Ledger(first_step=num_steps)
+    worker = saved["workers"][str(rank.index)]
+    known = [f.name for f in fields(StepRecord) if f.name in worker["total"]]
+    total = StepRecord(**{name: _number(worker["total"][name]) for name in known})
+    first_step = _number(worker.get("first_step", 0))
+    if first_step > num_steps:
+        raise StateError(f"first_step of the saved state must be at most {num_steps}, got {first_step}")
+    return Ledger(total, num_steps - first_step + total.num_skipped, first_step)
+
+
+def _number(saved: Any) -> Any:
+    if type(saved) not in (int, float) or not 0 <= saved < math.inf:
+        raise StateError(f"counters of the saved state must be finite numbers >= 0, got {saved!r}")
+    return saved
+
+
+def _resized(
+    saved: dict[str, Any], new_weights: list[float], rank: int, rules: dict[str, OnResize]
+) -> Worker:
+    """What a rank starts from on other ranks or with other weights, so that sum_n w_n e_n stays what it was.
+
+    weighted_sum   e'_m = sum of w_n e_n over the old ranks n given to m, over w'_m
+    shared         copied
+    reset          left out, so it starts anew
+
+    Old ranks are given, in order and evenly, to the new ranks that have weight. Of a lost rank nothing is
+    left, and the sum is that of the others.
+    """
+    old_weights, kept = saved["weights"], kept_ranks(saved)
+    old = {n: saved["workers"][str(n)] for n in kept}
+    first_worker = old[kept[0]]
+    active = [m for m, weight in enumerate(new_weights) if weight > 0]
+    given = [n for i, n in enumerate(kept) if active[i * len(active) // len(kept)] == rank]
+
+    def weighted_sum(name: str, field: str, like: Tensor) -> Tensor:
+        total = torch.zeros_like(like, dtype=torch.float64)
+        for n in given:
+            total += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[rank]
+        return total
+
+    entries = {
+        name: {
+            field: first if rules[field] == "shared" else weighted_sum(name, field, first)
+            for field, first in parts.items()
+        }
+        for name, parts in first_worker["entries"].items()
+    }
+    shared = tuple(
+        {field: tensor for field, tensor in others.items() if rules[field] == "shared"}
+        for others in first_worker["groups"]
+    )
+    report = first_worker["report"]  # which all ranks share
+    return {"entries": entries, "groups": shared, "report": report}
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two parts of saved states are equal, tensors bit for bit."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)

@@ -1,0 +1,265 @@
+"""Checkpoints of sharded models through torch.distributed.checkpoint (DCP).
+
+A rank's state dict (checkpoint.py) comes apart: what has an entry for each of a parameter's becomes a DTensor
+that is cut as the parameter is, so DCP can cut it anew for another number of shards. The rest, which is
+small, is kept as it is, with the tensors' dtypes in their places::
+
+    replicas  {"0": {entries, optimizer, parameters, rest}}     what differs from replica to replica
+        entries     {parameter: {field: DTensor}}       residuals, and what else an algorithm keeps
+        optimizer   {parameter: {key: DTensor}}         of an `UpdateExchange`, as the following ones
+        parameters  {parameter: DTensor}                only inside a round
+        rest        {"1": (state dict,)}                of each part; a tuple, which DCP keeps whole
+    start     {parameter: DTensor}                      theta_start, the same on all replicas
+    outer     {parameter: {key: DTensor}}               the outer optimizer's state
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from regtopk.distributed.state.buckets import Buckets
+from regtopk.distributed.state.saved import merge_state_dicts
+from regtopk.distributed.state.shards import local
+from regtopk.errors import StateError
+
+Load = Callable[[dict[str, Any]], None]  # fills in what a checkpoint holds under these keys
+
+
+class Piece(NamedTuple):
+    """Where a parameter's part lies in one of the vectors that are exchanged."""
+
+    vector: str
+    parameter: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the state of an exchange belongs to sharded parameters.
+
+    Args:
+        wholes: the DTensors, by name.
+        pieces: of all vectors; what lies between them is padding.
+        inner: the parameter of each index of the optimizer's state; None: it is frozen.
+        outer: the same of the outer optimizer.
+    """
+
+    wholes: dict[str, Any]
+    pieces: list[Piece]
+    inner: tuple[str | None, ...] = ()
+    outer: tuple[str | None, ...] = ()
+
+
+class _Slot(NamedTuple):
+    """A place in a state dict for a tensor that is saved by itself, and where in the checkpoint that is."""
+
+    holder: dict[Any, Any]
+    key: Any
+    path: tuple[str, ...]
+    parameter: str
+
+
+def under_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
+    """A state dict whose keys are no other part's: checkpoints that merge equal keys keep every part.
+
+    Args:
+        saved: this rank's.
+        shard: [which part of the model it has, of how many]; None: the whole model.
+    """
+    return saved if shard is None else {"shards": {_place(shard): saved}}
+
+
+def from_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
+    """This part's of what `under_shard` gave, or of all parts of that."""
+    if isinstance(saved, dict) and "replicas" in saved:
+        raise StateError("what sharded_state_dict() gave must be loaded by load_sharded(folder)")
+    if not isinstance(saved, dict) or not isinstance(saved.get("shards"), dict):
+        return saved
+    key = "of no sharded model" if shard is None else _place(shard)
+    if key not in saved["shards"]:
+        raise StateError(f"the saved state must hold part {key}, got parts {sorted(saved['shards'])}")
+    part: dict[str, Any] = saved["shards"][key]
+    return part
+
+
+def _place(shard: list[int]) -> str:
+    return f"{shard[0]} of {shard[1]}"
+
+
+def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
+    """A rank's state dict as DCP is to save it."""
+    ((replica, worker),) = saved["workers"].items()
+    _by_parameter(worker, sharding)
+    tree: dict[str, Any] = {}
+    for slot in _slots(saved, replica, sharding):
+        tensor, whole = slot.holder[slot.key], sharding.wholes[slot.parameter]
+        if isinstance(tensor, Tensor) and tensor.shape == local(whole).shape:
+            _put(tree, slot.path, _on_cpu(tensor, whole))
+            slot.holder[slot.key] = tensor.dtype
+    _put(tree, ("replicas", replica, "rest", str(saved["shard"][0])), (saved,))
+    return tree
+
+
+def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[int]) -> dict[str, Any]:
+    """A state dict that this rank can load, of all replicas that it needs, whatever mesh it was saved on.
+
+    Args:
+        load: reads the checkpoint; called equally often on every rank.
+        sharding: of the exchange that loads.
+        buckets: its buckets.
+        shard: [which part of the model this rank has, of how many].
+    """
+    first = _rests(load, {"0": 0})["0"]
+    weights, num_parts = first["weights"], first["shard"][1]
+    mine, is_same_cluster = buckets.rank.index, weights == buckets.rank.weights.tolist()
+    replicas = [str(mine)] if is_same_cluster else [str(n) for n in range(len(weights))]
+    part = shard[0] if num_parts == shard[1] else 0
+    states = _rests(load, {replica: part for replica in replicas})
+    tree: dict[str, Any] = {}
+    filled: list[_Slot] = []
+    for replica, state in states.items():
+        _check_names(sharding, state["workers"][replica]["entries"])
+        for slot in _slots(state, replica, sharding):
+            dtype, whole = slot.holder[slot.key], sharding.wholes[slot.parameter]
+            if isinstance(dtype, torch.dtype):
+                _put(tree, slot.path, _on_cpu(torch.zeros(local(whole).shape, dtype=dtype), whole))
+                filled.append(slot)
+            elif num_parts != shard[1]:
+                _check_number(dtype, slot)
+    load(tree)
+    for slot in filled:
+        slot.holder[slot.key] = local(_get(tree, slot.path))
+    for replica, state in states.items():
+        _fit(state, state["workers"][replica], buckets, shard)
+        _by_vector(state["workers"][replica], sharding, buckets)
+    return merge_state_dicts(list(states.values()))
+
+
+def _slots(saved: dict[str, Any], replica: str, sharding: Sharding) -> Iterator[_Slot]:
+    """All places of a rank's state dict that may hold a part of a sharded tensor."""
+    worker, own = saved["workers"][replica], ("replicas", replica)
+    for name, fields in worker["entries"].items():
+        for field in fields:
+            yield _Slot(fields, field, (*own, "entries", name, field), name)
+    if "updates" not in saved:
+        return
+    (mine,), updates = worker["updates"], saved["updates"]
+    for name in mine["parameters"]:
+        yield _Slot(mine["parameters"], name, (*own, "parameters", name), name)
+    yield from _of_optimizer(mine["optimizer"], (*own, "optimizer"), sharding.inner)
+    for name in updates["start"]:
+        yield _Slot(updates["start"], name, ("start", name), name)
+    yield from _of_optimizer(updates["outer_state"][0], ("outer",), sharding.outer)
+
+
+def _of_optimizer(
+    saved: dict[str, Any], path: tuple[str, ...], names: tuple[str | None, ...]
+) -> Iterator[_Slot]:
+    for index, state in saved.get("state", {}).items():
+        name = names[index]
+        for key in state if name is not None else ():
+            assert name is not None
+            yield _Slot(state, key, (*path, name, key), name)
+
+
+def _rests(load: Load, parts: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """What some replicas have kept whole, by replica."""
+    tree: dict[str, Any] = {"replicas": {n: {"rest": {str(part): ()}} for n, part in parts.items()}}
+    load(tree)
+    rests = {n: tree["replicas"][n]["rest"][str(part)] for n, part in parts.items()}
+    return {n: rest for n, (rest,) in rests.items()}
+
+
+def _check_number(saved: object, slot: _Slot) -> None:
+    if isinstance(saved, Tensor) and saved.numel() > 1:
+        raise StateError(
+            f"{slot.key} of parameter {slot.parameter!r} must have the parameter's shape, or be one number, "
+            f"to be loaded on another number of shards, got shape {tuple(saved.shape)}"
+        )
+
+
+def _check_names(sharding: Sharding, found: dict[str, Any]) -> None:
+    if found.keys() != sharding.wholes.keys():
+        only = sorted(found.keys() ^ sharding.wholes.keys())
+        raise StateError(f"parameters of the saved state must be this model's, got a difference in {only}")
+
+
+def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard: list[int]) -> None:
+    """Make a part of the model into another: what belonged to the old one as a whole starts anew."""
+    parameters = [[name, list(shape)] for name, shape in buckets.parameters.shapes.items()]
+    groups = [list(bucket.names) for bucket in buckets.all]
+    if (state["shard"], state["parameters"], state["groups"]) == (shard, parameters, groups):
+        return
+    state |= {"shard": shard, "parameters": parameters, "groups": groups}
+    worker |= {"total": {}, "first_step": state["num_steps"], "padding": {}}
+    worker["groups"] = tuple(buckets.make(bucket.names).other_fields() for bucket in buckets.all)
+
+
+# Vectors and the parameters in them.
+
+
+def _by_parameter(worker: dict[str, Any], sharding: Sharding) -> None:
+    """Cut the vectors' entries by parameter; the padding is kept for a mesh of as many shards."""
+    vectors = worker["entries"]
+    fields_of = {name: list(fields) for name, fields in vectors.items()}
+    entries: dict[str, Any] = {name: {} for name in sharding.wholes}
+    padding = {
+        name: {f: tensor.flatten().clone() for f, tensor in of.items()} for name, of in vectors.items()
+    }
+    for piece in sharding.pieces:
+        part = local(sharding.wholes[piece.parameter])
+        for field in fields_of.get(piece.vector, []):
+            flat = vectors[piece.vector][field].flatten()
+            entries[piece.parameter][field] = flat[piece.start : piece.start + part.numel()].view(part.shape)
+            padding[piece.vector][field][piece.start : piece.start + part.numel()] = 0
+    worker["entries"] = entries
+    worker["padding"] = {
+        name: {field: tensor.to_sparse() for field, tensor in of.items() if tensor.any()}
+        for name, of in padding.items()
+    }
+
+
+def _by_vector(worker: dict[str, Any], sharding: Sharding, buckets: Buckets) -> None:
+    """The opposite of `_by_parameter`."""
+    entries, padding, shapes = worker["entries"], worker.pop("padding"), buckets.parameters.shapes
+    vectors: dict[str, Any] = {}
+    for piece in sharding.pieces:
+        shape = shapes[piece.vector]
+        if torch.Size(shape).numel() == 0:
+            continue
+        of_vector = vectors.setdefault(piece.vector, {})
+        for field, part in entries[piece.parameter].items():
+            if field not in of_vector:
+                of_vector[field] = torch.zeros(shape, dtype=part.dtype)
+                if field in padding.get(piece.vector, {}):
+                    of_vector[field].view(-1).copy_(padding[piece.vector][field].to_dense())
+            of_vector[field].view(-1)[piece.start : piece.start + part.numel()] = part.flatten()
+    worker["entries"] = vectors
+
+
+# Trees.
+
+
+def _on_cpu(part: Tensor, whole: Any) -> Tensor:
+    """A part as this rank's of a DTensor that is cut like another, in the CPU's memory."""
+    mesh = DeviceMesh("cpu", whole.device_mesh.mesh, _init_backend=False)  # no process group: nothing is sent
+    dtensor: Tensor = type(whole).from_local(
+        part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return dtensor
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree

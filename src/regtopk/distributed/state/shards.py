@@ -1,0 +1,212 @@
+"""Parameters of which every rank holds a part, as fully_shard makes them: DTensors of one shard mesh.
+
+DTensor is known here by its name and methods: importing it takes seconds, which most users need not wait for.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from regtopk.core.layers import layer_kinds
+from regtopk.distributed.state.parameters import (
+    NamedParameters,
+    Parameters,
+    is_dtensor,
+    is_fsdp2,
+    named_pairs,
+)
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.errors import ArgumentError, ClusterError
+
+EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+
+
+class Shards:
+    """The ranks that hold the other parts of this rank's replica: the shard axis.
+
+    Args:
+        named: the sharded parameters.
+        replicas: the process group of the replicate axis.
+    """
+
+    def __init__(self, named: Mapping[str, Any], replicas: dist.ProcessGroup) -> None:
+        group = _mesh_of(named).get_group()
+        self.collectives = Collectives(group)
+        self.place = [self.collectives.rank, self.collectives.num_workers]
+        self.whole = [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
+        ranks, theirs = map(dist.get_process_group_ranks, (replicas, group))
+        if set(ranks) & set(theirs) != {dist.get_rank()}:
+            raise ClusterError(
+                "the replicate group must share one rank with the shard group, this one, got ranks "
+                f"{sorted(ranks)} beside shards on ranks {sorted(theirs)}: pass mesh['replicate'] {EXAMPLE}"
+            )
+
+
+class DenseMean:
+    """What torch does over the replicas of a mesh of two dimensions."""
+
+    def __init__(self, replicas: Collectives) -> None:
+        self._replicas = replicas
+
+    def __call__(self, flat: Tensor) -> None:
+        """Average a unit's vector."""
+        if self._replicas.num_workers > 1:
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._replicas.group)
+
+
+class ShardedParameters(Parameters):
+    """This rank's parts of the sharded parameters that require a gradient.
+
+    Args:
+        source: a module of fully_shard's, (name, parameter) pairs, or parameters.
+    """
+
+    takes_dtensors = True
+
+    def __init__(self, source: nn.Module | NamedParameters) -> None:
+        self._sharded = source if isinstance(source, nn.Module) else None
+        self.reshard()
+        pairs = named_pairs(source)
+        check_placements(pairs)
+        super().__init__([(name, p) for name, p in pairs if p.requires_grad])
+        self._module = self._sharded
+        self.kinds = {} if self._sharded is None else layer_kinds(self._sharded)
+
+    def check(self) -> None:
+        """Refuse parameters that were added, replaced or reshaped since."""
+        self.reshard()  # or the model shows others
+        super().check()
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """This rank's parts, in the memory of the parameters: FSDP moves them in its first forward."""
+        return {name: nn.Parameter(local(p), requires_grad=p.requires_grad) for name, p in self.whole.items()}
+
+    def reshard(self) -> None:
+        """Let go of whole parameters, which FSDP keeps after an evaluation: they hide what is written."""
+        for _, module in self._units():
+            module.reshard()
+
+    def end_means(self) -> None:
+        """Let gradients stay in their replica, where a `detach()` has left them to be averaged."""
+        for name, module in self._units():
+            if any(isinstance(group._all_reduce_hook, DenseMean) for group in groups_of(name, module)):
+                module.set_all_reduce_hook(None)
+
+    def _units(self) -> list[tuple[str, Any]]:
+        """The FSDP units of the module, by name."""
+        return [] if self._sharded is None else units_by_name(self._sharded)
+
+
+def is_sharded(pairs: Iterable[tuple[str, Tensor]]) -> bool:
+    """Whether there is a DTensor among them."""
+    return any(is_dtensor(p) for _, p in pairs)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def like(part: Tensor, whole: Any) -> Tensor:
+    """A part as this rank's of a DTensor like another."""
+    dtensor: Tensor = type(whole).from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return dtensor
+
+
+def group_of(option: str, given: object) -> dist.ProcessGroup:
+    """The process group of the replicate axis, which users hand over as such or as a mesh."""
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise ArgumentError(
+                f"{option} must be a process group or a mesh of 1 dimension, got one of {given.ndim}: pass "
+                f"mesh['replicate'] {EXAMPLE}"
+            )
+        return group_or_default(given.get_group())
+    if not isinstance(given, dist.ProcessGroup):
+        raise ArgumentError(
+            f"{option} must be the process group or mesh of the replicate axis for a sharded model, got "
+            f"{given!r}: pass mesh['replicate'] {EXAMPLE}"
+        )
+    return group_or_default(given)
+
+
+def units_by_name(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules that fully_shard was called on."""
+    return [(name or "<root>", module) for name, module in model.named_modules() if is_fsdp2(module)]
+
+
+def groups_of(name: str, module: Any) -> list[Any]:
+    """torch's groups of a unit's parameters: one, or none if other units hold them all."""
+    state = module._get_fsdp_state()
+    if not hasattr(state, "_fsdp_param_groups"):  # torch 2.11
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    groups = list(state._fsdp_param_groups)
+    if len(groups) > 1:
+        try:
+            module.set_all_reduce_hook(None)
+        except ValueError as error:
+            raise ClusterError(f"FSDP unit {name!r} must have one parameter group: {error}") from error
+    return groups
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse a model whose gradients are exchanged over the replicas in backward."""
+    for name, module in units_by_name(model):
+        for group in groups_of(name, module):
+            if not isinstance(group._all_reduce_hook, (DenseMean, type(None))):
+                raise ClusterError(
+                    f"FSDP unit {name!r} must have no all-reduce hook, got one: UpdateExchange "
+                    "exchanges updates, so gradients must stay in their replica; call detach() of what "
+                    "regtopk.attach gave"
+                )
+
+
+def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
+    """Refuse what is no DTensor of a shard axis."""
+    for name, p in pairs:
+        if not is_dtensor(p):
+            raise ClusterError(
+                f"parameter {name!r} must be sharded as the others are, got a plain tensor: call fully_shard "
+                "on the whole model, too"
+            )
+        if p.device.type == "meta":
+            raise ClusterError(
+                f"parameter {name!r} must be on the device that trains it, got 'meta': call to_empty() and "
+                "give it values first"
+            )
+        if p.device_mesh.ndim != 1:
+            raise ClusterError(
+                f"mesh of parameter {name!r} must have 1 dimension, the shard axis, got "
+                f"{p.device_mesh.ndim}: over a second one torch averages densely by itself; call "
+                f"fully_shard(..., mesh=mesh['shard']) {EXAMPLE}"
+            )
+        (placement,) = p.placements
+        if not (placement.is_shard(0) or placement.is_replicate()):
+            raise ClusterError(
+                f"placement of parameter {name!r} must be Shard(0) or Replicate(), got {placement!r}"
+            )
+
+
+def _mesh_of(named: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh that all of them are on."""
+    first, *others = named
+    mesh: DeviceMesh = named[first].device_mesh
+    for name in others:
+        if named[name].device_mesh != mesh:
+            ranks, others_ranks = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
+            raise ClusterError(
+                f"parameters must be on one mesh, got {first!r} on ranks {ranks} and {name!r} on ranks "
+                f"{others_ranks}"
+            )
+    return mesh

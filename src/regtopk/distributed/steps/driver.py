@@ -1,0 +1,221 @@
+"""Runs an algorithm on one rank of a process group, and answers its requests.
+
+All ranks receive the same bits: messages are coded without loss, and sums run from zero in rank order in at
+least float32, as in the simulator. `deterministic=False` lets the backend add uncoded dense vectors instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk import kernels
+from regtopk.algorithms.dense import Dense
+from regtopk.core.algorithm import Algorithm, Conversation
+from regtopk.core.precision import exchange
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.state import State
+from regtopk.core.worker import Report, Worker
+from regtopk.distributed.requests.broadcast import broadcast
+from regtopk.distributed.requests.dense_sum import dense_sum
+from regtopk.distributed.requests.gather import gather
+from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.requests.sparse_sum import sparse_sums
+from regtopk.distributed.state.buckets import Bucket
+from regtopk.distributed.state.layout import as_flat
+from regtopk.distributed.steps.alike import Alike, Rows
+from regtopk.errors import OracleError
+from regtopk.kernels import Support
+
+PEEKS = (  # why an oracle is refused
+    "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer that "
+    "(regtopk.simulate.Cluster), a real cluster cannot"
+)
+
+# A vector, and where it is not zero if it is a sparse sum as it was received.
+Aggregate = tuple[Tensor, Support | None]
+
+
+class Turn(NamedTuple):
+    """What all buckets of a step have in common.
+
+    Attributes:
+        number: how many steps were made before.
+        report: see `Worker`.
+        is_dense: whether everything is sent.
+        is_bad: (), on the device, whether the states must stay as they are; None: they change.
+    """
+
+    number: int
+    report: Report | None
+    is_dense: bool
+    is_bad: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one conversation is about: a bucket, or several that are alike.
+
+    Attributes:
+        places: which of the buckets of a step they are.
+        flat: their gradients, (J,) or (U, 1, J).
+        state: theirs, which the conversation changes.
+        worker: this rank.
+        sums: where their sums are made.
+        rows: what makes several of them one.
+    """
+
+    places: list[int]
+    algorithm: Algorithm[Any]
+    flat: Tensor
+    state: State
+    worker: Worker
+    sums: SumBuffer
+    rows: Rows | None = None
+
+
+class Driver:
+    """Runs the algorithm on a step's buckets, side by side, and remembers which are computed together."""
+
+    def __init__(self) -> None:
+        self.alike = Alike()
+
+    def run(
+        self,
+        rank: Rank,
+        everyone: Sequence[Bucket],
+        buckets: Sequence[Bucket],
+        flats: Sequence[Tensor],
+        turn: Turn,
+    ) -> list[Aggregate]:
+        """Turn this rank's gradients into the aggregates.
+
+        Args:
+            rank: this one.
+            everyone: all buckets.
+            buckets: those of this step.
+            flats: their gradients.
+            turn: the step.
+        """
+        with rank.timer.phase("select_s"):
+            are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
+            groups = [[place] for place in range(len(buckets))]
+            if are_even and len(buckets) > 1:
+                groups = self.alike.groups(everyone, buckets)
+            parts = [
+                self._part(places, [buckets[n] for n in places], [flats[n] for n in places], turn)
+                for places in groups
+            ]
+            kept = [_kept(part.state, rank, turn) for part in parts]
+            for part in parts:
+                part.sums.total = None
+            if turn.is_bad is not None:  # what algorithms make of a NaN is not known
+                kernels.overwrite_if_(turn.is_bad, [part.flat for part in parts], 0.0)
+            conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
+            totals = converse(rank, conversations, [part.sums for part in parts])
+        supports = [part.sums.support_of(total) for part, total in zip(parts, totals, strict=True)]
+        _give_back([part.state for part in parts], kept, turn.is_bad)
+        aggregates: dict[int, Aggregate] = {}
+        for part, support, total in zip(parts, supports, totals, strict=True):
+            if part.rows is not None:
+                part.rows.show([buckets[place] for place in part.places])
+            part.sums.recycle(total, part.flat, *part.state.state_dict().values())
+            rows = [total] if part.rows is None else total.squeeze(1).unbind()
+            aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
+        return [aggregates[place] for place in range(len(buckets))]
+
+    def _part(
+        self, places: list[int], buckets: Sequence[Bucket], flats: Sequence[Tensor], turn: Turn
+    ) -> Part:
+        bucket = buckets[0]
+        if len(places) > 1:
+            rows = self.alike.rows_of(buckets)
+            flat, worker = _as_rows(flats).unsqueeze(1), rows.worker.at(turn.number, turn.report)
+            return Part(places, bucket.algorithm, flat, rows.state_of(buckets), worker, rows.sums, rows)
+        algorithm, state = bucket.algorithm, bucket.state
+        worker = bucket.worker.at(turn.number, turn.report)
+        if turn.is_dense:
+            algorithm = Dense()
+            state = algorithm.init(worker)
+        return Part(places, algorithm, flats[0], state, worker, bucket.sums)
+
+
+def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[SumBuffer]) -> list[Tensor]:
+    """Run the conversations of several buckets to their ends, side by side, and return the aggregates.
+
+    Sparse vectors that are sent at the same time travel together. What is wrong with a message is raised
+    before anything else is sent, or by `rank.raise_refusals()` when the caller has nothing left to launch.
+    """
+    aggregates: dict[int, Tensor] = {}
+    requests: dict[int, Request] = {}
+
+    def go_on(number: int, given: Any) -> None:
+        try:
+            requests[number] = conversations[number].send(given)
+        except StopIteration as done:
+            aggregates[number] = done.value
+            requests.pop(number, None)
+
+    for number in range(len(conversations)):
+        go_on(number, None)
+    while requests:
+        numbers = list(requests)
+        answers = answer(rank, list(requests.values()), [sums[number] for number in numbers])
+        for number, given in zip(numbers, answers, strict=True):
+            go_on(number, given)
+    return [aggregates[number] for number in range(len(conversations))]
+
+
+def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -> list[Any]:
+    """What the cluster makes of requests; all ranks must make the same kinds of requests.
+
+    Args:
+        rank: this one.
+        requests: at most one of each bucket.
+        sums: where the sums of their buckets are made.
+    """
+    rank.raise_refusals()
+    pairs = [(asked, own) for asked, own in zip(requests, sums, strict=True) if isinstance(asked, SparseSum)]
+    totals = iter(sparse_sums(rank, pairs))
+    return [next(totals) if isinstance(asked, SparseSum) else _answer(rank, asked) for asked in requests]
+
+
+def _answer(rank: Rank, request: Request) -> Any:
+    if isinstance(request, DenseSum):
+        return dense_sum(rank, request)
+    if isinstance(request, Gather):
+        return gather(rank, request)
+    if isinstance(request, Broadcast):
+        return broadcast(rank, request)
+    assert isinstance(request, Peek)
+    raise OracleError(f"this algorithm {PEEKS}")
+
+
+def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:
+    """A copy of what a step may not change: of a rank of weight zero its own, all if the step may be bad."""
+    if turn.is_bad is not None:
+        return {name: tensor.clone() for name, tensor in state.state_dict().items()}
+    own = [name for name, rule in state.rules().items() if rule != "shared"] if rank.is_idle else []
+    return {name: getattr(state, name).clone() for name in own}
+
+
+def _give_back(states: list[State], kept: list[dict[str, Tensor]], is_bad: Tensor | None) -> None:
+    """Give states what was kept, if the step is bad; in the place of the new: programs know its address."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for state, fields in zip(states, kept, strict=True):
+        for name, old in fields.items():
+            new = getattr(state, name)
+            if is_bad is None or (old.shape != new.shape and bool(is_bad)):
+                setattr(state, name, old)
+            elif old.shape == new.shape:
+                pairs.append((new, old))
+    if is_bad is not None:
+        kernels.overwrite_if_(is_bad, [new for new, _ in pairs], [old for _, old in pairs])
+
+
+def _as_rows(vectors: Sequence[Tensor]) -> Tensor:
+    """Vectors of one length as rows, (U, J); without a copy if they lie one after another in memory."""
+    flat = as_flat(list(vectors), vectors[0].dtype)
+    return torch.stack(list(vectors)) if flat is None else flat.view(len(vectors), -1)

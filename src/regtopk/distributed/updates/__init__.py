@@ -1,0 +1,1 @@
+"""Exchanges of updates: what optimizers changed in a round of local steps."""

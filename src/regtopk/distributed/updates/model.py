@@ -1,0 +1,286 @@
+"""A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from regtopk import kernels
+from regtopk.core.options import check_choice
+from regtopk.distributed.state.buckets import Bucket
+from regtopk.distributed.state.layout import flat_dtype
+from regtopk.distributed.state.parameters import (
+    NamedParameters,
+    Parameters,
+    is_fsdp,
+    is_fsdp2,
+    named_pairs,
+    uncompiled,
+)
+from regtopk.distributed.state.saved_shards import Piece, Sharding
+from regtopk.distributed.state.shards import ShardedParameters, Shards, is_sharded, local, refuse_hooks
+from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
+from regtopk.distributed.updates.optimizers import (
+    Outer,
+    check_inner,
+    describe_inner,
+    describe_outer,
+    make_outer,
+    names_by_index,
+    restart_spoiled,
+)
+from regtopk.errors import ClusterError
+
+Anchors = Literal["device", "cpu"]
+
+
+class _Update(NamedTuple):
+    """A bucket's vector, its parameters' names, and where they were when the round began."""
+
+    vector: Tensor
+    names: tuple[str, ...]
+    start: list[nn.Parameter]
+
+
+class LoadNotice:
+    """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
+
+    def __init__(self) -> None:
+        self.has_loaded = False
+
+    def __call__(self, *_: Any) -> None:
+        """Called by the module."""
+        self.has_loaded = True
+
+
+class LocalModel:
+    """Parameters and buffers that the optimizer of this rank changes, from one round to the next.
+
+    Beside the model there are two vectors of its size, in at least float32: theta_start, and the update. Of a
+    sharded model a rank holds a part, and so of these.
+
+    Args:
+        source: a module, parameters, or (name, parameter) pairs.
+        optimizer: what changes the parameters.
+        outer: makes the optimizer that applies the aggregate to theta_start; None: it is subtracted.
+        buffers: see `ModelBuffers`.
+        anchors: where theta_start is between rounds: "device", or "cpu".
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | NamedParameters,
+        optimizer: Optimizer,
+        outer: Outer | None,
+        buffers: How,
+        anchors: Anchors = "device",
+    ) -> None:
+        check_choice("anchors", anchors, ("device", "cpu"))
+        source = _plain(source)
+        module = source if isinstance(source, nn.Module) else None
+        self.is_sharded = _is_sharded(source)
+        self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
+        self.shards: Shards | None = None
+        self.optimizer = optimizer
+        named = self.parameters.named
+        check_inner(optimizer, self.parameters.whole)
+        self.frozen = {name: p for name, p in named_pairs(source) if name not in named}
+        self.buffers = ModelBuffers(module, buffers)
+        self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
+        parts = self._parts(self._flat, list(named))
+        self.start = {name: nn.Parameter(part) for name, part in parts.items()}
+        self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there
+        if anchors == "cpu":
+            kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
+            self._kept = kept.copy_(self._flat)
+            self._put_start(self._kept)
+        self._updates: dict[tuple[str, ...], _Update] = {}  # of the buckets, by what they hold
+        self.update: dict[str, Tensor] = {}  # views of their vectors, by name
+        self.outer = make_outer(outer, list(self.start.values()))
+        self.notice = LoadNotice()
+        self._module = module
+        self.hooks: list[Any] = []
+
+    def describe(self) -> dict[str, Any]:
+        """What all ranks must have the same."""
+        return {
+            "optimizer": describe_inner(self.optimizer, self.parameters.whole),
+            "outer": describe_outer(self.outer),
+            "buffers": self.buffers.how,
+            "buffers of the model": self.buffers.describe(),
+            "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self.frozen.items()],
+        }
+
+    def sharding(self) -> Sharding:
+        """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
+        wholes, starts = self.parameters.whole, self.start
+        return Sharding(
+            dict(wholes),
+            [Piece(name, name, 0) for name in wholes],
+            inner=names_by_index(self.optimizer, wholes),
+            outer=() if self.outer is None else names_by_index(self.outer, starts),
+        )
+
+    def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
+        """Start from rank 0's model, and make room for the update."""
+        device = self.parameters.device
+        collectives.broadcast(self._flat.view(torch.uint8), 0)
+        for tensor in self.frozen.values():
+            take_over_(local(tensor), collectives, device)
+        self.buffers.begin_from_rank_0(collectives, device)
+        self.write_back()
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.end_means()
+        self.hooks = [
+            part.register_load_state_dict_post_hook(self.notice)
+            for part in (self._module.modules() if self._module else ())
+        ]
+        self.make_room(buckets)
+
+    def make_room(self, buckets: list[Bucket]) -> None:
+        """Make room for the update: the buckets' vectors in a row."""
+        named = self.parameters.named
+        names = [name for bucket in buckets for name in bucket.names]
+        empty = [name for name, p in named.items() if p.numel() == 0]
+        flat = torch.zeros_like(self._flat)
+        self.update = self._parts(flat, names + empty)
+        vectors = flat.split([bucket.layout.numel for bucket in buckets])
+        self._updates = {
+            bucket.names: _Update(vector, bucket.names, [self.start[name] for name in bucket.names])
+            for vector, bucket in zip(vectors, buckets, strict=True)
+        }
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Have theta_start on the device meanwhile, if it is kept in the CPU's memory."""
+        if self._kept is None:
+            yield
+            return
+        self._put_start(self._kept.to(self.parameters.device, copy=True))
+        try:
+            yield
+        finally:
+            self._put_start(self._kept.copy_(self._flat))
+
+    def _put_start(self, flat: Tensor) -> None:
+        """Give theta_start other memory; its parameters, which the outer optimizer holds, stay the same."""
+        self._flat = flat
+        for name, part in self._parts(flat, list(self.start)).items():
+            self.start[name].data = part
+
+    def take_update(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
+        """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
+
+        Parameters of a lower precision began this round rounded, and the rounding is no update.
+        """
+        named = self.parameters.named
+        updates = [self._updates[bucket.names] for bucket in buckets]
+        are_finite = [
+            kernels.join_(vector, [named[name] for name in names], start) for vector, names, start in updates
+        ]
+        is_spoiled = self.buffers.is_spoiled(self.parameters.device)
+        return [update.vector for update in updates], torch.stack([*are_finite, ~is_spoiled]).all()
+
+    def apply_outer(self, outer: Optimizer, names: Sequence[str]) -> None:
+        """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
+        for name in names:
+            self.start[name].grad = self.update[name]
+        outer.step()
+        for name in names:
+            self.start[name].grad = None
+
+    def outer_as_it_is(self) -> Optimizer | None:
+        """The outer optimizer with the options it has now: users may change them while a round is under way.
+
+        It shares its state with the original.
+        """
+        if self.outer is None:
+            return None
+        frozen: Optimizer = object.__new__(type(self.outer))
+        frozen.__dict__.update(self.outer.__dict__)
+        frozen.__dict__.pop("step", None)  # that a scheduler has put around the original's
+        frozen.param_groups = [dict(group) for group in self.outer.param_groups]
+        return frozen
+
+    def copies(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some parameters as they are now."""
+        named = self.parameters.named
+        return {name: named[name].detach().clone() for name in names}
+
+    def go_on(self, names: Sequence[str], sent: dict[str, Tensor], mix: float) -> None:
+        """Give some parameters theta_start, which the aggregate is in, and what they learned meanwhile.
+
+        theta_n := theta_start + mix (theta_n - sent)
+
+        Args:
+            names: of the parameters.
+            sent: what they were when the update was sent; empty: they have learned nothing since.
+            mix: how much of that is kept.
+        """
+        if not sent:
+            self.write_back(names)
+            return
+        for name in names:
+            own, start = self.parameters.named[name], self.start[name]
+            learned = own.to(start.dtype) - sent[name].to(start.dtype)
+            own.copy_(start + learned.mul_(mix))
+
+    def take_back(self) -> None:
+        """Skip a round: return to where it began. What a NaN has spoiled in the optimizer starts anew."""
+        self.write_back()
+        self.buffers.take_back()
+        restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
+
+    def put_back(self, own: dict[str, Tensor]) -> None:
+        """Give the model what `copies` returned."""
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.reshard()
+        named = self.parameters.named
+        torch._foreach_copy_([named[name] for name in own], list(own.values()))
+
+    def write_back(self, names: Sequence[str] | None = None) -> None:
+        """Give the model theta_start, or some of its parameters."""
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.reshard()
+        names = list(self.start) if names is None else names
+        named = self.parameters.named
+        torch._foreach_copy_([named[name] for name in names], [self.start[name] for name in names])
+
+    def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """A vector as parameters in this order (views)."""
+        shapes = self.parameters.shapes
+        parts = flat.split([math.prod(shapes[name]) for name in names])
+        return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
+
+
+def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
+    """The module without torch.compile around it, or pairs; a wrapped model is refused."""
+    inner = uncompiled(source)
+    if not isinstance(inner, nn.Module):
+        return named_pairs(source)
+    for part in inner.modules():
+        if isinstance(part, DistributedDataParallel):
+            raise ClusterError(
+                "parameters must be a plain model, got a DistributedDataParallel, which averages gradients "
+                "in every backward: hand over the module inside it and train that, or exchange gradients by "
+                "regtopk.attach"
+            )
+        if is_fsdp(part) and not is_fsdp2(part):
+            raise ClusterError(
+                f"parameters must be a plain model or one of fully_shard (FSDP2), got {type(part).__name__}"
+            )
+    refuse_hooks(inner)
+    return inner
+
+
+def _is_sharded(source: nn.Module | list[tuple[str, nn.Parameter]]) -> bool:
+    """Whether ranks hold parts of the parameters; after an evaluation FSDP may show whole ones."""
+    if isinstance(source, nn.Module) and any(map(is_fsdp2, source.modules())):
+        return True
+    return is_sharded(named_pairs(source))

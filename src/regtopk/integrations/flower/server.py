@@ -1,0 +1,186 @@
+"""The server: it sums what sampled clients sent, and knows what each of them has."""
+
+import secrets
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regtopk.errors import RegtopkError, StateError, WireFormatError
+from regtopk.integrations.flower.messages import (
+    Accepted,
+    Instruction,
+    Model,
+    PastRound,
+    Reply,
+    Skip,
+    checksum,
+    from_flat,
+    is_statistic,
+    layout_of,
+    spoiled_names,
+    to_flat,
+    whole_names,
+)
+from regtopk.wire import decode
+
+MAX_WEIGHT = 2.0**53  # whole numbers up to it are exact, and sums of them do not overflow
+
+
+class Server:
+    """Holds the model, and applies one round of replies after another.
+
+    theta := theta - sum_n w_n x_n        over the clients whose replies were accepted, in order of names
+
+    x_n is what client n sent of theta - theta_n and its residual, w_n its part of their weights.
+
+    A node is an address that clients are asked at, which may change when a client is started anew. A node
+    that replied has the model of that round. If `sparse_down`, it is sent the frames of the rounds since then
+    instead of the model, as long as these are fewer bytes.
+
+    Args:
+        skip: a callable of an array's name: True sends it whole, and averages it as FedAvg does. Arrays that
+            are not float32 always travel whole.
+        sparse_down: whether nodes that have an older model get what changed since.
+    """
+
+    def __init__(self, *, skip: Skip = is_statistic, sparse_down: bool = True) -> None:
+        self._name = secrets.token_hex(8)  # another server's rounds have the same numbers
+        self._skip = skip
+        self._sparse_down = sparse_down
+        self._names: tuple[str, ...] = ()
+        self._whole: Model = {}
+        self._flat = torch.zeros(0)
+        self._round = 0
+        self._past: dict[int, PastRound] = {}
+        self._accepted: dict[str, Accepted] = {}
+        self._client_at: dict[int, str] = {}
+        self._round_of_model_at: dict[int, int] = {}
+        self._asked: set[int] = set()
+
+    @property
+    def model(self) -> Model:
+        """All arrays, in their order."""
+        return from_flat(self._flat.clone(), self._layout, self._whole, self._names)
+
+    def begin(self, round: int, model: Model) -> None:
+        """Start a round with a model.
+
+        If it is not the one that the last round ended with, no node has an older one of it.
+        """
+        whole = whole_names(model, self._skip)
+        layout = layout_of(model, whole)
+        if layout.numel == 0:
+            raise StateError("model must have an array of float32 that is not skipped, got none")
+        flat = to_flat(model, layout)
+        is_same = self._names == tuple(model) and round == self._round + 1 and torch.equal(flat, self._flat)
+        if not is_same:
+            self._past.clear()
+            self._round_of_model_at.clear()
+        self._layout, self._names, self._flat, self._round = layout, tuple(model), flat, round
+        self._whole = {name: model[name] for name in whole}
+
+    def instruction(self, node: int) -> Instruction:
+        """What to tell a node in this round."""
+        client = self._client_at.get(node)
+        # A node that has not replied yet may be a client that was started anew: it finds itself among all.
+        known = self._accepted if client is None else {client: self._accepted[client]}
+        missed = self._missed_by(node)
+        self._asked.add(node)
+        return Instruction(
+            server=self._name,
+            round=self._round,
+            accepted=dict(known),
+            whole=self._whole,
+            model=self.model if missed is None else None,
+            missed=missed or (),
+            checksum=checksum(self._flat),
+        )
+
+    def check(self, reply: Reply, weight: float) -> None:
+        """Refuse a reply that cannot be part of this round.
+
+        Raises:
+            StateError: it is of another round, or its arrays or its weight do not fit.
+            WireFormatError: its frame is damaged, or of another model.
+        """
+        if reply.round != self._round:
+            raise StateError(f"round of a reply must be {self._round}, got {reply.round}")
+        if not 0 < weight <= MAX_WEIGHT:
+            raise StateError(f"weight of a reply must be above 0 and at most {MAX_WEIGHT:g}, got {weight}")
+        if reply.frame.dtype != torch.uint8 or reply.frame.dim() != 1:
+            raise StateError(f"frame of a reply must be bytes, got {reply.frame.dtype} {reply.frame.shape}")
+        found = {name: (tuple(array.shape), array.dtype) for name, array in reply.whole.items()}
+        wanted = {name: (tuple(array.shape), array.dtype) for name, array in self._whole.items()}
+        if found != wanted:
+            raise StateError(f"arrays that travel whole must be {wanted}, got {found}")
+        if spoiled := spoiled_names(self._whole, reply.whole):
+            raise StateError(f"arrays that travel whole must be finite, got NaN or inf in {spoiled}")
+        values = decode(reply.frame, self._layout.numel).values
+        if values.dtype != torch.float32:
+            raise StateError(f"values of a frame must be float32, as the model is, got {values.dtype}")
+
+    def finish(self, replies: Sequence[tuple[int, Reply, float]]) -> list[tuple[int, RegtopkError]]:
+        """End the round with the replies that came, as (node, reply, weight); weights need no fixed sum.
+
+        Returns:
+            The nodes whose replies were refused, and why. The others' are in the model.
+        """
+        taken: dict[str, tuple[int, Reply, float]] = {}
+        refused: list[tuple[int, RegtopkError]] = []
+        for node, reply, weight in replies:
+            try:
+                self.check(reply, weight)
+                if reply.client in taken:
+                    raise StateError(f"clients must have names of their own, got {reply.client!r} twice")
+            except (StateError, WireFormatError) as error:
+                refused.append((node, error))
+                continue
+            taken[reply.client] = node, reply, weight
+        in_order = [taken[client] for client in sorted(taken)]
+        total = sum(weight for _, _, weight in in_order)
+        shares = [weight / total for _, _, weight in in_order]
+        past = PastRound(tuple(reply.frame for _, reply, _ in in_order), tuple(shares))
+        self._flat = self._flat - past.aggregate(self._layout.numel)
+        self._whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
+        for node in self._asked:  # one whose reply did not come may have either model: it gets the next whole
+            self._round_of_model_at.pop(node, None)
+        self._asked.clear()
+        for (node, reply, _), share in zip(in_order, shares, strict=True):
+            self._accepted[reply.client] = Accepted(reply.token, share)
+            self._client_at[node] = reply.client
+            self._round_of_model_at[node] = self._round
+        self._keep(past)
+        return refused
+
+    def _missed_by(self, node: int) -> tuple[PastRound, ...] | None:
+        """The rounds that lead from the model a node has to this round's; None if the model is shorter."""
+        has = self._round_of_model_at.get(node)
+        if not self._sparse_down or has is None or any(r not in self._past for r in range(has, self._round)):
+            return None
+        return tuple(self._past[r] for r in range(has, self._round))
+
+    def _keep(self, past: PastRound) -> None:
+        """Keep a round as long as all since then are fewer bytes than the model."""
+        self._past[self._round] = past
+        num_bytes = 0
+        for kept in sorted(self._past, reverse=True):
+            num_bytes += self._past[kept].num_bytes
+            if num_bytes >= 4 * self._layout.numel:
+                del self._past[kept]
+
+
+def _mean_of(models: list[Model], shares: list[float]) -> Model:
+    """The weighted mean of arrays of numbers with a fraction; of others the first client's."""
+    if not models:
+        return {}
+    means: Model = {}
+    for name, first in models[0].items():
+        if not first.is_floating_point():
+            means[name] = first
+            continue
+        mean: Tensor = torch.zeros_like(first)
+        for model, share in zip(models, shares, strict=True):
+            mean += share * model[name]
+        means[name] = mean
+    return means

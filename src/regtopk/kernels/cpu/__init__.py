@@ -1,0 +1,1 @@
+"""Kernels for CPU tensors: loops compiled by numba, and numpy for short rows."""

@@ -1,0 +1,70 @@
+"""Reading index codes on the CPU: one loop where torch needs dozens of operations on 64-bit integers.
+
+`regtopk.wire.indices` says what the code is, and its own tensor operations are the oracle of this loop.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regtopk.kernels.cpu.compiled import Array, compiled
+from regtopk.kernels.cpu.threads import side_by_side
+
+
+def unpack_elias_fano(
+    words: Tensor, start: Tensor, count: Tensor, width: Tensor, field_words: Tensor, unary_words: Tensor,
+    is_bitmap: Tensor, numel: int, capacity: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Indices (rows, capacity), arbitrary past the count, and whether they are sound (rows,).
+
+    Args:
+        words: (rows, w) int32.
+        start: (rows,) the word each row's fields start at; the unary bits follow them.
+        count: (rows,) how many indices there are, at most the capacity.
+        width: (rows,) bits of a field.
+        field_words: (rows,) how many words the fields take.
+        unary_words: (rows,) how many words the unary bits take, all of them inside the row.
+        is_bitmap: (rows,).
+        numel: J.
+        capacity: the most indices a row may hold.
+    """
+    indices = np.empty((count.numel(), capacity), np.int64)
+    columns = [column.tolist() for column in (start, count, width, field_words, unary_words, is_bitmap)]
+    rows = zip(words.numpy().view(np.uint32), *columns, indices, strict=True)
+    are_sound = side_by_side(_unpack_row, [(*row, numel) for row in rows])
+    return torch.from_numpy(indices), torch.tensor(are_sound)
+
+
+@compiled
+def _unpack_row(
+    words: Array,
+    start: int,
+    count: int,
+    width: int,
+    field_words: int,
+    unary_words: int,
+    is_bitmap: bool,
+    indices: Array,
+    numel: int,
+) -> bool:
+    last, mask = words.size - 1, np.uint64((1 << width) - 1)
+    before: Any = -1
+    is_sound: Any = True
+    num = 0
+    for w in range(unary_words):
+        word = words[start + field_words + w]
+        for bit in range(32 if word else 0):
+            if (word >> np.uint32(bit)) & np.uint32(1) == 0:
+                continue
+            if num < count:
+                first: Any = num * width
+                low = np.uint64(words[min(start + (first >> 5), last)])
+                high = np.uint64(words[min(start + (first >> 5) + 1, last)]) << np.uint64(32)
+                field = np.int64(((high | low) >> np.uint64(first & 31)) & mask)
+                index = ((32 * w + bit - (0 if is_bitmap else num)) << width) + field
+                is_sound = is_sound and before < index < numel
+                indices[num], before = index, index
+            num += 1
+    return is_sound and num == count

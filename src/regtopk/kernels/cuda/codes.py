@@ -1,0 +1,116 @@
+"""Writing and reading messages on a GPU: a handful of launches where torch needs hundreds.
+
+`regtopk.wire` says what a message is, and its own tensor operations are the oracle of these programs.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from regtopk.kernels.cuda.launch import launch
+from regtopk.kernels.cuda.programs import codes as triton_codes
+
+_BITS = 1 << 11  # unary bits that one program reads
+_BLOCK = 1 << 10  # entries that one program looks at
+_SUMMED = 1 << 12  # words that one program adds to a checksum
+
+Frame = Mapping[str, int]  # the numbers of the format: codes, versions, statuses
+
+
+def write_messages(
+    indices: Tensor, values: Tensor, value_words: Tensor, sizes: tuple[bool, int, int, int], frame: Frame
+) -> Tensor:
+    """Messages, (rows, w) int32, whose frames say so if indices do not ascend, or values are not finite.
+
+    Args:
+        indices: (rows, k) int64, contiguous.
+        values: (rows, k), contiguous, what is sent.
+        value_words: the same, coded, (rows, v) int32, contiguous.
+        sizes: whether the unary bits are a bitmap, bits of a field, words of the fields and unary bits.
+        frame: the format's numbers, with those of this message: "KINDS", "numel".
+    """
+    is_bitmap, width, num_field_words, num_unary_words = sizes
+    (num_rows, k), num_value_words = indices.shape, value_words.shape[-1]
+    num_words = int(triton_codes.HEADER.value) + num_value_words + num_field_words + num_unary_words
+    # A row starts at an even word, because a checksum takes two. Flags are behind the words.
+    words = torch.zeros(num_rows, (num_words + 3) // 2 * 2, dtype=torch.int32, device=indices.device)
+    own = {
+        "words": words, "indices": indices, "values": values, "value_words": value_words,
+        "k": k, "num_value_words": num_value_words, "width": width,
+        "num_field_words": num_field_words, "num_unary_words": num_unary_words, "num_words": num_words,
+        "row_words": words.shape[1], "IS_BITMAP": is_bitmap, **frame,
+    }  # fmt: skip
+    with torch.cuda.device_of(words):
+        num_blocks = max(1, -(-max(k, num_value_words) // _BLOCK))
+        launch(triton_codes.write_body, (num_blocks, num_rows), own | {"BLOCK": _BLOCK})
+        launch(triton_codes.seal, (-(-num_words // _SUMMED), num_rows), own | {"BLOCK": _SUMMED})
+    return words[:, :num_words]
+
+
+def read_frames(words: Tensor, numel: int, capacity: int, frame: Frame) -> tuple[Tensor, Tensor]:
+    """What frames say, (7, rows) int64, by the numbers in `triton_codes`, and if a float is not finite.
+
+    Args:
+        words: (rows, w) int32, contiguous.
+        numel: J.
+        capacity: the most entries that a message may hold.
+        frame: the format's numbers, with those of the code of the values.
+    """
+    num_rows, row_words = words.shape
+    found = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)
+    facts = torch.empty(triton_codes.NUM_FACTS, num_rows, dtype=torch.int64, device=words.device)
+    own = {
+        "words": words, "sums": found[0], "are_bad": found[1], "facts": facts, "row_words": row_words,
+        "numel": numel, "capacity": capacity, "BLOCK": _SUMMED, **frame,
+    }  # fmt: skip
+    with torch.cuda.device_of(words):
+        launch(triton_codes.sum_words, (-(-row_words // _SUMMED), num_rows), own)
+        launch(triton_codes.read_frames, (1, num_rows), own)
+    return facts, found[1]
+
+
+def read_entries(
+    words: Tensor,
+    facts: Tensor,
+    are_bad: Tensor,
+    values: Tensor | None,
+    numel: int,
+    capacity: int,
+    frame: Frame,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Indices and values, (rows, capacity), counts and statuses, (rows,).
+
+    Args:
+        words: (rows, w) int32, contiguous.
+        facts: from `read_frames`.
+        are_bad: (rows,) int64, not zero where a value is not finite.
+        values: (rows, capacity), decoded; None: they are float32, and read from the words.
+        numel: J.
+        capacity: the most entries that a message may hold.
+        frame: as for `read_frames`.
+    """
+    num_rows, row_words = words.shape
+    num_parts = max(1, -(-32 * row_words // _BITS))  # more than there are: how many, only the device knows
+    device, has_floats = words.device, values is None
+    if values is None:
+        values = torch.empty(num_rows, capacity, dtype=torch.float32, device=device)
+    indices = torch.empty(num_rows, capacity, dtype=torch.int64, device=device)
+    num_ones = torch.empty(num_rows, num_parts, dtype=torch.int64, device=device)
+    are_bad_indices = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    counts, statuses = torch.empty(2, num_rows, dtype=torch.int64, device=device)
+    own = {
+        "words": words, "facts": facts, "num_ones": num_ones, "num_parts": num_parts, "indices": indices,
+        "values": values, "are_bad": are_bad_indices, "are_bad_indices": are_bad_indices,
+        "are_bad_values": are_bad, "counts": counts, "statuses": statuses, "numel": numel,
+        "capacity": capacity, "row_words": row_words, "BITS": _BITS, "BLOCK": _BLOCK, **frame,
+        "HAS_FLOATS": has_floats,
+    }  # fmt: skip
+    grid = max(1, -(-capacity // _BLOCK)), num_rows
+    with torch.cuda.device_of(words):
+        launch(triton_codes.count_ones, (num_parts, num_rows), own)
+        own["stops"] = num_ones.cumsum(-1)
+        launch(triton_codes.write_indices, (num_parts, num_rows), own)
+        launch(triton_codes.check_order, grid, own)
+        launch(triton_codes.finish, grid, own)
+    return indices, values, counts, statuses

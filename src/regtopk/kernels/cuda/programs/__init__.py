@@ -1,0 +1,1 @@
+"""The Triton programs: what runs on the GPU."""

@@ -1,0 +1,262 @@
+"""Plain torch kernels: the readable ones, and the oracle of every fast one.
+
+All of them work on the last dimension, so one call serves a single worker, (J,), and a batch, (N, J).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regtopk.kernels.reference.pieces import join_, spread_
+
+__all__ = [
+    "Taken",
+    "estimate_threshold",
+    "find_non_finite_row",
+    "join_",
+    "largest",
+    "score_of",
+    "spread_",
+    "sum_dense_in_rank_order",
+    "sum_sparse_in_rank_order",
+    "take_above_",
+    "take_at_",
+    "take_largest_",
+    "take_largest_per_chunk_",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a threshold took from each row: its first ``count`` entries; the rest is padding.
+
+    Attributes:
+        indices: (..., capacity) int64, ascending; zero past ``count``.
+        values: (..., capacity); zero past ``count``.
+        count: (...,) int64, how many were taken.
+        num_left: (...,) int64, how many more reached the threshold, but exceeded the capacity and stayed.
+    """
+
+    indices: Tensor
+    values: Tensor
+    count: Tensor
+    num_left: Tensor
+
+    @property
+    def num_found(self) -> Tensor:
+        """(...,) int64, how many reached the threshold."""
+        return self.count + self.num_left
+
+
+def take_largest_(
+    residual: Tensor,
+    grad: Tensor,
+    k: int,
+    *,
+    damped: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Accumulate, take the k entries of largest score, and clear them from the residual.
+
+    a = residual + grad · score_j = |a_j|, or what ``scores`` says where j is in ``damped``
+    s = the k largest scores · residual := a - a[s], that is: zero on s.
+
+    Args:
+        residual: (..., J), float32 or float64; changed in place.
+        grad: (..., J), any floating dtype; not changed.
+        k: how many entries to take, 1 <= k <= J.
+        damped: (..., m) int64, entries whose score is given, each once and in ascending order.
+        scores: (..., m), their scores >= 0, in the residual's dtype.
+
+    Returns:
+        The indices, (..., k) int64 in ascending order, and the accumulated values there.
+    """
+    residual.add_(grad)
+    indices = largest(score_of(residual, damped, scores), k)
+    return indices, take_at_(residual, None, indices)
+
+
+def largest(score: Tensor, k: int) -> Tensor:
+    """The indices of the k largest of each row, (..., J) gives (..., k), ascending; of equal ones the first.
+
+    Workers that rank entries by a number they share must break a tie alike, and `topk` promises nothing.
+    """
+    found = score.topk(k, dim=-1, sorted=False)
+    lowest = found.values.nan_to_num(nan=math.inf, posinf=math.inf).amin(-1, keepdim=True)
+    if score.device.type == "cpu" and int((score >= lowest).sum()) == found.values.numel():  # no tie
+        return found.indices.sort(dim=-1).values
+    is_above, is_equal = ~(score <= lowest), score == lowest  # NaN is above all, as topk has it
+    is_taken = is_above | (is_equal & (is_equal.cumsum(-1) <= k - is_above.sum(-1, keepdim=True)))
+    place = is_taken.cumsum(-1)
+    place = torch.where(is_taken & (place <= k), place - 1, k)
+    entries = torch.arange(score.shape[-1], device=score.device).expand_as(score)
+    return place.new_empty(*score.shape[:-1], k + 1).scatter_(-1, place, entries)[..., :k]
+
+
+def score_of(accumulated: Tensor, damped: Tensor | None, scores: Tensor | None) -> Tensor:
+    """|a_j|, or what ``scores`` says where j is in ``damped``."""
+    score = accumulated.abs()
+    if damped is not None and scores is not None:
+        score.scatter_(-1, damped, scores)
+    return score
+
+
+def take_largest_per_chunk_(
+    residual: Tensor,
+    grad: Tensor,
+    chunk: int,
+    k_per_chunk: int,
+    *,
+    damped: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Like `take_largest_`, but takes the k largest scores of every chunk of the vector.
+
+    Args:
+        residual: (..., J), float32 or float64; changed in place.
+        grad: (..., J), any floating dtype; not changed.
+        chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
+        k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
+        damped: (..., m) int64, entries of the row whose score is given, each once and in ascending order.
+        scores: (..., m), their scores >= 0, in the residual's dtype.
+
+    Returns:
+        The indices into the row, (..., m) int64 in ascending order, and the accumulated values there.
+    """
+    residual.add_(grad)
+    score = score_of(residual, damped, scores)
+    numel = residual.shape[-1]
+    whole = numel - numel % chunk
+    taken = [_largest_per_chunk(score[..., :whole], chunk, k_per_chunk)] if whole else []
+    if whole < numel:
+        rest = min(k_per_chunk, numel - whole)
+        taken.append(whole + _largest_per_chunk(score[..., whole:], numel - whole, rest))
+    indices = torch.cat(taken, dim=-1)
+    return indices, take_at_(residual, None, indices)
+
+
+def _largest_per_chunk(score: Tensor, chunk: int, k: int) -> Tensor:
+    """Indices of the k largest of each chunk, ascending: (..., n · chunk) gives (..., n · k)."""
+    chunks = score.unflatten(-1, (-1, chunk))
+    indices = largest(chunks, k)
+    starts = torch.arange(0, score.shape[-1], chunk, device=score.device)
+    indices += starts.unsqueeze(-1)
+    return indices.flatten(-2)
+
+
+def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
+    """Accumulate (if a gradient is given), and take the entries with |a| >= threshold.
+
+    Of more than ``capacity`` such entries in a row the first are taken; the others stay in the residual.
+
+    Args:
+        residual: (..., J), float32 or float64; changed in place: zero where an entry was taken.
+        grad: (..., J), any floating dtype, or None if it was already accumulated.
+        threshold: one number, or one for each row, (...,); compared in the residual's dtype.
+        capacity: room for entries in a row, 1 <= capacity <= J.
+    """
+    if grad is not None:
+        residual.add_(grad)
+    threshold = torch.as_tensor(threshold, dtype=residual.dtype, device=residual.device)
+    is_found = residual.abs() >= threshold.unsqueeze(-1)
+    num_found = is_found.sum(-1)
+    count = num_found.clamp_max(capacity)
+    indices = is_found.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
+    is_valid = torch.arange(capacity, device=residual.device) < count.unsqueeze(-1)
+    indices = indices[..., :capacity].where(is_valid, 0)
+    values = residual.gather(-1, indices).where(is_valid, 0.0)
+    is_first = is_found & (is_found.cumsum(-1) <= capacity)
+    residual.masked_fill_(is_first, 0.0)
+    return Taken(indices, values, count, num_found - count)
+
+
+def estimate_threshold(
+    residual: Tensor, grad: Tensor | None, k: int, *, num_samples: int, start: int = 0
+) -> Tensor:
+    """The |a| that about k entries of a row reach, from a sample of it: changes nothing, O(samples).
+
+    Args:
+        residual: (..., J).
+        grad: (..., J), or None if it was already accumulated.
+        k: how many entries should reach it, 1 <= k <= J.
+        num_samples: entries looked at, 1 <= num_samples <= J; every (J / num_samples)-th.
+        start: shifts the sample; give the step, so that no entry is left out for good.
+
+    Returns:
+        (...,), in the residual's dtype.
+    """
+    numel = residual.shape[-1]
+    sample = torch.arange(num_samples, device=residual.device)
+    sample = (start + sample * numel // num_samples) % numel
+    accumulated = residual.index_select(-1, sample)
+    if grad is not None:
+        accumulated.add_(grad.index_select(-1, sample))
+    rank = max(1, round(k * num_samples / numel))
+    return accumulated.abs().topk(rank, dim=-1).values[..., -1]
+
+
+def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor) -> Tensor:
+    """Accumulate (if a gradient is given), and take the entries at the given indices.
+
+    Args:
+        residual: (..., J), changed in place: zero at the indices afterwards.
+        grad: (..., J), or None if it was already accumulated.
+        indices: (..., m) int64 with the residual's leading dimensions.
+
+    Returns:
+        The accumulated values there, (..., m).
+    """
+    if grad is not None:
+        residual.add_(grad)
+    values = residual.gather(-1, indices)
+    residual.scatter_(-1, indices, 0.0)
+    return values
+
+
+def sum_sparse_in_rank_order(
+    indices: Tensor, values: Tensor, numel: int, out: Tensor | None = None
+) -> Tensor:
+    """Add N sparse vectors into one dense vector, from zero, in rank order.
+
+    Args:
+        indices: (..., N, m) int64, distinct within a row where the values are not zero.
+        values: (..., N, m), float32 or float64.
+        numel: J.
+        out: (..., J) zeros in the dtype of the values, to write to.
+
+    Returns:
+        (..., J) in the dtype of the values, the same bits on every rank and in the simulator.
+    """
+    total = values.new_zeros(*values.shape[:-2], numel) if out is None else out
+    if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
+        return total.scatter_add_(-1, indices.flatten(-2), values.flatten(-2))
+    for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call per rank keeps the order
+        if total.dim() == 1:  # index_add_ fills a GPU with fewer entries than scatter_add_ does
+            total.index_add_(0, indices[rank], values[rank])
+        else:
+            total.scatter_add_(-1, indices[..., rank, :], values[..., rank, :])
+    return total
+
+
+def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
+    """sum_n w_n x_n, from zero, in rank order.
+
+    Args:
+        rows: (..., N, m), any floating dtype.
+        weights: (N,), in the dtype of the sum (float32 or float64).
+    """
+    weighted = rows * weights.unsqueeze(-1)
+    total = weighted.new_zeros(*rows.shape[:-2], rows.shape[-1])
+    for row in weighted.unbind(-2):
+        total += row
+    return total
+
+
+def find_non_finite_row(grad: Tensor) -> int | None:
+    """The first row of (..., J), counted over all leading dimensions, that holds a NaN or inf."""
+    if math.isfinite(grad.sum(dtype=torch.float32 if grad.itemsize < 4 else None).item()):
+        return None  # a NaN or inf would be carried through; a sum that overflows by itself is looked at
+    is_finite = torch.isfinite(grad).reshape(-1, grad.shape[-1]).all(-1)
+    return None if bool(is_finite.all()) else int((~is_finite).int().argmax())

@@ -1,0 +1,118 @@
+"""What an experiment is: a configuration, records it yields, and a summary of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol
+
+from regtopk.lab.experiments.settings import ConfigT, settings_of
+from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
+
+Summary = dict[str, Any]
+Header = dict[str, Any]  # what config.json will say
+
+
+class Progress(Protocol):
+    """Is told the fraction done, 0 to 1, and perhaps a few words about the newest result."""
+
+    def __call__(self, fraction: float, words: str = "") -> None:
+        """Show it."""
+
+
+def silent(fraction: float, words: str = "") -> None:
+    """Progress that nobody watches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(ABC, Generic[ConfigT]):
+    """One figure or table.
+
+    Args:
+        name: on the command line.
+        title: on the page; a function where it depends on the configuration.
+        about: what it shows, in a sentence or two; a function where it depends on the configuration.
+        config: a frozen dataclass; every field has a default.
+        presets: settings that have a name; the first is the default.
+        summarise: from the records to summary.json. Its "table" is what is printed: one row per measure,
+            with the name of the measure under "measure" and a number under each method.
+        panels: the figure.
+    """
+
+    name: str
+    title: str | Callable[[ConfigT], str]
+    about: str | Callable[[ConfigT], str]
+    config: type[ConfigT]
+    presets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    summarise: Callable[[ConfigT, Sequence[Record]], Summary]
+    panels: Callable[[ConfigT], Sequence[Panel]]
+
+    def record(
+        self,
+        config: ConfigT,
+        folder: Path,
+        *,
+        command: str,
+        force: bool = False,
+        resume: bool = False,
+        progress: Progress = silent,
+    ) -> Summary:
+        """Run, and write the records as they come, into a folder that is claimed first.
+
+        Args:
+            config: what to run.
+            folder: of the results.
+            command: what a user types to get them.
+            force: replace a run that the folder holds.
+            resume: go on with a run that the folder holds; what is finished there is not run again.
+            progress: is told the fraction done, and the newest result.
+        """
+        header = make_header(
+            self.name,
+            title=self.title if isinstance(self.title, str) else self.title(config),
+            about=self.about if isinstance(self.about, str) else self.about(config),
+            command=command,
+            config=settings_of(config),
+            panels=self.panels(config),
+        )
+        return self._record(config, folder, header, progress, force=force, resume=resume)
+
+    @abstractmethod
+    def _record(
+        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
+    ) -> Summary:
+        """Run under a header."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeExperiment(Experiment[ConfigT]):
+    """An experiment that runs as a whole: an interrupted one starts again.
+
+    Args:
+        run: from a configuration to records; calls the given function with the fraction done, 0 to 1.
+    """
+
+    run: Callable[[ConfigT, Progress], Iterator[Record]]
+
+    def _record(
+        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
+    ) -> Summary:
+        if resume and (folder / SUMMARY).exists():
+            check_same_settings(folder, header["config"])
+            return read_run(folder).summary
+        records = []
+        with RunWriter(folder, header, force=force or resume) as writer:
+            for record in self.run(config, progress):
+                writer.add(record)
+                records.append(record)
+            summary = self.summarise(config, records)
+            writer.finish(summary)
+        return summary
+
+
+def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each method, in the order of the methods."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["method"], []).append(record)
+    return found

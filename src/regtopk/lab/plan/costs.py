@@ -1,0 +1,90 @@
+"""What local work costs on a machine: measured times as sums of units times seconds per unit."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regtopk.errors import StateError
+from regtopk.lab.plan.exchange import Units, Work
+from regtopk.lab.runs import write_json, writing_to
+
+Line = dict[str, float]  # seconds per unit
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The costs of one machine, and what they were measured on."""
+
+    machine: dict[str, Any]  # what costs depend on: processor, threads, versions, workers on the machine
+    lines: dict[str, Line]  # by the name of the work
+
+    def seconds(self, work: Work) -> float:
+        """How long some work takes.
+
+        Raises:
+            StateError: it was not measured.
+        """
+        if work.line not in self.lines:
+            raise StateError(
+                f"calibration must hold the costs of {work.line!r}, got only {len(self.lines)} others"
+            )
+        line = self.lines[work.line]
+        return sum(line.get(unit, 0.0) * amount for unit, amount in work.units.items())
+
+    @classmethod
+    def read(cls, path: Path) -> "Calibration":
+        """A calibration from a file.
+
+        Raises:
+            StateError: it cannot be read, or is none.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            lines = {
+                name: {unit: float(seconds) for unit, seconds in line.items()}
+                for name, line in content["lines"].items()
+            }
+            costs = [seconds for line in lines.values() for seconds in line.values()]
+            if not all(0 <= seconds < math.inf for seconds in costs):
+                raise ValueError("a cost is negative or not finite")
+            return cls(dict(content["machine"]), lines)
+        except OSError as error:
+            raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"calibration must be what `regtopk plan` writes, but {path} is not: {error!r}"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Keep it in a file.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        with writing_to(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(self))
+
+
+def fit(points: Sequence[tuple[Units, float]]) -> Line:
+    """The line, with no negative cost, that comes nearest to measured times, relative to each of them."""
+    names = sorted({unit for units, _ in points for unit in units})
+    times = np.array([max(seconds, 1e-9) for _, seconds in points])
+    amounts = np.array([[units.get(name, 0.0) for name in names] for units, _ in points]) / times[:, None]
+    scale = np.maximum(amounts.max(axis=0), 1e-300)  # units differ by many powers of ten
+    best, smallest = np.zeros(len(names)), np.inf
+    for size in range(1, len(names) + 1):
+        for chosen in reversed(list(combinations(range(len(names)), size))):  # of equals, "numel" explains
+            columns = amounts[:, chosen] / scale[list(chosen)]
+            found, *_ = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)
+            error = float(np.square(columns @ found - 1).sum())
+            if (found >= 0).all() and error < smallest - 1e-12:
+                best, smallest = np.zeros(len(names)), error
+                best[list(chosen)] = found / scale[list(chosen)]
+    return dict(zip(names, best.tolist(), strict=True))

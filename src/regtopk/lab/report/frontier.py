@@ -1,0 +1,112 @@
+"""Accuracy against bytes per step: one point per method, with its best lr."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from regtopk.lab.method import Method
+from regtopk.lab.report.panels import LABEL_POINTS, label_log_axis, mark_x, named
+from regtopk.lab.report.style import Style
+from regtopk.lab.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLE = "Final accuracy against bytes per step"
+LEAST_SPREAD = 1.1  # most bytes over fewest: below it, bytes that happen to differ are not worth a figure
+LONGEST_TAIL = 10  # times the spread of the better half; a point further below is drawn at the lower edge
+
+
+class Point(NamedTuple):
+    """A method: its bytes per worker and step; mean, lowest and highest accuracy of its seeds."""
+
+    method: str
+    num_bytes: float
+    mean: float
+    low: float
+    high: float
+
+
+class Frontier(NamedTuple):
+    """The methods of a run, each with its best lr, and their budget of bytes, if they had one."""
+
+    points: list[Point]
+    budget: float | None
+
+
+def points_of(run: Run) -> list[Point]:
+    """A point for each method; none if accuracy was not measured, or a method has several densities."""
+    if run.summary.get("metric") != "accuracy":
+        return []
+    points = [
+        Point(r["method"], r["payload_bytes_per_step"], r["mean"], min(r["final"]), max(r["final"]))
+        for r in run.summary["results"]
+    ]
+    return points if len({point.method for point in points}) == len(points) else []
+
+
+def frontier_of(run: Run) -> Frontier | None:
+    """What to draw; None if accuracy or bytes were not measured, or all methods send about as much."""
+    points = points_of(run)
+    if not points:
+        return None
+    num_bytes = {point.method: point.num_bytes for point in points}
+    budget = num_bytes.get(run.summary.get("base", "")) if run.header["config"].get("like") else None
+    if budget is None and max(num_bytes.values()) < LEAST_SPREAD * min(num_bytes.values()):
+        return None
+    kept = best_lr_of(run)
+    return Frontier([point for point in points if point.method in kept], budget)
+
+
+def best_lr_of(run: Run) -> set[str]:
+    """The methods to draw: where several differ in lr only, the base or else the best of them."""
+    base = run.summary.get("base")
+    results = sorted(run.summary["results"], key=lambda r: (r["method"] == base, r["mean"]))
+    return set({Method.read(r["method"]).without("lr"): r["method"] for r in results}.values())
+
+
+def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes") -> None:
+    """A point for each method with its range over seeds; the legend and the table say which is which."""
+    floor = _set_y_axis(axes, frontier.points)
+    for point in frontier.points:
+        _draw_point(axes, point, floor, styles[point.method])
+    axes.set_xscale("log")
+    axes.margins(x=0.08)
+    label_log_axis(axes.xaxis, *axes.get_xlim())
+    axes.set_ylabel("test accuracy, %")
+    axes.set_xlabel("bytes a worker contributes each step")
+    if frontier.budget is not None:
+        mark_x(axes, frontier.budget, f"the budget, {frontier.budget:,.0f}")
+
+
+def describe_frontier(frontier: Frontier, styles: Mapping[str, Style]) -> str:
+    """The points in words, for those who cannot see them."""
+    points = {point.method: point for point in frontier.points}
+    shown = [(styles[method].label, points[method]) for method in styles if method in points]
+    said = [f"{label}: {point.mean:.1f} with {point.num_bytes:,.0f}" for label, point in shown]
+    return f"Test accuracy in percent, with bytes per worker and step: {'; '.join(said)}."
+
+
+def _set_y_axis(axes: "Axes", points: Sequence[Point]) -> float:
+    """End the axis above methods that failed. Returns the lowest mean that is drawn in its place."""
+    middle, high = median(point.mean for point in points), max(point.high for point in points)
+    least = middle - LONGEST_TAIL * max(1.0, high - middle)
+    kept = [point.low for point in points if point.mean >= least]
+    margin = 0.06 * max(1.0, high - min(kept))
+    bottom = max(min(kept), least) - margin
+    has_failed = len(kept) < len(points)
+    axes.set_ylim(bottom - margin * has_failed, high + margin)
+    return bottom
+
+
+def _draw_point(axes: "Axes", point: Point, floor: float, style: Style) -> None:
+    """Draw a dot and its range; a method that failed is a triangle at the lower edge, with its number."""
+    x, is_failed = point.num_bytes, point.mean < floor
+    if is_failed:
+        axes.annotate(
+            f"{point.mean:.1f}", (x, floor), (6, -3), textcoords="offset points", fontsize=LABEL_POINTS
+        )
+    else:
+        axes.plot([x, x], [max(point.low, floor), point.high], color=style.light, lw=2.5, alpha=0.4)
+    mark = "v" if is_failed else "o"
+    axes.plot([x], [max(point.mean, floor)], mark, ms=6, color=style.light, mew=0, **named(style))

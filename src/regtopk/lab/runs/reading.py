@@ -1,0 +1,121 @@
+"""Reading a run's folder back, and refusing what is no run."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from regtopk.errors import OutputError
+from regtopk.lab.runs.run import CARRIED, CONFIG, METRICS, SUMMARY, Record, Run
+
+T = TypeVar("T")
+
+ANY_HEADER = {"title": str, "about": str, "command": str, "versions": dict}
+RUN_HEADER = {"experiment": str, "config": dict, "panels": list}
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The config.json of a run, or of a folder of several.
+
+    Raises:
+        OutputError: there is none, or it lacks a field.
+    """
+    header = _read(folder / CONFIG, _parse_object)
+    _check_fields(folder / CONFIG, header, ANY_HEADER)
+    return header
+
+
+def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
+    """The subfolders that a folder of several runs names; none for a single run.
+
+    Raises:
+        OutputError: a part is not a subfolder.
+    """
+    parts = header.get("parts", [])
+    is_list = isinstance(parts, list) and all(isinstance(part, str) for part in parts)
+    folders = [folder / part for part in parts] if is_list else []
+    if not is_list or any(part.resolve().parent != folder.resolve() for part in folders):
+        raise OutputError(f"parts in {folder / CONFIG} must be subfolders of {folder}, got {parts!r}")
+    return folders
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run back, its seeds merged.
+
+    Raises:
+        OutputError: there is none, it was not finished, or its header lacks a field.
+    """
+    header = read_header(folder)
+    _check_fields(folder / CONFIG, header, RUN_HEADER)
+    summary = _read(folder / SUMMARY, _parse_object)
+    return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a run so far; none if it has not begun."""
+    path = folder / METRICS
+    return _read(path, _parse_lines, "a run") if path.exists() else []
+
+
+def merge_seeds(records: Sequence[Record]) -> list[Record]:
+    """Merge records of single seeds, by method, density and step: what differs becomes a list, seed by seed.
+
+    None is left out of a list, and bytes are averaged: figures draw against them. Where a step was recorded
+    twice, before and after a run was resumed, the later record counts.
+    """
+    if not records or "seed" not in records[0]:
+        return list(records)
+    merged: dict[tuple[Any, ...], dict[int, Record]] = {}
+    for record in records:
+        key = record["method"], record.get("density"), record["step"]
+        merged.setdefault(key, {})[record["seed"]] = record
+    return [_merge([by_seed[seed] for seed in sorted(by_seed)]) for by_seed in merged.values()]
+
+
+def _merge(records: Sequence[Record]) -> Record:
+    merged: Record = {}
+    for name in records[0]:
+        values = [record[name] for record in records if record.get(name) is not None]
+        differs = any(value != values[0] for value in values)
+        merged[name] = values if differs else values[0] if values else None
+        if differs and name.endswith("_bytes"):
+            merged[name] = fmean(values)
+    return merged
+
+
+def _read(path: Path, parse: Callable[[str], T], what: str = "a finished run") -> T:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ValueError as error:
+        reason = f"not JSON, {error}"
+    raise OutputError(f"folder must hold {what}, but {path} cannot be read: {reason}")
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"an object is expected, got {text[:40].strip()!r}")
+    return content
+
+
+def _parse_lines(text: str) -> list[Record]:
+    """The records, each with its `CARRIED` fields; a line that a kill left torn is not read."""
+    records = []
+    carried: Record = {}
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        try:
+            record = _parse_object(line)
+        except ValueError as error:
+            raise ValueError(f"record {number}: {error}") from None
+        carried |= {name: record.pop(name) for name in CARRIED if name in record}
+        records.append(record | {name: value for name, value in carried.items() if value is not None})
+    return records
+
+
+def _check_fields(what: object, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    for name, kind in types.items():
+        if not isinstance(content.get(name), kind):
+            raise OutputError(f"{what} must have {name!r} of type {kind.__name__}, got {content.get(name)!r}")

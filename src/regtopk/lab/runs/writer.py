@@ -1,0 +1,224 @@
+"""Writing a run into its folder: one process at a time, and nothing is lost at a kill."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from regtopk.errors import OutputError, RunExistsError
+from regtopk.lab.runs.reading import read_header
+from regtopk.lab.runs.run import CARRIED, CONFIG, FILES, METRICS, SUMMARY, Record
+
+
+class RunWriter:
+    """Writes one run into a folder, which is claimed before anything is computed.
+
+    Args:
+        folder: made if missing; refused if it holds a run.
+        header: what config.json will say.
+        force: replace the run that the folder holds.
+        resume: continue the run that the folder holds, if it holds one.
+        shared: settings in which the continued run must agree with the new header.
+
+    Raises:
+        RunExistsError: the folder holds a run, and neither `force` nor `resume` is on.
+        OutputError: the folder cannot be written, or the continued run has other settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        header: Mapping[str, Any],
+        *,
+        force: bool = False,
+        resume: bool = False,
+        shared: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.is_continued = resume and (folder / CONFIG).exists()
+        # of the record before; unknown, so that it is written, where a run goes on
+        self._carried: Record | None = None if self.is_continued else dict.fromkeys(CARRIED)
+        if not self.is_continued:
+            _check_free(folder, force=force)
+        self._metrics = _open_locked(folder)
+        try:
+            with writing_to(folder):
+                self._header = self._begin(header, force, shared or {})
+                write_json(folder / CONFIG, self._header)
+        except OutputError:
+            self._metrics.close()
+            raise
+
+    def _begin(self, header: Mapping[str, Any], force: bool, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """With the lock held, keep or clear what the folder holds. Returns the header to write."""
+        if self.is_continued:
+            continued = _continued(self.folder, header, shared)
+            _drop_torn_line_(self.folder / METRICS)
+            return continued
+        if not force:
+            check_holds_no_run(self.folder)  # again: another process may have finished one
+        self._metrics.truncate(0)  # not removed: it holds the lock
+        for name in FILES:
+            if name != METRICS:
+                (self.folder / name).unlink(missing_ok=True)
+        return dict(header)
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with writing_to(self.folder):  # on a full disk closing fails as the last record did
+            self._metrics.close()
+
+    def add(self, record: Record) -> None:
+        """Append one record, at once on disk.
+
+        Raises:
+            OutputError: a number in it is not finite, which JSON cannot express: the run diverged. Or the
+                folder cannot be written any more: the disk is full.
+        """
+        carried = {name: record.get(name) for name in CARRIED}
+        fields = {name: value for name, value in record.items() if name not in CARRIED}
+        before = self._carried
+        fields |= {name: value for name, value in carried.items() if before is None or value != before[name]}
+        try:
+            line = json.dumps(fields, allow_nan=False)
+        except ValueError:
+            raise OutputError(f"records must be finite, got {record}: the run diverged") from None
+        with writing_to(self.folder):
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
+        self._carried = carried
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Change settings of the header that depend on what the folder holds, now that it is locked."""
+        self._header["config"] = {**self._header["config"], **settings}
+        write_json(self.folder / CONFIG, self._header)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary: from now on the run counts as finished."""
+        write_json(self.folder / SUMMARY, summary)
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into errors that name the output folder.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"output folder must be writable, got {folder}: {error.strerror or error}"
+        ) from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write readable JSON, all of it or, at a kill, nothing."""
+    new = path.with_name(f"{path.name}.new")
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    with writing_to(path.parent):
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+
+
+def check_holds_no_run(folder: Path) -> None:
+    """Make sure that the folder holds no run and no part of one; an empty file of records is none.
+
+    Raises:
+        RunExistsError: it does.
+    """
+    for name in FILES:
+        path = folder / name
+        if path.exists() and (name != METRICS or path.stat().st_size > 0):
+            raise RunExistsError(f"output folder must not hold a run, but {folder} holds {name}")
+
+
+def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make sure that the folder's run has these settings; one that it does not record is not compared.
+
+    Returns:
+        The header of the run.
+
+    Raises:
+        OutputError: a setting differs, or there is no run.
+    """
+    header = read_header(folder)
+    for key, value in settings.items():
+        was = header.get("config", {}).get(key, value)
+        if was != value:
+            raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
+    return header
+
+
+def claim_folder(folder: Path, *, force: bool) -> None:
+    """Make a folder for the parts of a run; with `force`, remove the run that it holds.
+
+    Raises:
+        RunExistsError: the folder holds a run, and `force` is off.
+        OutputError: the folder cannot be written, or another process writes it.
+    """
+    _check_free(folder, force=force)
+    if (folder / METRICS).exists():
+        _open_locked(folder).close()  # a run that is still being written is not replaced
+    with writing_to(folder):
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _check_free(folder: Path, *, force: bool) -> None:
+    """Make the folder. Check that it can be written and, unless its run may be lost, that it holds none."""
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not force:
+            check_holds_no_run(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def _open_locked(folder: Path) -> TextIO:
+    """Open the records to append to. Only one process writes a folder at a time; closing ends its lock."""
+    with writing_to(folder):
+        file = (folder / METRICS).open("a", encoding="utf-8")
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise OutputError(f"output folder must not be written by another process, got {folder}") from None
+    return file
+
+
+def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """The old header with the new settings; the new command stands below the old ones."""
+    old = check_same_settings(folder, shared)
+    commands = [*old["command"].splitlines(), header["command"]]
+    return {
+        **old,
+        **header,
+        "versions": old["versions"],
+        "command": "\n".join(dict.fromkeys(commands)),
+        "config": {**old.get("config", {}), **header["config"]},
+    }
+
+
+def _drop_torn_line_(path: Path) -> None:
+    """Remove the half-written record that a kill can leave at the end; its step is run again."""
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)

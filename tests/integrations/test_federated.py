@@ -1,0 +1,340 @@
+"""A server and clients that it asks now and then: nothing is lost, and nothing stale is taken for fresh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regtopk
+from regtopk import ALGORITHMS, ChunkedTopK, PosteriorScore, RegTopK, TopK
+from regtopk.core import Algorithm, SparseGradient
+from regtopk.errors import ArgumentError, GradientError, RegtopkError, StateError, WireFormatError
+from regtopk.integrations.flower import Client, Instruction, Model, Reply, Server, check_algorithm
+from regtopk.simulate import Cluster
+from regtopk.wire import decode, encode
+
+J = 60
+SHARES = {"a": 3.0, "b": 1.0, "c": 4.0}
+
+
+def model_of(flat: Tensor) -> Model:
+    return {"weight": flat[:48].view(6, 8).clone(), "bias": flat[48:].clone()}
+
+
+def flat_of(model: Model) -> Tensor:
+    return torch.cat([model["weight"].flatten(), model["bias"]])
+
+
+def exact(generator: torch.Generator, size: int = J) -> Tensor:
+    """Numbers whose sums are exact in float32, so that two ways to the same sum give the same bits."""
+    return torch.randint(-512, 512, (size,), generator=generator) / 1024
+
+
+class Federation:
+    """Clients of a server, in one process: the same parts, without Flower in between."""
+
+    def __init__(self, folder: Path, algorithm: Algorithm[Any], *, sparse_down: bool = True) -> None:
+        self.folder, self.algorithm = folder, algorithm
+        self.server = Server(sparse_down=sparse_down)
+        self.generator = torch.Generator().manual_seed(0)
+        self.model = model_of(exact(self.generator))
+        self.round = 0
+        self.node_of = {name: i for i, name in enumerate(SHARES)}
+
+    def client(self, name: str) -> Client:
+        """Made anew each time, as a process is: it has nothing but its disk."""
+        return Client(self.algorithm, self.folder / f"{name}.pt", name=name)
+
+    def ask(self, *names: str) -> dict[str, Instruction]:
+        self.round += 1
+        self.server.begin(self.round, self.model)
+        return {name: self.server.instruction(self.node_of[name]) for name in names}
+
+    def train(self, name: str, instruction: Instruction, update: Tensor) -> Reply:
+        client = self.client(name)
+        model = client.model_of(instruction)
+        return client.reply(instruction, model, model_of(flat_of(model) - update))
+
+    def end(self, *replies: Reply) -> list[tuple[int, RegtopkError]]:
+        sent = [(self.node_of[reply.client], reply, SHARES[reply.client]) for reply in replies]
+        refused = self.server.finish(sent)
+        self.model = self.server.model
+        return refused
+
+    def residual(self, name: str) -> Tensor:
+        residual = self.client(name).residual
+        return torch.zeros(J) if residual is None else residual
+
+
+def sent_by(reply: Reply) -> Tensor:
+    sparse = decode(reply.frame, J)
+    return torch.zeros(J).scatter_(0, sparse.indices, sparse.values)
+
+
+@pytest.mark.parametrize("sparse_down", [True, False])
+@pytest.mark.parametrize("algorithm", [TopK(k=5), RegTopK(k=5), ChunkedTopK(density=0.1, chunk=16)])
+def test_what_is_sent_and_what_is_kept_are_the_update_and_what_was_kept(
+    tmp_path: Path, algorithm: Algorithm[Any], sparse_down: bool
+) -> None:
+    federation = Federation(tmp_path, algorithm, sparse_down=sparse_down)
+    start, learned = flat_of(federation.model), torch.zeros(J)
+    for sampled in (("a", "b"), ("b",), ("a", "b", "c"), ("c",), ("a",)):
+        replies = []
+        for name, instruction in federation.ask(*sampled).items():
+            before, update = federation.residual(name), exact(federation.generator)
+            replies.append(federation.train(name, instruction, update))
+            assert torch.equal(sent_by(replies[-1]) + federation.residual(name), before + update)
+        total = sum(SHARES[name] for name in sampled)
+        for reply in replies:
+            learned += SHARES[reply.client] / total * sent_by(reply)
+        assert federation.end(*replies) == []
+    assert torch.allclose(flat_of(federation.model), start - learned, atol=1e-6)
+
+
+def test_with_a_lossy_code_what_the_code_loses_is_kept(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=9, value_code="4bit"))
+    update = torch.randn(J, generator=federation.generator)
+    reply = federation.train("a", federation.ask("a")["a"], update)
+    assert torch.equal(federation.residual("a"), flat_update(federation, update) - sent_by(reply))
+    assert (federation.residual("a")[sent_by(reply) != 0] != 0).any()
+
+
+def flat_update(federation: Federation, update: Tensor) -> Tensor:
+    """The update as training leaves it: the difference of two models in float32."""
+    start = flat_of(federation.model)
+    return start - (start - update)
+
+
+def test_what_the_server_did_not_get_goes_back_into_the_residual(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=5))
+    first, second, third = (exact(federation.generator) for _ in range(3))
+    federation.end(federation.train("a", federation.ask("a")["a"], first))
+    kept = federation.residual("a")
+    federation.train("a", federation.ask("a")["a"], second)
+    federation.end()  # its reply is lost
+    reply = federation.train("a", federation.ask("a")["a"], third)
+    assert torch.equal(sent_by(reply) + federation.residual("a"), kept + second + third)
+    assert federation.end(reply) == []
+
+
+def test_a_round_that_is_made_twice_counts_once(tmp_path: Path) -> None:
+    for algorithm in (TopK(k=1), RegTopK(k=1)):
+        federation = Federation(tmp_path / algorithm.name, algorithm)
+        kept = torch.zeros(J)
+        for _ in range(3):
+            instruction = federation.ask("a")["a"]
+            assert (instruction.model is None) == (federation.round > 1)
+            federation.train("a", instruction, exact(federation.generator))  # killed before it had replied
+            update = exact(federation.generator)
+            reply = federation.train("a", instruction, update)
+            assert torch.equal(sent_by(reply) + federation.residual("a"), kept + update)
+            kept = federation.residual("a")
+            assert federation.end(reply) == []
+
+
+def test_all_clients_in_every_round_is_the_cluster_of_the_paper(tmp_path: Path) -> None:
+    """RegTop-k as printed, bit for bit: the aggregate is the difference of two models."""
+    algorithms: list[Algorithm[Any]] = [
+        RegTopK(k=30),
+        RegTopK(k=30, reference="current"),
+        ChunkedTopK(k=30, chunk=60, score=PosteriorScore()),
+    ]
+    for i, algorithm in enumerate(algorithms):
+        federation = Federation(tmp_path / str(i), algorithm)
+        cluster = Cluster(algorithm, num_workers=3, weights=[w / 8 for w in SHARES.values()])
+        flat = flat_of(federation.model)
+        has_differed = False
+        plain = Cluster(TopK(k=30), num_workers=3, weights=[w / 8 for w in SHARES.values()])
+        for _ in range(6):
+            updates = torch.stack([exact(federation.generator) for _ in SHARES])
+            told = federation.ask(*SHARES)
+            replies = [federation.train(name, told[name], x) for name, x in zip(SHARES, updates, strict=True)]
+            federation.end(*reversed(replies))
+            aggregate = cluster.step(updates)
+            flat = flat - aggregate
+            has_differed |= not torch.equal(plain.step(updates), aggregate)
+            assert torch.equal(flat_of(federation.model), flat)
+        assert has_differed  # from Top-k: there was something to learn
+
+
+def test_a_client_that_was_not_asked_last_selects_as_top_k_does(tmp_path: Path) -> None:
+    for gap in (False, True):
+        federation = Federation(tmp_path / str(gap), RegTopK(k=5, mu=1000.0))
+        large = torch.zeros(J)
+        large[:5] = 1.0
+        told = federation.ask("a", "b")
+        federation.end(
+            federation.train("a", told["a"], large),
+            federation.train("b", told["b"], -3 * large),  # weight 1 against 3: they cancel
+        )
+        if gap:
+            federation.end(federation.train("c", federation.ask("c")["c"], large / 4))
+        told = federation.ask("a")
+        small = large + torch.arange(J) / 1024
+        found = sent_by(federation.train("a", told["a"], small)).nonzero().flatten().tolist()
+        assert (found == [0, 1, 2, 3, 4]) == gap
+
+
+def test_clients_with_an_older_model_are_sent_what_changed(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=1))
+    update = torch.linspace(-1, 1, J)
+    for sampled in (("a",), ("b",), ("a", "b")):
+        told = federation.ask(*sampled)
+        for name, instruction in told.items():
+            assert (instruction.model is None) == (federation.round == 3)
+            model = federation.client(name).model_of(instruction)
+            assert torch.equal(flat_of(model), flat_of(federation.model))
+        federation.end(*(federation.train(name, told[name], update) for name in sampled))
+
+
+def test_an_older_model_that_does_not_lead_here_is_refused_and_sent_whole_next(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=1))
+    update = torch.linspace(-1, 1, J)
+    federation.end(federation.train("a", federation.ask("a")["a"], update))
+    kept = torch.load(tmp_path / "a.pt")
+    kept["now"]["model"] += 1
+    torch.save(kept, tmp_path / "a.pt")
+    with pytest.raises(StateError, match="another checksum"):
+        federation.train("a", federation.ask("a")["a"], update)
+    federation.end()
+    assert federation.ask("a")["a"].model is not None
+
+
+def test_a_model_of_the_users_own_is_sent_whole(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=1))
+    federation.end(federation.train("a", federation.ask("a")["a"], torch.linspace(-1, 1, J)))
+    federation.model["bias"] += 1
+    assert federation.ask("a")["a"].model is not None
+
+
+def test_a_bad_reply_is_refused_and_the_round_is_that_of_the_others(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=5))
+    start = flat_of(federation.model)
+    told = federation.ask(*SHARES)
+    good, damaged, late = (federation.train(name, told[name], exact(federation.generator)) for name in SHARES)
+    damaged.frame[40] ^= 1
+    nodes = [(0, good, 3.0), (1, damaged, 1.0), (2, Reply("c", 7, late.frame), 4.0), (5, good, 3.0)]
+    refused = dict(federation.server.finish(nodes))
+    assert {node: type(error) for node, error in refused.items()} == {
+        1: WireFormatError,
+        2: StateError,
+        5: StateError,
+    }
+    assert "twice" in str(refused[5])
+    assert torch.equal(flat_of(federation.server.model), start - sent_by(good))
+    for weight in (0.0, -1.0, float("nan"), float("inf"), 1e308):
+        with pytest.raises(StateError, match="weight"):
+            federation.server.check(good, weight)
+    wide = encode(SparseGradient(torch.tensor([3]), torch.tensor([1e300], dtype=torch.float64), J))
+    for frame in (good.frame.float(), good.frame[None], good.frame[:20], wide):
+        with pytest.raises((StateError, WireFormatError)):
+            federation.server.check(Reply("a", 1, frame), 1.0)
+
+
+def test_statistics_and_integers_travel_whole_and_arrays_keep_their_order(tmp_path: Path) -> None:
+    model = {
+        "norm.running_var": torch.ones(4),
+        "weight": torch.zeros(800),
+        "norm.num_batches_tracked": torch.tensor(0),
+    }
+    server = Server()
+    server.begin(1, model)
+    replies = []
+    for node, (name, share) in enumerate((("a", 3.0), ("b", 1.0))):
+        client = Client(TopK(k=8), tmp_path / f"{name}.pt", name=name)
+        told = server.instruction(node)
+        trained = {key: array + (1 if array.dtype == torch.int64 else share) for key, array in model.items()}
+        replies.append((node, client.reply(told, client.model_of(told), trained), share))
+    assert server.finish(replies) == []
+    after = server.model
+    assert list(after) == list(model)
+    assert torch.equal(after["norm.running_var"], torch.full((4,), 3.5))
+    assert torch.equal(after["weight"][:8], torch.full((8,), 2.5))
+    assert after["norm.num_batches_tracked"] == 1
+    bad = Reply("a", 1, replies[0][1].frame, {})
+    with pytest.raises(StateError, match="travel whole"):
+        server.check(bad, 1.0)
+    spoiled = {**replies[0][1].whole, "norm.running_var": torch.tensor([1.0, torch.inf, 1.0, 1.0])}
+    with pytest.raises(StateError, match=r"must be finite, got NaN or inf in \['norm.running_var'\]"):
+        server.check(Reply("a", 1, replies[0][1].frame, spoiled), 1.0)
+    server.begin(2, after)
+    told = server.instruction(0)
+    client = Client(TopK(k=8), tmp_path / "a.pt", name="a")
+    with pytest.raises(GradientError, match=r"must be finite, got NaN or inf in \['norm.running_var'\]"):
+        client.reply(told, client.model_of(told), {**client.model_of(told), **spoiled})
+    model = Client(TopK(k=8), tmp_path / "a.pt", name="a").model_of(told)
+    assert told.model is None
+    assert list(model) == list(after)
+    assert all(torch.equal(model[name], after[name]) for name in after)
+
+
+def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=5))
+    federation.end(federation.train("a", federation.ask("a")["a"], torch.linspace(-1, 1, J)))
+    before = (tmp_path / "a.pt").read_bytes()
+    with pytest.raises(GradientError, match="finite"):
+        federation.train("a", federation.ask("a")["a"], torch.full((J,), torch.nan))
+    assert (tmp_path / "a.pt").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.pt"]
+
+
+def test_a_memory_of_another_server_is_not_used(tmp_path: Path) -> None:
+    """Its rounds have the same numbers: what it accepted must not be taken for this server's."""
+    update = torch.linspace(-1, 1, J)
+    first = Federation(tmp_path, TopK(k=5))
+    first.end(first.train("a", first.ask("a")["a"], update))
+    kept = first.residual("a")
+    second = Federation(tmp_path, TopK(k=5))
+    reply = second.train("a", second.ask("a")["a"], update)
+    assert torch.equal(
+        sent_by(reply) + second.residual("a"), sent_by(reply) + kept
+    )  # as if it were the first
+
+
+def test_a_memory_of_another_client_or_algorithm(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, TopK(k=5))
+    federation.end(federation.train("a", federation.ask("a")["a"], torch.linspace(-1, 1, J)))
+    path = tmp_path / "a.pt"
+    for client in (Client(TopK(k=5), path, name="b"), Client(TopK(k=6), path, name="a")):
+        with pytest.raises(StateError, match="must be of client"):
+            _ = client.residual
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StateError, match="must hold the memory of a client"):
+        _ = federation.client("a").residual
+
+
+ACCEPTED = {
+    "topk",
+    "regtopk",
+    "mipd-style",
+    "chunked-topk",
+    "strom",
+    "dryden",
+    "gradient-dropping",
+    "adacomp",
+    "hard-threshold",
+    "sidco",
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_which_algorithms_a_server_with_sampled_clients_can_run(name: str) -> None:
+    with_density = hasattr(ALGORITHMS[name], "density")
+    algorithm = ALGORITHMS[name](**({"density": 0.01} if with_density else {}))
+    if name in ACCEPTED:
+        check_algorithm(algorithm)
+    else:
+        with pytest.raises(ArgumentError, match=f"algorithm must .*'{name}'"):
+            check_algorithm(algorithm)
+
+
+def test_options_matter_to_what_can_be_run() -> None:
+    check_algorithm(ChunkedTopK(density=0.1, chunk=16, score=PosteriorScore()))
+    check_algorithm(TopK(k=1000))
+    for algorithm in (TopK(k=1, impute=0.5), regtopk.RegTopK(k=1, impute="learned")):
+        with pytest.raises(ArgumentError, match="impute must be 0 with sampled clients"):
+            check_algorithm(algorithm)
+    with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):
+        check_algorithm(TopK)  # type: ignore[arg-type]

@@ -1,0 +1,413 @@
+"""Replicas of torchft that come and go, with its own lighthouse, managers and process groups on loopback."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from regtopk import EF21, RegTopK, TopK
+from regtopk.core import Algorithm, Conversation, Worker
+from regtopk.core.state import ResidualState
+from regtopk.errors import ArgumentError, ClusterError
+from tests.distributed.ranks import fork_process
+from tests.distributed.test_guide import ROOT, blocks
+
+pytest.importorskip(
+    "torchft",
+    reason="torchft is not installed: pip install 'regtopk[torchft]', on x86_64 Linux",
+    exc_type=ImportError,
+)
+from torchft import Manager, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
+
+from regtopk.integrations.torchft import UpdateExchange
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torchft
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+EVERY = 2
+REGTOPK = RegTopK(density=0.25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsOnce(TopK):
+    """Top-k that fails in some rounds, when it has sent its entries and changed its state."""
+
+    name: ClassVar[str] = "fails-once"
+    failing: ClassVar[set[int]] = set()  # the rounds to fail in, of this process
+
+    def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
+        aggregate = yield from super().exchange(grad, state, worker)
+        if worker.step in self.failing:
+            self.failing.remove(worker.step)
+            raise RuntimeError("this round fails")
+        return aggregate
+
+
+class After(NamedTuple):
+    """A replica when it has joined, and after every round."""
+
+    pid: int
+    num_rounds: int
+    num_failed: int
+    weights: list[float]
+    residual_norm: float
+    tensors: list[Tensor]  # parameters, buffers, and the outer optimizer's state
+
+
+class Replicas:
+    """Replica processes of one lighthouse, each telling about every round."""
+
+    def __init__(self) -> None:
+        self._lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=2, join_timeout_ms=20_000, heartbeat_timeout_ms=2_000
+        )
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self.heard: list[list[After]] = []
+
+    def start(
+        self,
+        algorithm: Algorithm[Any] = REGTOPK,
+        failing: tuple[int, ...] = (),
+        *,
+        fails_to_meet: bool = False,
+    ) -> int:
+        number = len(self._processes)
+        told = (self._lighthouse.address(), number, algorithm, failing, fails_to_meet)
+        process, pipe = fork_process(_train, *told)
+        self._processes.append(process)
+        self._pipes.append(pipe)
+        self.heard.append([])
+        return number
+
+    def kill(self, number: int) -> None:
+        self._processes[number].kill()  # SIGKILL
+        self._processes[number].join()
+
+    def listen(self, until: Callable[[list[list[After]]], bool], timeout_s: float = 240) -> None:
+        """Hear what the replicas tell until they have told enough."""
+        deadline = time.monotonic() + timeout_s
+        while not until(self.heard):
+            alive = [pipe for pipe, p in zip(self._pipes, self._processes, strict=True) if p.is_alive()]
+            ready = wait(alive, timeout=1)
+            for number in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
+                told = self._pipes[number].recv()
+                assert isinstance(told, After), told
+                self.heard[number].append(told)
+            assert time.monotonic() < deadline, [[a[:5] for a in told[-3:]] for told in self.heard]
+
+    def answer(self, number: int, timeout_s: float = 120) -> Any:
+        """The next thing that a replica tells."""
+        assert self._pipes[number].poll(timeout_s)
+        return self._pipes[number].recv()
+
+    def stop(self) -> None:
+        for number in range(len(self._processes)):
+            self.kill(number)
+        self._lighthouse.shutdown()
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    them = Replicas()
+    yield them
+    them.stop()
+
+
+def _train(
+    pipe: Connection,
+    lighthouse: str,
+    number: int,
+    algorithm: Algorithm[Any],
+    failing: tuple[int, ...],
+    fails_to_meet: bool,
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(number)  # replicas begin from different weights
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = _manager(store, lighthouse, number)
+    FailsOnce.failing.update(failing)
+    if fails_to_meet:
+        _fail_to_meet_once(pipe)
+    norm = nn.BatchNorm1d(8) if isinstance(algorithm, RegTopK) else nn.Identity()
+    model = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    try:
+        exchange = UpdateExchange(manager, model, optimizer, algorithm, every=EVERY, outer=_nesterov)
+    except Exception as error:
+        pipe.send(error)
+        return
+    while True:
+        pipe.send(_after(exchange, model))
+        for _ in range(EVERY):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
+            optimizer.step()
+        time.sleep(0.1)  # as long as a short round takes
+
+
+def _fail_to_meet_once(pipe: Connection) -> None:
+    """Let this process's first meeting fail, when the quorum has brought a peer's state."""
+
+    def fail(_: UpdateExchange) -> bool:
+        meeting.stop()
+        pipe.send("has not met")
+        raise RuntimeError("this meeting fails")
+
+    meeting = patch.object(UpdateExchange, "_meet", fail)
+    meeting.start()
+
+
+def _manager(store: TCPStore, lighthouse: str, number: int, min_replicas: int = 2) -> Manager:
+    return Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=min_replicas,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{number}",
+    )
+
+
+def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _after(exchange: UpdateExchange, model: nn.Module) -> After:
+    assert exchange.outer is not None
+    momenta = [state["momentum_buffer"] for state in exchange.outer.state.values()]
+    return After(
+        os.getpid(),
+        exchange.num_rounds,
+        exchange.num_failed,
+        exchange.weights,
+        exchange.total.residual_norm,
+        [t.detach().clone() for t in (*model.state_dict().values(), *momenta)],
+    )
+
+
+def _check_alike(told: list[list[After]], from_round: int, first: int) -> None:
+    """Replicas hold the same bits after every round that both `first` and another have committed."""
+    mine = _committed(told[first])
+    num_compared = 0
+    for other in told:
+        for number, after in _committed(other).items():
+            if number >= from_round and number in mine and other is not told[first]:
+                assert all(map(torch.equal, after.tensors, mine[number].tensors)), f"round {number}"
+                num_compared += 1
+    assert num_compared >= 2
+
+
+def _committed(told: list[After]) -> dict[int, After]:
+    """What a replica held when it had first committed so many rounds."""
+    return {after.num_rounds: after for after in reversed(told)}
+
+
+def _has_rounds(number: int, num_rounds: int, *, weights: int | None = None) -> Callable[..., bool]:
+    def until(told: list[list[After]]) -> bool:
+        enough = [a for a in told[number] if weights is None or len(a.weights) == weights]
+        return len({a.num_rounds for a in enough}) >= num_rounds
+
+    return until
+
+
+def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> None:
+    for _ in range(3):
+        replicas.start()
+    replicas.listen(lambda told: all(_has_rounds(n, 3, weights=3)(told) for n in range(3)))
+    _check_alike(replicas.heard, 1, first=0)
+    before = replicas.heard[0][-1].num_rounds
+    num_failed = [told[-1].num_failed for told in replicas.heard]
+    replicas.kill(2)
+
+    # the round that it was killed in may count on one of them: the other begins from that one then
+    replicas.listen(lambda told: all(t[-1].weights == [0.5, 0.5] for t in told[:2]))
+    for told, failed_before in zip(replicas.heard[:2], num_failed, strict=False):
+        assert len({a.pid for a in told}) == 1  # no process was restarted
+        assert told[-1].num_failed <= failed_before + 1  # the round that it was killed in, at most
+        assert told[-1].num_rounds > before
+        assert told[-1].residual_norm > 0
+    _check_alike(replicas.heard[:2], before, first=0)
+
+    new = replicas.start()
+    replicas.listen(_has_rounds(new, 4, weights=3))
+    joined = replicas.heard[new]
+    assert joined[0].num_rounds > before + 1
+    assert (joined[0].residual_norm, sorted(joined[0].weights)) == (0, [0, 0.5, 0.5])  # when it had joined
+    assert joined[1].weights == [1 / 3] * 3
+    assert joined[1].residual_norm > 0
+    _check_alike([*replicas.heard[:2], joined], joined[0].num_rounds, first=2)
+    assert all(len({a.pid for a in told}) == 1 for told in replicas.heard[:2])
+
+
+def test_a_replica_with_other_settings_is_refused_and_the_others_go_on(replicas: Replicas) -> None:
+    for _ in range(2):
+        replicas.start()
+    replicas.listen(lambda told: all(_has_rounds(n, 2)(told) for n in range(2)))
+    error = replicas.answer(replicas.start(RegTopK(density=0.5)))
+    assert isinstance(error, ClusterError)
+    assert "must have the same regtopk density, got 0.25 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in str(
+        error
+    )
+    num_rounds = replicas.heard[0][-1].num_rounds
+    replicas.listen(lambda told: all(t[-1].num_rounds >= num_rounds + 3 for t in told[:2]))
+    _check_alike(replicas.heard[:2], 1, first=0)
+
+
+def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Replicas) -> None:
+    """It has sent its entries and fails then: the round counts on the other one."""
+    replicas.start(FailsOnce(density=0.25))
+    replicas.start(FailsOnce(density=0.25), failing=(2,))
+    replicas.listen(lambda told: all(_has_rounds(n, 6)(told) for n in range(2)))
+    assert [told[-1].num_failed for told in replicas.heard] == [0, 1]
+    behind = next(a for a in replicas.heard[1] if a.num_failed == 1)
+    ahead = next(a for a in replicas.heard[0] if a.num_rounds == 3)
+    assert (behind.num_rounds, ahead.weights) == (2, [0.5, 0.5])
+    healed = next(a for a in replicas.heard[1] if a.num_rounds > 2)
+    assert (healed.num_rounds, healed.residual_norm, healed.weights) == (4, 0, [1, 0])
+    _check_alike(replicas.heard, 1, first=0)
+
+
+def test_a_replica_hands_on_the_state_that_it_could_not_begin_from_yet(replicas: Replicas) -> None:
+    """It was given the first one's, which is gone then: the third begins from the second."""
+    replicas.start()
+    replicas.start(fails_to_meet=True)
+    assert replicas.answer(1) == "has not met"
+    replicas.kill(0)
+    replicas.start()
+    replicas.listen(lambda told: all(_has_rounds(n, 3)(told) for n in (1, 2)))
+    _check_alike(replicas.heard[1:], 0, first=0)
+
+
+def _run(function: Callable[[], None]) -> None:
+    """Run it in a process of its own: torchft leaves the socket of its HTTP server open."""
+    process, pipe = fork_process(_tell_failure, function)
+    assert pipe.poll(240)
+    failure = pipe.recv()
+    process.join()
+    pipe.close()
+    assert failure is None, failure
+
+
+def _tell_failure(pipe: Connection, function: Callable[[], None]) -> None:
+    try:
+        function()
+        pipe.send(None)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
+    _run(_fail_in_a_round)
+
+
+def _fail_in_a_round() -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
+    torch.manual_seed(0)
+    model, data = nn.Linear(5, 4), torch.randn(6 * EVERY, 7, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = UpdateExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
+    FailsOnce.failing.add(2)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, rounds: range) -> None:
+        for batch in data[rounds.start * EVERY : rounds.stop * EVERY]:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+    try:
+        train(model, optimizer, range(2))
+        alone = deepcopy(model)  # what the model learns by itself from here
+        before, residual = exchange.state_dict(), _residual(exchange)
+        train(model, optimizer, range(2, 3))  # no error leaves optimizer.step()
+        assert exchange.num_failed == 1
+        assert "this round fails" in str(manager.errored())
+        after = exchange.state_dict()
+        assert all(torch.equal(after["start"][name], start) for name, start in before["start"].items())
+        assert after["num_rounds"] == before["num_rounds"] == 2
+        assert torch.equal(_residual(exchange), residual)
+
+        train(model, optimizer, range(3, 4))
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), range(2, 4))
+        assert (exchange.num_failed, exchange.num_rounds) == (1, 3)
+        not_sent = residual + (model.weight - alone.weight).detach().flatten()
+        torch.testing.assert_close(
+            _residual(exchange), not_sent
+        )  # theta + e is what it learned: no more, no less
+        assert torch.equal(model.weight, exchange.state_dict()["start"]["weight"])
+
+        exchange.load_state_dict(before)  # as from a disk: all but the residual
+        assert torch.equal(model.weight, before["start"]["weight"])
+        assert (exchange.num_rounds, bool(_residual(exchange).any())) == (2, False)
+        train(model, optimizer, range(4, 6))
+        assert (exchange.num_failed, exchange.num_rounds) == (1, 4)
+    finally:
+        manager.shutdown()
+        lighthouse.shutdown()
+
+
+def _is_bias(name: str, _: nn.Parameter) -> bool:
+    return name == "bias"
+
+
+def _residual(exchange: UpdateExchange) -> Tensor:
+    state = exchange._steps.buckets.all[0].state
+    assert isinstance(state, ResidualState)
+    return state.residual.clone()
+
+
+def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ArgumentError, match=r"must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
+    ):
+        UpdateExchange(None, model, optimizer, EF21(density=0.5))
+
+
+def test_the_guides_code_runs() -> None:
+    _run(_follow_the_guide)
+
+
+def _follow_the_guide() -> None:
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    os.environ |= {**given, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+    model = nn.Linear(20, 20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    names: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer}
+    (source,) = blocks((ROOT / "docs" / "elastic.md").read_text(encoding="utf-8"), "python torchft")
+    try:
+        exec(compile(source, "guide", "exec"), names)
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(4, 20)).square().mean().backward()
+            optimizer.step()
+        assert (names["exchange"].num_rounds, names["exchange"].num_failed) == (2, 0)
+    finally:
+        names["manager"].shutdown()
+        lighthouse.shutdown()

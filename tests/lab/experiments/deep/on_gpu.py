@@ -1,0 +1,176 @@
+"""Deep trainings on a real GPU: graphs, exactness, and that the host does not wait.
+
+`python -m tests.lab.experiments.deep.on_gpu` runs all of it without pytest (PYTHONPATH=src where regtopk is
+not installed); `pytest -m gpu` does too.
+"""
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from regtopk.lab.experiments.compare import CompareConfig, ComparedProblem
+from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.lab.experiments.deep.engine import Engine
+from regtopk.lab.experiments.deep.examples import Examples
+from regtopk.lab.experiments.deep.flat import flatten
+from regtopk.lab.experiments.deep.networks import NETWORKS
+from regtopk.lab.experiments.deep.task import DeepProblem
+from regtopk.lab.experiments.fig3 import FIG3
+from regtopk.lab.experiments.gpt import Gpt
+from regtopk.lab.experiments.protocol import Run
+from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.runs import read_records
+
+DEVICE = "cuda"
+MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
+SMOKE = DeepConfig(**{**PRESETS["smoke"], "preset": "smoke", "device": DEVICE})
+NUM_SEEN = 7  # records, until a run is interrupted
+
+
+class StopHereError(Exception):
+    pass
+
+
+def random_examples(num: int = 200) -> Examples:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(num, 32, 32, 3, generator=generator).to(DEVICE)
+    labels = torch.randint(10, (num,), generator=generator)
+    return Examples(images, labels.to(DEVICE), images[:50], labels[:50].to(DEVICE), labels, 10)
+
+
+def a_graph_computes_what_plain_calls_do() -> None:
+    """With parallel branches, for several models, with weights of their own or not; and again on new rows."""
+    examples = random_examples()
+    for name in ("small-cnn", "resnet18", "resnet18-gn"):
+        torch.manual_seed(0)
+        network = NETWORKS[name](10)
+        params = flatten(network).to(DEVICE).repeat(2, 1)
+        params[1] *= 1.01
+        for has_own_weights in (False, True):
+            given = params.unsqueeze(1).repeat(1, 4, 1) if has_own_weights else params
+            plain, graph = (
+                Engine(
+                    network, examples, num_models=2, num_workers=4, batch_size=5, num_branches=branches,
+                    has_own_weights=has_own_weights,
+                )
+                for branches in (0, 8)
+            )  # fmt: skip
+            for seed in range(3):
+                rows = torch.randint(200, (2, 4, 5), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+                (expected, losses), (found, found_losses) = plain.grads(given, rows), graph.grads(given, rows)
+                torch.testing.assert_close(found_losses, losses, rtol=1e-3, atol=1e-3)
+                error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+                assert float(error.max()) < 0.02, (name, error)  # TF32, and other kernels in a graph
+
+
+def measured(config: DeepConfig, folder: Path, *, resume: bool = False) -> list[tuple[object, ...]]:
+    FIG3.record(config, folder, command="regtopk reproduce fig3", resume=resume)
+    return sorted({tuple(r[name] for name in MEASURED) for r in read_records(folder)})
+
+
+def deterministic_runs_are_the_same_bits() -> None:
+    """Twice, and interrupted and resumed."""
+    methods = "dense,topk,regtopk:mu=1,dgc,consensus:value_code=4bit,global-topk,randomk,sketch"
+    config = replace(SMOKE, deterministic=True, methods=methods, seeds="2", num_rounds=30, evaluate_every=5)
+    with TemporaryDirectory() as folder:
+        whole = measured(config, Path(folder) / "whole")
+        assert measured(config, Path(folder) / "again") == whole
+        seen: list[str] = []
+
+        def progress(fraction: float, words: str = "") -> None:
+            seen.extend([words] if ": accuracy" in words else [])  # what was measured
+            if len(seen) == NUM_SEEN:
+                raise StopHereError
+
+        parts = Path(folder) / "parts"
+        with suppress(StopHereError):
+            FIG3.record(config, parts, command="regtopk reproduce fig3", progress=progress)
+        assert 0 < len(read_records(parts)) < len(whole)
+        assert measured(config, parts, resume=True) == whole
+
+
+def rounds_never_wait_for_the_device() -> None:
+    config = replace(SMOKE, methods="dense,topk,regtopk:mu=1,dgc,consensus")
+    task = DeepProblem(config).task([0])
+    for method in config.plan.methods:
+        algorithm = config.build(Run(method, 0.01))
+        trainer = Trainer(task, algorithm, optimizer="sgd", lr=0.1, index_code="elias-fano")
+        trainer.run_until(3)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            trainer.run_until(4)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def make_gpts(folder: str, **settings: Any) -> tuple[CompareConfig, Gpt]:
+    """A small GPT on characters drawn at random, two seeds of it."""
+    path = Path(folder) / "text"
+    drawn = torch.randint(32, 127, (40_000,), generator=torch.Generator().manual_seed(0))
+    path.write_text("".join(map(chr, drawn.tolist())))
+    config = CompareConfig(
+        task="gpt", data=str(path), device=DEVICE, num_workers=4, num_steps=8, batch_size=4, num_layers=2,
+        width=128, context=64, **settings,
+    )  # fmt: skip
+    task = ComparedProblem(config).task([0, 1])
+    assert isinstance(task, Gpt)
+    return config, task
+
+
+def workers_with_models_of_their_own_are_the_same_in_a_graph() -> None:
+    with TemporaryDirectory() as folder:
+        for precision in ("float32", "bfloat16"):
+            task = make_gpts(folder, algorithms="dense", precision=precision)[1]
+            plain = make_gpts(folder, algorithms="dense", precision=precision)[1]
+            plain.engine._streams.clear()
+            models = task.start().unsqueeze(1).repeat(1, 4, 1)
+            models *= 1 + 0.01 * torch.arange(4, device=DEVICE).view(1, 4, 1)
+            for step in range(3):
+                (expected, losses), (found, found_losses) = (
+                    own.grads(models, step, 0.0) for own in (plain, task)
+                )
+                torch.testing.assert_close(found_losses, losses, rtol=1e-3, atol=1e-3)
+                error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+                assert float(error.max()) < 0.02, (precision, error)
+
+
+def updates_never_wait_for_the_device() -> None:
+    updates = "topk:value_code=4bit:exchange=updates:every=2,dense:exchange=updates:every=4:outer=nesterov"
+    with TemporaryDirectory() as folder:
+        config, task = make_gpts(folder, algorithms=f"dense,topk,{updates}", precision="bfloat16")
+        for method in config.plan.methods:
+            trainer = Trainer(
+                task, config.build(Run(method, 0.01)), optimizer="adamw", lr=0.004, index_code="elias-fano",
+                rounds=method.rounds, num_steps=8,
+            )  # fmt: skip
+            trainer.run_until(4)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                trainer.run_until(8)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+CHECKS = (
+    a_graph_computes_what_plain_calls_do,
+    deterministic_runs_are_the_same_bits,
+    rounds_never_wait_for_the_device,
+    workers_with_models_of_their_own_are_the_same_in_a_graph,
+    updates_never_wait_for_the_device,
+)
+
+
+def main() -> None:
+    for check in CHECKS:
+        start = time.perf_counter()
+        check()
+        print(f"ok  {check.__name__}  {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

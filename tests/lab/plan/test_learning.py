@@ -1,0 +1,79 @@
+"""How many steps methods need: from records, and from what sends less where there is none."""
+
+import json
+from math import inf
+from typing import Any
+
+import pytest
+
+from benchmarks import steps_to_target
+from regtopk.lab.plan.learning import LEARNED, about, relative_steps
+from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, Method
+from regtopk.rounds import Rounds
+
+TOPK = Method("topk", 0.001, "float32", "all_gather")
+UPDATES = Method("topk:impute=0.35", 0.01, "4bit", "all_gather", Rounds("updates", 2))
+
+
+def recorded(optimizer: str, **key: Any) -> float:
+    rows = json.loads(LEARNED.read_text())[optimizer]["methods"]
+    (row,) = [row for row in rows if key.items() <= row.items()]
+    return float(row["relative_steps"])
+
+
+def test_the_file_is_what_the_records_say() -> None:
+    assert json.loads(LEARNED.read_text()) == steps_to_target.make()
+
+
+def test_a_crossing_lies_between_two_evaluations() -> None:
+    assert steps_to_target.crossing([(0, 10.0), (100, 50.0), (200, 70.0)], 60.0) == 150
+    assert steps_to_target.crossing([(200, 1.0), (0, 4.0), (100, 2.0)], 1.5) == 150
+    assert steps_to_target.crossing([(0, 4.0), (100, 2.0)], 1.5) == inf
+
+
+def test_a_recorded_method() -> None:
+    assert relative_steps(DENSE, "sgd") == relative_steps(DENSE, "adamw") == 1
+    assert relative_steps(TOPK, "sgd") == recorded("sgd", method="topk", density=0.001) > 1
+    assert relative_steps(TOPK._replace(collective="split"), "sgd") == relative_steps(TOPK, "sgd")
+    assert relative_steps(POWERSGD, "adamw") == recorded("adamw", method="powersgd") > 1
+    assert relative_steps(FP16, "adamw") == 1
+    assert relative_steps(TOPK._replace(name="dgc"), "sgd") == 1  # its momentum is not counted for it
+    assert relative_steps(TOPK._replace(name="regtopk:mu=4"), "sgd") == relative_steps(
+        TOPK._replace(name="regtopk"), "sgd"
+    )
+
+
+def test_a_method_that_sends_less_stands_in() -> None:
+    fewer = relative_steps(TOPK, "sgd")
+    denser = relative_steps(TOPK._replace(density=0.01), "sgd")
+    assert denser is not None and fewer is not None and 1 <= denser < fewer
+    every_2 = relative_steps(UPDATES, "adamw")
+    assert relative_steps(UPDATES._replace(rounds=Rounds("updates", 1)), "adamw") == every_2
+    assert relative_steps(UPDATES._replace(value_code="float32"), "adamw") == every_2
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        TOPK._replace(value_code="4bit"),  # fewer bits
+        TOPK._replace(density=0.0005),
+        TOPK._replace(name="topk:impute=0.35"),
+        TOPK._replace(name="strom"),
+    ],
+)
+def test_without_a_record_nothing_is_claimed(method: Method) -> None:
+    assert relative_steps(method, "sgd") is None
+
+
+def test_what_never_reached_the_loss() -> None:
+    assert relative_steps(TOPK._replace(density=0.0009), "adamw") == inf  # sparse gradients and AdamW
+    assert relative_steps(TOPK._replace(density=0.1), "adamw") is None
+
+
+def test_rarer_or_later_rounds_are_no_stand_in() -> None:
+    rounds = UPDATES.rounds
+    assert relative_steps(UPDATES._replace(rounds=rounds._replace(every=16)), "adamw") is None
+    later = relative_steps(UPDATES._replace(rounds=rounds._replace(delay=1)), "adamw")
+    now = relative_steps(UPDATES, "adamw")
+    assert later is not None and now is not None and later > now
+    assert "AdamW" in about("adamw") and "SGD" in about("sgd")

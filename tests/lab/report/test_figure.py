@@ -1,0 +1,187 @@
+"""Figures stay readable with any number of methods; warnings of matplotlib are errors here."""
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from regtopk.lab.report.figure import draw_all, drawings_of, styles_of_run
+from regtopk.lab.report.frontier import Frontier, Point, frontier_of
+from regtopk.lab.report.page import write_report
+from regtopk.lab.report.style import FEW, MAX_COLOURS, OTHER
+from regtopk.lab.runs import Panel, Run, RunWriter, make_header
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+PANELS = (
+    Panel("Accuracy, by rounds", "step", "accuracy", "round", "accuracy"),
+    Panel("Loss", "step", "loss", "round", "loss"),
+    Panel("Accuracy, by bytes", "payload_bytes", "accuracy", "bytes", "accuracy", log_x=True),
+    Panel("At the end", "step", "accuracy", "accuracy", "", marks="bars"),
+)
+BASE = "topk:density=0.01:index_code=raw32:value_code=float32"
+METHODS = (
+    BASE,
+    "regtopk:mu=1",
+    "dense",
+    "global-topk",
+    *(f"consensus:score=regtopk:mu={mu}:value_code=2bit" for mu in range(8)),
+    *(f"other-{number}" for number in range(8)),
+)
+
+
+def make_run(num_methods: int, *, like: str = "topk:0.01:raw32:float32") -> Run:
+    records: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for number, method in enumerate(METHODS[:num_methods]):
+        num_bytes = 80_000.0 if method == "dense" else 1592.0 - number % 3
+        final = [90.0 + 0.2 * number, 91.0 + 0.1 * number] if number != 9 else [10.0, 12.0]
+        results.append(
+            {"method": method, "payload_bytes_per_step": num_bytes, "mean": sum(final) / 2, "final": final}
+        )
+        for step in (1, 2, 3):
+            measured = {"accuracy": [value * step / 3 for value in final], "loss": [3.0 / step]}
+            records.append({"method": method, "step": step, "payload_bytes": num_bytes * step, **measured})
+    ranked = sorted(results, key=lambda r: -r["mean"])
+    table = [{"measure": r["method"], "accuracy": r["mean"], "diverged": None} for r in ranked]
+    header = make_header("fig3", title="t", about="a", command="c", config={"like": like}, panels=PANELS)
+    summary = {"metric": "accuracy", "base": BASE, "results": results, "table": table}
+    return Run(Path(), header, records, summary)
+
+
+def draw(run: Run) -> "Figure":
+    figure = draw_all(drawings_of(run), list(styles_of_run(run).values()))
+    figure.draw_without_rendering()
+    return figure
+
+
+@cache
+def drawn(num_methods: int) -> "Figure":
+    """Drawn once for all tests that only look at it."""
+    return draw(make_run(num_methods))
+
+
+def inches(box: "Bbox", figure: "Figure") -> tuple[float, float]:
+    return box.width / figure.dpi, box.height / figure.dpi
+
+
+@pytest.mark.parametrize("num_methods", [1, 3, MAX_COLOURS, MAX_COLOURS + 1, len(METHODS)])
+def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
+    figure = drawn(num_methods)
+    assert len(figure.axes) == len(PANELS) + 1
+    for axes in figure.axes:
+        width, height = inches(axes.get_window_extent(), figure)
+        assert width > 2 and height > 2
+    (legend,) = figure.subfigs[-1].legends
+    whole, keys = figure.bbox, legend.get_window_extent()
+    assert keys.x0 >= whole.x0 and keys.x1 <= whole.x1 and keys.y0 >= whole.y0
+    for box in [axes.get_tightbbox() for axes in figure.axes]:
+        assert box is not None and not box.overlaps(keys)
+    assert len(legend.get_texts()) == (num_methods if num_methods <= MAX_COLOURS else FEW + 1)
+
+
+def test_one_order_everywhere() -> None:
+    run = make_run(len(METHODS))
+    figure, styles = drawn(len(METHODS)), styles_of_run(run)
+    assert list(styles) == [row["measure"] for row in run.summary["table"]]
+    labels = [style.label for style in styles.values()]
+    bars = figure.axes[3]
+    assert [text.get_text().replace("\n", " ") for text in bars.get_yticklabels()] == labels
+    assert bars.yaxis_inverted()  # the first is at the top
+    *few, others = [text.get_text() for text in figure.subfigs[-1].legends[0].get_texts()]
+    assert few == [label for label in labels if label in few] and others == "14 others"
+
+
+def test_all_but_a_few_are_grey() -> None:
+    lines = drawn(len(METHODS)).axes[0].get_lines()
+    colours = [to_hex(str(line.get_color())) for line in lines]
+    assert colours.count(OTHER.light) == len(METHODS) - FEW
+    grey, told = ([line.get_zorder() for line in lines if (line.get_color() == OTHER.light) == is_grey]
+                  for is_grey in (True, False))  # fmt: skip
+    assert max(grey) < min(told)
+
+
+def test_bars_are_the_numbers_of_the_table() -> None:
+    run = make_run(3)
+    dots = [line for line in drawn(3).axes[3].get_lines() if line.get_marker() == "o"]
+    assert [np.asarray(dot.get_xdata()).item() for dot in dots] == [
+        row["accuracy"] for row in run.summary["table"]
+    ]
+
+
+def test_a_method_that_failed_does_not_flatten_the_others() -> None:
+    axes = drawn(len(METHODS)).axes[-1]
+    assert axes.get_ylim()[0] > 50
+    assert [line.get_marker() for line in axes.get_lines()].count("v") == 1
+    assert "11.0" in [text.get_text() for text in axes.texts]
+
+
+def test_budget_is_marked() -> None:
+    assert [text.get_text() for text in drawn(3).axes[-1].texts] == ["the budget, 1,592"]
+    assert not draw(make_run(3, like="")).axes[-1].texts
+
+
+def test_where_there_is_no_frontier() -> None:
+    assert frontier_of(make_run(2, like="")) is None  # the same bytes for all
+    several = make_run(3)
+    several.summary["results"] *= 2
+    assert frontier_of(several) is None
+    other = make_run(3)
+    other.summary["metric"] = "distance"
+    assert frontier_of(other) is None
+
+
+def test_frontier_is_the_summary() -> None:
+    assert frontier_of(make_run(1)) == Frontier([Point(BASE, 1592.0, 90.5, 90.0, 91.0)], 1592.0)
+
+
+def test_a_single_evaluation_is_drawn_as_a_point() -> None:
+    run = make_run(2)
+    run.records[:] = [record for record in run.records if record["step"] == 3]
+    assert [line.get_marker() for line in draw(run).axes[0].get_lines()] == ["o", "o"]
+
+
+def write(run: Run, folder: Path) -> str:
+    with RunWriter(folder, run.header) as writer:
+        for record in run.records:
+            writer.add(record)
+        writer.finish(run.summary)
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def test_page_of_twenty_methods(tmp_path: Path) -> None:
+    page = write(make_run(20), tmp_path)
+    assert page.count("<figure") == len(PANELS) + 1 and page.count('<figure class="tall">') == 1
+    assert '<div class="panels"><div class="legend">' in page  # it fills the place beside the tall one
+    assert "14 others</li>" in page
+    assert f'<td title="{BASE}">' in page and "Top-k, 1 %, raw32, float32 (base)</td>" in page
+    assert "<th>diverged</th>" not in page  # nothing to say
+    assert page.count("<title>other-7</title>") == len(PANELS)  # each curve, and the point, names itself
+
+
+def test_the_page_says_how_many_seeds_there_are(tmp_path: Path) -> None:
+    run = make_run(3)
+    run.header["panels"] = run.header["panels"][:1]  # a short page
+    assert "<p>2 seeds. Curves are medians" in write(run, tmp_path / "two")
+    run.summary["results"][0]["final"] = [90.5]
+    assert "<p>1 to 2 seeds. " in write(run, tmp_path / "some")
+    for result in run.summary["results"]:
+        result["final"] = [result["mean"]]
+    assert "<p>One seed: the spread is not known" in write(run, tmp_path / "one")
+
+
+def test_at_equal_bytes_a_method_is_drawn_with_its_best_lr_alone_and_the_base_always() -> None:
+    run = make_run(2)
+    for method, mean in (("regtopk:mu=1:lr=0.5", 99.0), (f"{BASE}:lr=0.5", 99.0)):
+        run.summary["results"].append({**run.summary["results"][1], "method": method, "mean": mean})
+        run.records.append({**run.records[-1], "method": method})
+    frontier = frontier_of(run)
+    assert frontier is not None
+    assert [point.method for point in frontier.points] == [BASE, "regtopk:mu=1:lr=0.5"]
+    assert list(styles_of_run(run)) == [BASE, "regtopk:mu=1:lr=0.5"]
+    draw(run)

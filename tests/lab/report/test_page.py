@@ -1,0 +1,239 @@
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from regtopk.errors import MissingExtraError, OutputError
+from regtopk.lab.report import write_report
+from regtopk.lab.report.style import METHODS, styles_of
+from regtopk.lab.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, write_json
+
+PANELS = (
+    Panel(
+        title="Lines < & >",
+        x="iteration",
+        y="loss",
+        x_label="iteration",
+        y_label="loss",
+        where={"density": 0.5},
+        log_y=True,
+        dots="published",
+        x_max=8,
+    ),
+    Panel(
+        title="Steps",
+        x="iteration",
+        y="step",
+        x_label="iteration",
+        y_label="length",
+        log_y=True,
+        marks="stems",
+        y_min=0.1,
+    ),
+)
+HEADER = make_header(
+    "e",
+    title="A <title>",
+    about="What & why.",
+    command="regtopk reproduce e",
+    config={"lr": 0.1},
+    panels=PANELS,
+)
+
+
+def write_run(folder: Path) -> None:
+    with RunWriter(folder, HEADER) as writer:
+        for method in ("topk", "regtopk", "brand-new"):
+            for t in range(10):
+                for density in (0.5, 0.6):
+                    loss = [2.0**-t, 3.0**-t]
+                    record = {
+                        "method": method,
+                        "iteration": t,
+                        "density": density,
+                        "loss": loss,
+                        "step": t % 2,
+                    }
+                    writer.add(record | {"published": 2.0**-t})
+        writer.finish({"table": [{"measure": "final loss", "topk": 1.34e-9, "regtopk": 0.5}]})
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder)
+    assert write_report(folder) == folder / "index.html"
+    return folder
+
+
+def test_figures_are_written(run_folder: Path) -> None:
+    assert (run_folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    ElementTree.fromstring((run_folder / "figure.svg").read_text(encoding="utf-8"))
+
+
+def test_page_needs_nothing_else(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|src=", page)
+    outside = re.findall(r'(?:href|url)\s*[=(]\s*"?([^")]*)', page)
+    assert outside and all(target.startswith("#") for target in outside)
+
+
+def test_page_shows_the_run(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    assert "<h1>A &lt;title&gt;</h1>" in page
+    assert "What &amp; why." in page
+    assert "<pre>regtopk reproduce e</pre>" in page
+    assert "<h3>Lines &lt; &amp; &gt;</h3>" in page
+    assert "<td>1.3e-9</td>" in page and "<td>0.5</td>" in page
+    assert "RegTop-k" in page and "brand-new" in page
+
+
+def test_drawings_follow_the_readers_colours(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    assert "prefers-color-scheme:dark" in page
+    drawings = re.findall(r"<figure>.*?</figure>", page, flags=re.DOTALL)
+    assert len(drawings) == len(PANELS)
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+        assert METHODS["topk"].light not in drawing
+        for method in ("topk", "brand-new"):
+            assert f"var(--c{styles_of([method])[method].light[1:]})" in drawing
+        assert "var(--ink)" in drawing and "var(--grid)" in drawing
+
+
+def test_inner_names_of_drawings_do_not_clash(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    drawings = re.findall(r"<figure>.*?</figure>", page, flags=re.DOTALL)
+    clips = [set(re.findall(r'clipPath id="(\w+)"', drawing)) for drawing in drawings]
+    assert all(clips) and not clips[0] & clips[1]
+
+
+def test_drawing_again_gives_the_same_bytes(run_folder: Path) -> None:
+    names = ("index.html", "figure.svg", "figure.png")
+    before = [(run_folder / name).read_bytes() for name in names]
+    write_report(run_folder)
+    assert [(run_folder / name).read_bytes() for name in names] == before
+
+
+def test_page_of_several_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    write_run(tmp_path / "two")
+    together = {"title": "Both", "about": "Two runs.", "command": "regtopk demo", "versions": {"torch": "2"}}
+    write_json(tmp_path / CONFIG, {**together, "parts": ["one", "two"]})
+    write_json(tmp_path / SUMMARY, {})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("<h2>A &lt;title&gt;</h2>") == 2
+    assert page.count("<figure>") == 2 * len(PANELS)
+    assert (tmp_path / "two" / "figure.png").exists()
+
+
+def test_drawings_are_labelled(run_folder: Path) -> None:
+    page = (run_folder / "index.html").read_text(encoding="utf-8")
+    labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
+    assert labels == ["Lines &lt; &amp; &gt;", "Steps"]
+    ends = "; ".join(f"{method}: 0.00203" for method in ("Top-k", "RegTop-k", "brand-new"))
+    assert f"<desc>loss against iteration. Where each method ends: {ends}.</desc>" in page
+
+
+def test_the_figures_file_is_labelled(run_folder: Path) -> None:
+    figure = ElementTree.fromstring((run_folder / "figure.svg").read_text(encoding="utf-8"))
+    assert (figure.get("role"), figure.get("aria-label")) == ("img", "A <title>")
+    assert (figure[0].tag, (figure[0].text or "")[:30]) == (
+        "{http://www.w3.org/2000/svg}desc",
+        "Lines < & >: loss against iter",
+    )
+
+
+def test_a_place_is_marked(tmp_path: Path) -> None:
+    panels = [replace(PANELS[1], mark=4.0, mark_label="you are here")]
+    header = make_header("e", title="t", about="a", command="c", config={}, panels=panels)
+    with RunWriter(tmp_path, header) as writer:
+        writer.add({"method": "topk", "iteration": 3, "step": 1.0})
+        writer.finish({"table": [{"measure": "topk"}], "notes": ["Note <this>."]})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "you are here" in page and "<p>Note &lt;this&gt;.</p>" in page
+
+
+def test_answers_stand_beside_the_names(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish(
+            {"table": [{"measure": "topk", "density": 0.5, "lr": 1.0, "accuracy": 90.0, "± std": 1.0}]}
+        )
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<th>([^<]*)</th>", page) == ["", "accuracy", "± std", "density", "lr"]
+
+
+def test_a_method_named_like_a_formula(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        for name in ("$\\frac$", "$a$"):
+            writer.add({"method": name, "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish({"table": []})
+    assert "$\\frac$" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "$a$" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+
+
+def test_several_commands_stand_with_the_settings(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, {**HEADER, "command": "first\nsecond"}) as writer:
+        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
+        writer.finish({"table": [{"measure": "topk", "bytes a step": 3}]})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("<pre>first\nsecond</pre>") == 1
+    assert "<th>bytes per step</th>" in page
+
+
+def test_parts_outside_are_left_alone(tmp_path: Path) -> None:
+    write_run(tmp_path / "other")
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / CONFIG, {**HEADER, "parts": ["../other"]})
+    with pytest.raises(OutputError, match="must be subfolders"):
+        write_report(tmp_path / "run")
+    assert not (tmp_path / "other" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        (CONFIG, json.dumps({**HEADER, "panels": [{"colour": "red"}]}), "TypeError: .*'colour'"),
+        (METRICS, '{"method": "topk", "iteration": 0}\n', "KeyError: 'density'"),
+        (SUMMARY, "{}", "KeyError: 'table'"),
+        (SUMMARY, '{"table": [{"measure": "topk"}], "hardware": ["a CPU"]}', "KeyError: 'minutes'"),
+    ],
+)
+def test_a_run_that_cannot_be_drawn(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(OutputError, match=f"folder must hold a run that can be drawn, got .*: {reason}"):
+        write_report(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "index.html").mkdir()  # in the way
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*: Is a directory"):
+        write_report(tmp_path)
+
+
+def test_no_run_to_report(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="folder must hold a finished run"):
+        write_report(tmp_path)
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    message = r"figures need matplotlib: pip install 'regtopk\[plots\]', then regtopk report DIR"
+    with pytest.raises(MissingExtraError, match=message):
+        write_report(tmp_path)
+
+
+def test_the_page_says_what_it_ran_on_and_keeps_the_columns_in_order(tmp_path: Path) -> None:
+    table = [{"measure": "dense", "density": None, "lr": 1.0}, {"measure": "topk", "density": 0.1, "lr": 1.0}]
+    write_run(tmp_path)
+    write_json(tmp_path / SUMMARY, {"table": table, "hardware": ["A <GPU>"], "minutes": 2.6})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "A &lt;GPU&gt;; 3 minutes of finished runs." in page
+    assert re.findall(r"<th>([^<]*)</th>", page) == ["", "density", "lr"]

@@ -1,0 +1,187 @@
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from regtopk.errors import OutputError, RunExistsError
+from regtopk.lab.runs import (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Panel,
+    Record,
+    RunWriter,
+    make_header,
+    read_header,
+    read_records,
+    read_run,
+)
+
+PANEL = Panel(title="t", x="iteration", y="loss", x_label="iteration", y_label="loss", where={"a": 1})
+HEADER = make_header("e", title="T", about="A", command="c", config={"lr": 0.1}, panels=[PANEL])
+RECORDS: list[Record] = [
+    {"method": "topk", "a": 1, "iteration": 0, "loss": [1.0, 2.0]},
+    {"method": "topk", "a": 1, "iteration": 1, "loss": [0.5, 1.0]},
+]
+
+
+def write_run(folder: Path, *, force: bool = False) -> None:
+    with RunWriter(folder, HEADER, force=force) as writer:
+        writer.add(RECORDS[0])
+        writer.add(RECORDS[1])
+        writer.finish({"final": 0.5})
+
+
+def test_a_run_reads_back(tmp_path: Path) -> None:
+    write_run(tmp_path / "deep" / "run")
+    run = read_run(tmp_path / "deep" / "run")
+    assert run.header == HEADER
+    assert run.panels == [PANEL]
+    assert run.records == RECORDS
+    assert run.summary == {"final": 0.5}
+
+
+def test_header_says_what_made_the_numbers() -> None:
+    assert set(HEADER["versions"]) == {"regtopk", "torch", "python", "machine"}
+
+
+def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"iteration": 0})
+        assert json.loads((tmp_path / METRICS).read_text()) == {"iteration": 0}
+        assert not (tmp_path / SUMMARY).exists()
+
+
+def test_a_run_that_diverged(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"loss": 1.0})
+        with pytest.raises(OutputError, match=r"records must be finite, got {'loss': inf}: the run diverged"):
+            writer.add({"loss": float("inf")})
+    assert (tmp_path / METRICS).read_text() == '{"loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("name", [CONFIG, METRICS, "index.html"])
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(RunExistsError, match=f"^output folder must not hold a run, but .* holds {name}$"):
+        write_run(tmp_path)
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_force_replaces_a_run_and_nothing_else(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "index.html").write_text("stale")
+    with RunWriter(tmp_path, HEADER, force=True):
+        assert not (tmp_path / SUMMARY).exists()
+        assert not (tmp_path / "index.html").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_is_being_written_is_not_replaced(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as writer:
+        writer.add({"loss": 1.0})
+        with pytest.raises(OutputError, match="must not be written by another process"):
+            RunWriter(tmp_path, HEADER, force=True)
+        writer.add({"loss": 2.0})
+    assert len((tmp_path / METRICS).read_text().splitlines()) == 2
+
+
+def test_the_file_that_holds_the_lock_is_never_replaced(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    before = (tmp_path / METRICS).stat().st_ino
+    write_run(tmp_path, force=True)
+    assert (tmp_path / METRICS).stat().st_ino == before
+    assert len((tmp_path / METRICS).read_text().splitlines()) == 2
+
+
+def test_records_that_never_began_are_no_run(tmp_path: Path) -> None:
+    (tmp_path / METRICS).touch()  # what a kill leaves before the settings are written
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        assert not writer.is_continued
+    assert read_header(tmp_path) == HEADER
+
+
+def test_a_header_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with (
+        pytest.raises(ValueError, match="Out of range float"),
+        RunWriter(tmp_path, HEADER, resume=True) as writer,
+    ):
+        writer.configure({"lr": float("nan")})
+    assert read_header(tmp_path)["config"] == {"lr": 0.1}
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        writer.configure({"seeds": 3})
+    assert read_header(tmp_path)["config"] == {"lr": 0.1, "seeds": 3}
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*file/run: "):
+        write_run(tmp_path / "file" / "run")
+    with pytest.raises(OutputError, match=r"output folder must be writable, got .*file: "):
+        write_run(tmp_path / "file")
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """What a full disk does: a write fails in the middle."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_the_records(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutputError, match=r"output folder must be writable, got .*: File too large"),
+        no_file_longer_than(2500),
+        RunWriter(tmp_path, HEADER) as writer,  # closing fails too
+    ):
+        for step in range(10):
+            writer.add({"step": step, "text": "x" * 600})
+    with RunWriter(tmp_path, HEADER, resume=True):
+        assert [record["step"] for record in read_records(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_full_disk_leaves_the_old_settings(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        with pytest.raises(OutputError, match="File too large"), no_file_longer_than(10):
+            writer.configure({"lr": 1.0})
+        with pytest.raises(OutputError, match="File too large"), no_file_longer_than(10):
+            writer.finish({"final": 1.0})
+    assert read_run(tmp_path).summary == {"final": 0.5}
+    assert read_header(tmp_path)["config"] == {"lr": 0.1}
+
+
+def test_hardware_and_software_are_written_where_they_change(tmp_path: Path) -> None:
+    first = {"hardware": "a GPU", "software": "torch"}
+    records: list[Record] = [
+        {"step": 0, **first},
+        {"step": 1, **first},
+        {"step": 2, **first, "hardware": "a CPU"},
+        {"step": 3},
+        {"step": 4},
+    ]
+    for some in (records, records[:2]):  # as a run that is resumed writes them
+        with RunWriter(tmp_path, HEADER, resume=True) as writer:
+            for record in some:
+                writer.add(record)
+    assert read_records(tmp_path) == records + records[:2]
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert lines[1] == {"step": 1} and lines[2] == {"step": 2, "hardware": "a CPU"}
+    assert lines[5] == records[0] and lines[6] == {"step": 1}
+
+
+def test_a_run_that_goes_on_does_not_inherit_the_hardware_of_the_run_before(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, HEADER) as first:
+        first.add({"step": 0, "hardware": "a GPU", "software": "torch"})
+    with RunWriter(tmp_path, HEADER, resume=True) as second:
+        second.add({"step": 1})
+    assert read_records(tmp_path)[1] == {"step": 1}

@@ -1,0 +1,117 @@
+"""Methods as words, and what is built from them."""
+
+import pytest
+
+from regtopk.algorithms import AdaptiveDensity, Consensus, RegTopK, TopK
+from regtopk.algorithms.posterior import PosteriorScore
+from regtopk.errors import ArgumentError
+from regtopk.lab.method import Method
+from regtopk.rounds import Rounds
+
+
+def test_words_become_fields() -> None:
+    method = Method.parse("topk:value_code=4bit:lr=0.1:index_code=raw32:density=0.5")
+    assert (method.algorithm, method.options) == ("topk", {"value_code": "4bit", "density": 0.5})
+    assert (method.lr, method.index_code) == (0.1, "raw32") and not method.takes_density
+    assert method.build(density=0.1, value_code="2bit") == TopK(density=0.5, value_code="4bit")
+    assert Method.parse("topk").build(density=0.1, value_code="2bit") == TopK(density=0.1, value_code="2bit")
+    assert method.without("lr") == "topk:value_code=4bit:index_code=raw32:density=0.5"
+    assert method.is_same(Method.parse("topk:density=0.5:lr=0.1:value_code=4bit:index_code=raw32"))
+
+
+def test_how_residuals_are_kept_is_no_option_of_an_algorithm() -> None:
+    method = Method.parse("topk:residual_dtype=bfloat16:density=0.5")
+    assert method.residual_dtype == "bfloat16" and method.options == {"density": 0.5}
+    assert not method.is_same(Method.parse("topk:density=0.5"))
+
+
+def test_a_score_has_its_own_options() -> None:
+    method = Method.parse("consensus:score=regtopk:mu=1.5:value_code=4bit")
+    assert method.options == {"score": "regtopk", "mu": 1.5, "value_code": "4bit"}
+    assert method.build(density=0.1, value_code=None) == Consensus(
+        density=0.1, score=PosteriorScore(mu=1.5), value_code="4bit"
+    )
+
+
+def test_an_adapted_algorithm_has_its_own_options() -> None:
+    method = Method.parse("adaptive:algorithm=consensus:seed=3:bytes_per_step=900:every=2:density=0.2")
+    assert method.build(density=None, value_code="4bit") == AdaptiveDensity(
+        algorithm=Consensus(density=0.2, seed=3, value_code="4bit"), bytes_per_step=900, every=2
+    )
+    assert not method.takes_density
+    assert Method.parse("adaptive:mu=2").build(density=None, value_code=None) == AdaptiveDensity(
+        algorithm=RegTopK(density=0.01, mu=2)
+    )
+
+
+def test_what_is_exchanged_is_no_option_of_the_algorithm() -> None:
+    method = Method.parse("dense:exchange=updates:every=16:outer=nesterov:outer_lr=0.5:lr=0.004")
+    assert (method.options, method.lr) == ({}, 0.004)
+    assert method.rounds == Rounds("updates", 16, "nesterov", 0.5)
+    assert method.rounds.outer_settings == (0.5, 0.9, True)
+    assert Method.parse("topk:exchange=gradients").is_same(Method.parse("topk"))
+    assert not Method.parse("topk:exchange=updates").is_same(Method.parse("topk"))
+
+
+def test_every_is_the_algorithms_own_unless_updates_are_exchanged() -> None:
+    own, shared = Method.parse("adaptive:every=3"), Method.parse("adaptive:exchange=updates:every=3")
+    assert (own.options, own.rounds.every) == ({"every": 3}, 1)
+    assert (shared.options, shared.rounds.every) == ({}, 3)
+
+
+def test_a_budget_goes_to_methods_that_keep_one_themselves() -> None:
+    labels = {
+        "adaptive": "adaptive:bytes_per_step=812",
+        "adaptive:bytes_per_step=5": "adaptive:bytes_per_step=5",
+        "adaptive:target_error=0.5": "adaptive:target_error=0.5",
+        "topk": "topk",
+    }
+    for given, expected in labels.items():
+        assert Method.parse(given).with_budget(812.3).label == expected
+
+
+def test_text_that_is_no_method_is_its_own_name() -> None:
+    for text in ("density", "S = 0.4: distance", "regtopk-current"):
+        assert Method.read(text) == Method(text, text)
+    assert Method.read("S = 0.4: distance").without("lr") == "S = 0.4: distance"
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("regtopp", r"algorithm must be one of .*got 'regtopp' \(did you mean 'regtopk'\?\)"),
+        ("regtopk:nu=2", r"option of regtopk must be one of .*got 'nu' \(did you mean 'mu'\?\)"),
+        ("adaptive:nu=2", r"option of regtopk must be .*got 'nu' \(did you mean 'mu'\?\)"),
+        ("topk:4bit", r"method must be NAME\[:OPTION=VALUE\]..., got 'topk:4bit'"),
+        ("topk:score=regtopk", "score must be 'regtopk', of an algorithm that takes one"),
+        ("topk:lr=fast", "lr must be a number, got 'topk:lr=fast'"),
+        ("topk:lr=0", "lr must be positive and finite, got 0"),
+        ("topk:index_code=zip", "index_code must be"),
+        ("topk:residual_dtype=int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
+        (
+            "consensus:impute=0.3:seed=1",
+            "impute is an option of topk, regtopk, .*, not of consensus: its workers all send the same "
+            "entries, so there is nothing to impute, got 'consensus:impute=0.3:seed=1'",
+        ),
+        ("randomk:impute=learned", "not of randomk: its workers all send the same entries"),
+        ("strom:impute=0.3", "not of strom: it does not impute, got 'strom:impute=0.3'"),
+        (
+            "adaptive:algorithm=consensus:impute=0.3",
+            "not of consensus: its workers all send the same entries",
+        ),
+    ],
+)
+def test_bad_words_are_refused(label: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Method.parse(label)
+
+
+def test_the_method_whose_bytes_others_send() -> None:
+    like = Method.parse_like("topk:0.001:raw32:float32")
+    assert like.label == "topk:density=0.001:index_code=raw32:value_code=float32"
+    for text, message in {
+        "topk:0.1": "like must be NAME:DENSITY",
+        "topk:x:raw32:float32": "name a density",
+    }.items():
+        with pytest.raises(ArgumentError, match=message):
+            Method.parse_like(text)
