@@ -5,7 +5,8 @@ take part in a round: each makes 20 steps of SGD with batches of 50 from the ser
 has one hidden layer of 64, 50,890 parameters.
 
 Our clients and our server are `regtopk.integrations.flower`'s, with the clients' memories on a disk; there is
-no Flower in between. Bytes are those of payload: of frames and models, and 16 more for each frame that the server passes on. Flower's own records come on top.
+no Flower in between. Bytes are those of payload: of frames and models,
+and 16 more for each frame that the server passes on. Flower's own records come on top.
 
 The learning rate is searched for each method by itself, on 5,000 training images that no client has, with the
 seeds of --pick. Then the method runs with the seeds of --claim, and the test images are looked at.
