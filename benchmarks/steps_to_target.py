@@ -5,8 +5,9 @@
 reads the records below and writes src/regtopk/lab/plan/learned.json. Nothing is trained. Steps are those of
 the first time that a curve crosses the target, on the line between two evaluations; a method's is the median
 over its seeds, and its number is that over the median of dense. With SGD all methods have the paper's
-learning rate. With AdamW each has its own, searched on a seed that is not counted, or a neighbour's. torch's own
-hooks are in no simulator: theirs come from the records of real ranks, beside the dense of the same ranks.
+learning rate. With AdamW each has its own, searched on a seed that is not counted, or a neighbour's.
+torch's own hooks are in no simulator: theirs come from the records of real ranks, beside the dense of the
+same ranks.
 """
 
 import json
