@@ -96,9 +96,8 @@ class Vectors:
         return self.kernel.take_largest_(residual, self.grads[turn % len(self.grads)], self.k)
 
     def regtopk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        return self.kernel.take_largest_(
-            residual, self.grads[turn], self.k, damped=self.damped, scores=self.scores
-        )
+        damped = kernels.Damped(self.damped, self.scores)
+        return self.kernel.take_largest_(residual, self.grads[turn], self.k, damped)
 
     def plain_topk(self, residual: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         residual.add_(self.grads[turn])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regtopk.kernels import Kernel
+from regtopk.kernels import Damped, Kernel
 from regtopk.kernels.cuda.plan import plan_for
 from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES, words_per_row
 from regtopk.kernels.cuda.selection import _TILE
@@ -21,18 +21,18 @@ def check_take_largest_(
     damping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a kernel and the reference on the same input; some scores are |a| · damping."""
-    accumulated, given = residual.clone().add_(grad), grad.clone()
-    scores = scores_of(accumulated, damped, damping)
-    of_reference = reference.take_largest_(residual.clone(), grad, k, damped=damped, scores=scores)
-    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
+    accumulated, unchanged = residual.clone().add_(grad), grad.clone()
+    given = scored(accumulated, damped, damping)
+    of_reference = reference.take_largest_(residual.clone(), grad, k, given)
+    indices, values = kernel.take_largest_(residual, grad, k, given)
     assert indices.dtype == torch.int64 and values.dtype == residual.dtype
     assert torch.equal(indices, of_reference[0])
     if accumulated.shape[-1] < 100_000:  # of equals, all of them take the first
-        score = reference.score_of(accumulated, damped, scores)
+        score = reference.score_of(accumulated, given)
         first = score.sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values
         assert torch.equal(indices, first)
     check_taken_at(residual, accumulated, indices, values)
-    assert torch.equal(grad, given)
+    assert torch.equal(grad, unchanged)
     return indices, values
 
 
@@ -59,20 +59,18 @@ def check_take_per_chunk_(
 ) -> None:
     """A kernel's chunked selection must be the reference's."""
     accumulated = residual.clone().add_(grad)
-    scores = scores_of(accumulated, damped, damping)
-    expected, _ = reference.take_largest_per_chunk_(
-        residual.clone(), grad, chunk, k, damped=damped, scores=scores
-    )
-    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, damped=damped, scores=scores)
+    given = scored(accumulated, damped, damping)
+    expected, _ = reference.take_largest_per_chunk_(residual.clone(), grad, chunk, k, given)
+    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k, given)
     assert torch.equal(indices, expected)
     check_taken_at(residual, accumulated, indices, values)
 
 
-def scores_of(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Tensor | None:
-    """|a| · damping of the damped entries, if there are any."""
+def scored(accumulated: Tensor, damped: Tensor | None, damping: Tensor | None) -> Damped | None:
+    """Damped entries with the score |a| · damping, if there are any."""
     if damped is None or damping is None:
         return None
-    return accumulated.abs().gather(-1, damped) * damping
+    return Damped(damped, accumulated.abs().gather(-1, damped) * damping)
 
 
 def check_taken_at(residual: Tensor, accumulated: Tensor, indices: Tensor, values: Tensor) -> None:

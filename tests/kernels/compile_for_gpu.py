@@ -14,11 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from regtopk.core.codes import quantise
-from regtopk.kernels import Support
+from regtopk.kernels import Damped, Support
 from regtopk.kernels.cuda import codes as cuda_codes
 from regtopk.kernels.cuda import pieces as cuda_pieces
+from regtopk.kernels.cuda import rows as cuda_rows
 from regtopk.kernels.cuda import selection as cuda
-from regtopk.kernels.cuda.programs import random as triton_random
+from regtopk.kernels.cuda.programs.random import round_rows, walk
 from regtopk.wire.frame import to_words
 from regtopk.wire.message import _decode_by, _encode_by
 
@@ -36,7 +37,7 @@ def compile_only(
     num_warps: int = 4,
     max_registers: int | None = None,
 ) -> None:
-    """In the place of `triton_launch.launch`."""
+    """In the place of `cuda.launch.launch`."""
     if arguments.get("DIGIT", 0) > 1:
         return  # the program for digit 1, with another shift
     signature, constants, attributes = {}, {}, {}
@@ -60,23 +61,23 @@ def compile_all(residual_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     num_rows, numel, k = 2, 50_003, 50
     residual = torch.zeros(num_rows, numel, dtype=residual_dtype)
     grad = torch.zeros(num_rows, numel, dtype=grad_dtype)
-    damped = torch.arange(k).expand(num_rows, k)
-    scores = torch.zeros(num_rows, k, dtype=residual_dtype)
-    cuda.take_largest_(residual, grad, k, damped=damped, scores=scores)
+    indices = torch.arange(k).expand(num_rows, k)
+    damped = Damped(indices, torch.zeros(num_rows, k, dtype=residual_dtype))
+    cuda.take_largest_(residual, grad, k, damped)
     cuda.take_largest_(residual, grad, numel // 2)
-    cuda.take_largest_(residual, grad, numel // 2, damped=damped, scores=scores)
+    cuda.take_largest_(residual, grad, numel // 2, damped)
     cuda.take_above_(residual, grad, 1.0, k)
     cuda.take_above_(residual, None, 1.0, k)
-    cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped=damped, scores=scores)
+    cuda.take_largest_per_chunk_(residual, grad, 4096, 4, damped)
     cuda.take_largest_per_chunk_(residual, grad, 4096, 4)
     pieces = [grad[0], grad[1]]
-    cuda.join_(residual.view(-1), pieces)
+    cuda_pieces.join_(residual.view(-1), pieces)
     if residual_dtype == grad_dtype:
-        cuda.join_(residual.view(-1), pieces, list(residual))
+        cuda_pieces.join_(residual.view(-1), pieces, list(residual))
     for source in (0.0, math.nan, [grad[1], grad[0]]):
         cuda_pieces.overwrite_if_(torch.tensor(True), pieces, source)
     cuda_pieces.overwrite_if_(torch.tensor(True), [torch.arange(k)], [torch.arange(k)])  # as of selections
-    cuda.spread_(pieces, residual.view(-1), Support(damped, torch.full((num_rows,), k)))
+    cuda_pieces.spread_(pieces, residual.view(-1), Support(indices, torch.full((num_rows,), k)))
 
 
 def compile_codes() -> None:
@@ -88,16 +89,16 @@ def compile_codes() -> None:
 
 def compile_draws() -> None:
     state, numbers = 1 << 40, torch.arange(50)
-    walk = {"drawn": numbers, "numel": 50_003, "k": 50, "state": state, "bits": 16, "num_rounds": 16}
-    compile_only(triton_random.walk, (1, 1), walk | {"BLOCK": 256})
+    own = {"drawn": numbers, "numel": 50_003, "k": 50, "state": state, "bits": 16, "num_rounds": 16}
+    compile_only(walk, (1, 1), own | {"BLOCK": 256})
     rows = {"rounded": torch.zeros(50, dtype=torch.bfloat16), "workers": numbers, "numel": 50, "state": state}
     for dtype in (torch.float32, torch.float64):
         vector = {"vector": torch.zeros(50, dtype=dtype)}
-        compile_only(triton_random.round_rows, (1, 1), rows | vector | {"WORDS": 256})
+        compile_only(round_rows, (1, 1), rows | vector | {"WORDS": 256})
 
 
 def main() -> None:
-    for module in (cuda, cuda_codes, cuda_pieces):
+    for module in (cuda_rows, cuda_codes, cuda_pieces):
         vars(module)["launch"] = compile_only
     compile_all(torch.float32, torch.float32)
     compile_all(torch.float64, torch.bfloat16)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from regtopk.kernels import Kernel
 from regtopk.kernels.cpu import rows as cpu_rows
-from regtopk.kernels.cpu import selection as cpu
 from regtopk.kernels.dispatch import kernel_named
 
 
@@ -64,20 +63,20 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The words of calls on CUDA, (rows, words) each, which say what was found (see `triton_words`)."""
+    """The words of calls on CUDA, (rows, words) each: see `cuda.programs.words`."""
     cuda = import_module("regtopk.kernels.cuda.selection")
-    rows_of, found = cuda.rows_of, []
+    make_rows, found = cuda.DeviceRows, []
 
     def keep_words(*arguments: Any) -> Any:
-        rows = rows_of(*arguments)
-        found.append(rows.work)
+        rows = make_rows(*arguments)
+        found.append(rows.arguments["work"])
         return rows
 
-    monkeypatch.setattr(cuda, "rows_of", keep_words)
+    monkeypatch.setattr(cuda, "DeviceRows", keep_words)
     return found
 
 
 @pytest.fixture
 def numel(kernel: Kernel) -> int:
     """Entries enough for several threads, or for several programs where an interpreter runs them."""
-    return 20_011 if kernel is cpu else 5_003
+    return 20_011 if kernel is kernel_named("cpu") else 5_003

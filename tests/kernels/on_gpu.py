@@ -25,10 +25,11 @@ from regtopk.core.precision import round_at_random
 from regtopk.core.random import random_sequence
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ClusterError
-from regtopk.kernels import Support
+from regtopk.kernels import Damped, Support
 from regtopk.kernels.cuda import pieces as cuda_pieces
 from regtopk.kernels.cuda import replay
 from regtopk.kernels.cuda import selection as kernel
+from regtopk.kernels.reference import pieces as reference_pieces
 from regtopk.kernels.reference import selection as reference
 from tests.kernels import checks
 from tests.kernels.checks import choose_damped
@@ -129,12 +130,12 @@ def a_captured_graph() -> None:
     numel, k = 1_000_003, 1000
     residual, grad = normal(numel), normal(numel)
     damped, damping = choose_damped(numel, k, device="cuda")
-    scores = torch.empty_like(damping)
+    given = Damped(damped, torch.empty_like(damping))
 
     def step() -> tuple[Tensor, Tensor]:
-        return kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
+        return kernel.take_largest_(residual, grad, k, given)
 
-    scores.copy_((residual + grad)[damped].abs() * damping)
+    given.scores.copy_((residual + grad)[damped].abs() * damping)
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -147,7 +148,7 @@ def a_captured_graph() -> None:
     for new in inputs:  # both the usual path and the one for many equal entries
         residual.zero_()
         grad.copy_(new)
-        scores.copy_(new[damped].abs() * damping)
+        given.scores.copy_(new[damped].abs() * damping)
         expected = torch.zeros_like(residual)
         graph.replay()
         torch.cuda.synchronize()
@@ -166,15 +167,15 @@ def calls_that_are_repeated() -> None:
         grad.copy_(normal(numel))
         damped, damping = choose_damped(numel, k, device="cuda")
         expected, scores = residual.clone(), (residual + grad)[damped].abs() * damping
-        given = {"damped": damped, "scores": scores} if call % 2 else {}
+        given = Damped(damped, scores) if call % 2 else None
         size = k if call % 8 < 4 else 7 * k  # it may change at any time
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[call // 2 % 2]):
             version = residual._version
-            found = kernel.take_largest_(residual, grad, size, **given)
+            found = kernel.take_largest_(residual, grad, size, given)
             assert residual._version > version
         torch.cuda.synchronize()
-        indices, values = reference.take_largest_(expected, grad, size, **given)
+        indices, values = reference.take_largest_(expected, grad, size, given)
         assert torch.equal(found[0], indices) and torch.equal(found[1], values)
         assert torch.equal(residual, expected)
         returned += [found, (indices, values)]
@@ -194,23 +195,25 @@ def pieces() -> None:
         parts = [normal(*shape, dtype=dtype) for shape in shapes]
         expected = torch.cat([part.flatten() for part in parts]).to(wide)
         vector = torch.full_like(expected, torch.nan)
-        assert bool(kernel.join_(vector, parts)) and torch.equal(vector, expected)
+        assert bool(cuda_pieces.join_(vector, parts)) and torch.equal(vector, expected)
         start = [normal(*shape, dtype=wide) for shape in shapes]
         difference = torch.full_like(expected, torch.nan)
-        reference.join_(difference, parts, start)
-        assert bool(kernel.join_(vector, parts, start)) and torch.equal(vector, difference)
+        reference_pieces.join_(difference, parts, start)
+        assert bool(cuda_pieces.join_(vector, parts, start)) and torch.equal(vector, difference)
         for where in (0, 401, expected.numel() - 1, 2_000_000):
             for bad in (torch.nan, torch.inf, -torch.inf):
                 spoiled = expected.to(dtype)
                 spoiled[where] = bad
-                assert not bool(kernel.join_(vector, kernels.parts_of(spoiled, parts)))
+                assert not bool(cuda_pieces.join_(vector, kernels.parts_of(spoiled, parts)))
         indices = torch.randint(expected.numel(), (3, 900), device="cuda").sort(-1).values
         sparse = torch.zeros_like(expected).scatter_(0, indices.flatten(), expected[indices.flatten()])
-        kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")))
+        cuda_pieces.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")))
         assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
         kernels.clear_(parts)
         assert not any(bool(part.any()) for part in parts)
-        kernel.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")), are_zero=True)
+        cuda_pieces.spread_(
+            parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")), are_zero=True
+        )
         assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
         no, yes = torch.tensor([False, True], device="cuda")
         old, ones = [part.clone() for part in parts], [torch.ones_like(part) for part in parts]

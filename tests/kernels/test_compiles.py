@@ -11,14 +11,14 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    "triton_accumulate",
-    "triton_codes",
-    "triton_damping",
-    "triton_guess",
-    "triton_movers",
-    "triton_pieces",
-    "triton_random",
-    "triton_selection",
+    "accumulate",
+    "codes",
+    "damping",
+    "guess",
+    "movers",
+    "pieces",
+    "random",
+    "selection",
 )
 
 
@@ -30,7 +30,7 @@ def test_every_program_compiles(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.kernels.compile_for_gpu"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    modules = [import_module(f"regtopk.kernels.{name}") for name in MODULES]
+    modules = [import_module(f"regtopk.kernels.cuda.programs.{name}") for name in MODULES]
     programs = {
         name
         for module in modules

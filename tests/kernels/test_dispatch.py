@@ -14,11 +14,10 @@ from torch._subclasses import FakeTensorMode
 from regtopk import kernels
 from regtopk.errors import ArgumentError
 from regtopk.kernels import dispatch
-from regtopk.kernels.cpu import selection as cpu
-from regtopk.kernels.cuda import selection as cuda
 from regtopk.kernels.reference import selection as reference
 
 LARGE = 1 << 16
+cpu, cuda = map(dispatch.kernel_named, ("cpu", "cuda"))
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +71,7 @@ def test_input_that_is_not_in_one_piece_gives_the_same_result() -> None:
 def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert dispatch.kernel_for(torch.zeros(LARGE), None) is reference
-    assert kernels.describe("cpu") == dispatch.Choice("reference", "REGTOPK_KERNELS=reference")
+    assert kernels.describe("cpu") == ("reference", "REGTOPK_KERNELS=reference")
     monkeypatch.setenv(dispatch.VARIABLE, "fast")
     with pytest.raises(ArgumentError, match="must be 'auto' or 'reference', got 'fast'"):
         kernels.describe("cpu")
@@ -93,7 +92,7 @@ def test_more_rows_than_a_gpu_numbers_go_to_the_reference() -> None:
 
 
 def test_a_device_without_a_kernel_uses_the_reference() -> None:
-    assert kernels.describe("meta") == dispatch.Choice("reference", "no fast kernel for device type 'meta'")
+    assert kernels.describe("meta") == ("reference", "no fast kernel for device type 'meta'")
 
 
 @pytest.fixture

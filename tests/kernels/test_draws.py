@@ -5,8 +5,7 @@ import torch
 
 from regtopk.core import precision
 from regtopk.core.random import _NUM_ROUNDS, mix, random_sequence, signed
-from regtopk.kernels.cuda.programs import random as triton_random
-from regtopk.kernels.cuda.programs.random import draw
+from regtopk.kernels.cuda import random as cuda_random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -17,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 )
 def test_the_same_entries_in_the_same_order(numel: int, k: int, seed: int, step: int) -> None:
     bits = max(1, (numel - 1).bit_length())
-    drawn = draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, DEVICE)
+    drawn = cuda_random.draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, DEVICE)
     assert drawn.tolist() == random_sequence(numel, k, seed, step).tolist()
 
 
@@ -32,5 +31,5 @@ def test_the_same_rounding(shape: tuple[int, ...], index: int | list[list[int]],
     for step in (0, 1, 123_456_789):  # states of both signs
         expected = precision.round_at_random(vector, workers, step)
         state = signed(mix(precision._SEED, step))
-        rounded = triton_random.round_at_random(vector.to(DEVICE), workers.to(DEVICE), state)
+        rounded = cuda_random.round_at_random(vector.to(DEVICE), workers.to(DEVICE), state)
         assert rounded.dtype == torch.bfloat16 and torch.equal(rounded.cpu(), expected)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,13 @@ def fewer_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton's interpreter takes long for each."""
     pieces = import_module("regtopk.kernels.cuda.pieces")
     monkeypatch.setattr(pieces, "_TILE", 1 << 15)
-    pieces._cut.cache_clear()
+    pieces._tiles.cache_clear()
     yield
-    pieces._cut.cache_clear()
+    pieces._tiles.cache_clear()
+
+
+def kernel(name: str) -> Any:
+    return import_module(f"regtopk.kernels.{name}.pieces")
 
 
 def pieces_of(dtype: torch.dtype) -> list[Tensor]:
@@ -52,7 +57,7 @@ def test_pieces_are_joined(
     pieces = make(dtype)
     expected = torch.cat([piece.flatten().to(dtype) for piece in pieces])
     vector = torch.full_like(expected, math.nan)
-    assert bool(kernel_named(name).join_(vector, pieces))
+    assert bool(kernel(name).join_(vector, pieces))
     assert torch.equal(vector, expected)
 
 
@@ -63,7 +68,7 @@ def test_pieces_are_joined(
 def test_pieces_are_subtracted(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
 ) -> None:
-    pieces, join_ = make(dtype), kernel_named(name).join_
+    pieces, join_ = make(dtype), kernel(name).join_
     start = [torch.randn(piece.shape).to(dtype) for piece in pieces]
     rounded = [first.to(piece.dtype).to(dtype) for first, piece in zip(start, pieces, strict=True)]
     parts = [(r - piece.to(dtype)).flatten() for r, piece in zip(rounded, pieces, strict=True)]
@@ -93,14 +98,14 @@ def test_a_bad_entry_is_found_anywhere(name: str, where: tuple[int, int], bad: f
         piece, entry = pieces[where[0]], where[1]
         piece[tuple(int(i) for i in torch.unravel_index(torch.tensor(entry), piece.shape))] = bad
         vector = torch.zeros(sum(piece.numel() for piece in pieces), dtype=dtype)
-        assert not bool(kernel_named(name).join_(vector, pieces))
+        assert not bool(kernel(name).join_(vector, pieces))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_largest_numbers_are_finite(name: str, dtype: torch.dtype) -> None:
     piece = torch.full((70_000,), torch.finfo(dtype).max, dtype=dtype)  # whose sum is not
-    assert bool(kernel_named(name).join_(torch.empty_like(piece), [piece]))
+    assert bool(kernel(name).join_(torch.empty_like(piece), [piece]))
     assert bool(kernels.is_finite(piece))
     piece[69_999] = -math.inf
     assert not bool(kernels.is_finite(piece))
@@ -127,34 +132,33 @@ def test_a_sparse_vector_is_spread(
     vector = torch.zeros(numel, dtype=dtype)
     for row in rows:
         vector[row] = torch.randn(row.numel(), generator=generator).to(dtype)
-    kernel_named(name).spread_(pieces, vector, Support(indices, counts))
+    kernel(name).spread_(pieces, vector, Support(indices, counts))
     for piece, part in zip(pieces, kernels.parts_of(vector, pieces), strict=True):
         assert torch.equal(piece, part.to(piece.dtype))
 
 
 @pytest.mark.parametrize("make", [pieces_of, alike])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("module", ["reference_pieces", "cuda_pieces"])
+@pytest.mark.parametrize("name", ["reference", "cuda"])
 def test_pieces_are_overwritten_if_a_flag_says_so(
-    module: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
+    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
 ) -> None:
-    kernel = import_module(f"regtopk.kernels.{module}")
     before = make(dtype)
     for flag, entry in product((False, True), (0.0, math.nan, 7.0)):
         pieces, source = ([piece.clone() for piece in before] for _ in range(2))
         written = [piece.fill_(entry) for piece in source]
         versions = [piece._version for piece in pieces]
-        kernel.overwrite_if_(torch.tensor(flag), pieces, written if entry == 7.0 else entry)
+        kernel(name).overwrite_if_(torch.tensor(flag), pieces, written if entry == 7.0 else entry)
         assert all(piece._version > old for piece, old in zip(pieces, versions, strict=True))
         for piece, expected in zip(pieces, written if flag else before, strict=True):
             assert torch.equal(piece.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
-@pytest.mark.parametrize("module", ["reference_pieces", "cuda_pieces"])
-def test_a_source_in_another_order_is_written_entry_by_entry(module: str) -> None:
+@pytest.mark.parametrize("name", ["reference", "cuda"])
+def test_a_source_in_another_order_is_written_entry_by_entry(name: str) -> None:
     source = torch.arange(12.0).view(3, 4).t()
     piece = torch.zeros(4, 3)
-    import_module(f"regtopk.kernels.{module}").overwrite_if_(torch.tensor(True), [piece], [source])
+    kernel(name).overwrite_if_(torch.tensor(True), [piece], [source])
     assert torch.equal(piece, source)
 
 
@@ -164,7 +168,7 @@ def test_a_sparse_vector_is_spread_into_one_piece_that_is_not_like_it(name: str)
     vector = torch.zeros(70_000).index_fill_(0, indices[0], 1.5)
     support = Support(indices, torch.tensor([3]))
     for piece in (torch.ones(70_000, dtype=torch.bfloat16), torch.ones(700, 100).t()):
-        kernel_named(name).spread_([piece], vector, support)
+        kernel(name).spread_([piece], vector, support)
         assert torch.equal(piece.float().reshape(-1), vector)
 
 

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from regtopk import kernels
 from regtopk.cli import app
 from regtopk.core.words import counted
-from regtopk.kernels.cpu import selection as cpu
+from regtopk.kernels import Damped
+from regtopk.kernels.dispatch import kernel_named
 
 
 def test_agrees_here() -> None:
@@ -20,11 +21,12 @@ def test_agrees_here() -> None:
 
 @pytest.fixture
 def one_entry_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = kernel_named("cpu")
     take_largest_ = cpu.take_largest_
 
-    def wrong(residual: Tensor, grad: Tensor, k: int, **options: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(residual: Tensor, grad: Tensor, k: int, damped: Damped) -> tuple[Tensor, Tensor]:
         before = residual.clone()
-        indices, values = take_largest_(residual, grad, k, **options)
+        indices, values = take_largest_(residual, grad, k, damped)
         lost = indices[:, :1]
         residual.scatter_(-1, lost, (before + grad).gather(-1, lost))
         indices[:, 0] = (residual != 0).int().argmax(-1)

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from regtopk.kernels import dispatch
 from regtopk.kernels.cpu import small_rows
+from regtopk.kernels.cpu import sums as cpu_sums
 from regtopk.kernels.reference import selection as reference
-from tests.kernels.checks import ADVERSARIAL, bits, choose_damped, scores_of
+from regtopk.kernels.reference import sums
+from tests.kernels.checks import ADVERSARIAL, bits, choose_damped, scored
 
 DTYPES = [torch.float32, torch.float64]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -17,9 +19,9 @@ def check(
     residual: Tensor, grad: Tensor, k: int, damped: Tensor | None = None, damping: Tensor | None = None
 ) -> None:
     of_reference = residual.clone()
-    scores = scores_of(residual.clone().add_(grad), damped, damping)
-    expected = reference.take_largest_(of_reference, grad, k, damped=damped, scores=scores)
-    taken = small_rows.take_largest_(residual, grad, k, damped=damped, scores=scores)
+    given = scored(residual.clone().add_(grad), damped, damping)
+    expected = reference.take_largest_(of_reference, grad, k, given)
+    taken = small_rows.take_largest_(residual, grad, k, given)
     assert torch.equal(taken[0], expected[0]) and taken[0].dtype == torch.int64
     assert torch.equal(bits(taken[1]), bits(expected[1]))
     assert torch.equal(bits(residual), bits(of_reference))
@@ -71,8 +73,8 @@ def test_sums_have_the_references_bits(shape: tuple[int, ...], dtype: torch.dtyp
     rows = (torch.randn(shape) * 100).to(dtype)
     rows[..., 0] = -0.0  # sums start from zero: 0 + -0 is 0
     weights = torch.rand(shape[-2], dtype=torch.promote_types(dtype, torch.float32))
-    total = small_rows.sum_dense_in_rank_order(rows, weights)
-    assert torch.equal(bits(total), bits(reference.sum_dense_in_rank_order(rows, weights)))
+    total = cpu_sums.sum_dense_in_rank_order(rows, weights)
+    assert torch.equal(bits(total), bits(sums.sum_dense_in_rank_order(rows, weights)))
 
 
 def test_short_rows_on_the_cpu_go_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from regtopk.kernels import Kernel
 from regtopk.kernels.cpu import rows as cpu_rows
-from regtopk.kernels.cpu import selection as cpu
 from regtopk.kernels.cpu import threshold as cpu_threshold
 from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES
+from regtopk.kernels.dispatch import kernel_named
 from tests.kernels.checks import ADVERSARIAL, candidates_suffice, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
 LARGE = [65535, 65536, 65537, 2**17 + 1, 999_983]
+cpu = kernel_named("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
@@ -133,11 +134,12 @@ def test_dtypes(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_candidates_on_a_cpu_take_a_sixteenth_of_a_byte_an_entry(dtype: torch.dtype) -> None:
-    residual = torch.ones(1 << 22, dtype=dtype)
-    (row,) = cpu_rows.rows_of(residual, residual, None, None)
+    numel = 1 << 22
+    residual = torch.ones(numel, dtype=dtype)
+    (row,) = cpu_rows.rows_of(residual, residual, None)
     for density in (1e-3, 0.004, 0.01):
-        _, capacity = cpu_threshold.guess(row, round(density * row.numel))
-        assert capacity * residual.itemsize <= row.numel / 16
+        _, capacity = cpu_threshold.guess(row, round(density * numel))
+        assert capacity * residual.itemsize <= numel / 16
         assert (capacity > 0) == (density <= 0.04 / residual.itemsize)  # as docs/kernels.md says
 
 

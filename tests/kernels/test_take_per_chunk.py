@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regtopk.kernels import Kernel
+from regtopk.kernels import Damped, Kernel
 from regtopk.kernels.reference import selection as reference
 from tests.kernels.checks import check_take_per_chunk_, choose_damped
 
@@ -11,7 +11,7 @@ from tests.kernels.checks import check_take_per_chunk_, choose_damped
 def test_the_reference_by_hand() -> None:
     residual = torch.tensor([3.0, 1.0, -2.0, 0.0, 5.0, -6.0, 7.0])
     indices, values = reference.take_largest_per_chunk_(
-        residual, torch.zeros(7), 3, 2, damped=torch.tensor([0]), scores=torch.tensor([0.3])
+        residual, torch.zeros(7), 3, 2, Damped(torch.tensor([0]), torch.tensor([0.3]))
     )
     assert indices.tolist() == [1, 2, 4, 5, 6] and values.tolist() == [1.0, -2.0, 5.0, -6.0, 7.0]
     assert residual.tolist() == [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]

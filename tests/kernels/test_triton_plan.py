@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regtopk.kernels import Damped
+from regtopk.kernels.cuda import rows as cuda_rows
 from regtopk.kernels.cuda import selection as cuda
-from regtopk.kernels.cuda.plan import Plan, plan_for
+from regtopk.kernels.cuda.plan import SelectionPlan, plan_for
 from regtopk.kernels.cuda.programs.guess import offset_of_sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +28,7 @@ def test_candidates_take_a_sixteenth_of_a_byte_an_entry(item_bytes: int, numel: 
     assert plan.capacity * item_bytes <= numel / 16
     needs_a_wide_one = density > 0.04 / item_bytes  # as docs/kernels.md says
     assert plan.is_wide == (needs_a_wide_one and numel > 2**19)  # below, its sample is larger than that
-    assert (plan == Plan()) == (needs_a_wide_one and not plan.is_wide)
+    assert (plan == SelectionPlan()) == (needs_a_wide_one and not plan.is_wide)
 
 
 @pytest.mark.parametrize("density", [0.02, 0.05, 0.1, 0.2, 0.4, 0.9])
@@ -55,10 +57,10 @@ def test_no_temporary_is_larger_than_promised(
             if isinstance(value, Tensor) and name not in GIVEN_OR_K_LONG:
                 temporaries[name] = max(value.nbytes, temporaries.get(name, 0))
 
-    monkeypatch.setattr(cuda, "launch", note_sizes)
+    monkeypatch.setattr(cuda_rows, "launch", note_sizes)
     residual, k = torch.empty(numel, dtype=dtype, device="meta"), round(density * numel)
-    damped, scores = torch.empty(k, dtype=torch.int64, device="meta"), residual[:k]
-    cuda.take_largest_(residual, residual, k, damped=damped, scores=scores)
+    damped = Damped(torch.empty(k, dtype=torch.int64, device="meta"), residual[:k])
+    cuda.take_largest_(residual, residual, k, damped)
     assert {"work", "keys", "offsets", "slots", "tile_counts", "stops", "taken"} <= set(temporaries)
     for name, num_bytes in temporaries.items():
         assert num_bytes <= max(math.ceil(numel / 2048) * 128, 1 << 15), name

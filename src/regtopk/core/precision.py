@@ -75,9 +75,9 @@ def round_at_random(vector: Tensor, index: Tensor, step: int) -> Tensor:
     has_program = vector.is_cuda and kernels.describe(vector.device).kernel == "cuda"
     most = kernels.MAX_ROWS["cuda"] * vector.shape[-1]
     if has_program and vector.is_contiguous() and 0 < vector.numel() <= most:
-        from regtopk.kernels.cuda.programs import random as triton_random
+        from regtopk.kernels.cuda import random as cuda_random
 
-        return triton_random.round_at_random(vector, index, signed(mix(_SEED, step)))
+        return cuda_random.round_at_random(vector, index, signed(mix(_SEED, step)))
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
     *batch, numel = vector.shape
     size = max(4, _PIECE // math.prod(batch) // 4 * 4)  # of each row; four entries share a word

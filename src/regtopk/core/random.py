@@ -74,7 +74,7 @@ def random_sequence(numel: int, k: int, seed: int, step: int, device: torch.devi
     """
     bits = max(1, (numel - 1).bit_length())
     if device is not None and kernels.describe(device).kernel == "cuda":
-        from regtopk.kernels.cuda.programs.random import draw
+        from regtopk.kernels.cuda.random import draw
 
         return draw(numel, k, bits, signed(mix(seed, step)), _NUM_ROUNDS, device)
     keys = [mix(seed, step, i) & ((1 << bits) - 1) for i in range(_NUM_ROUNDS)]

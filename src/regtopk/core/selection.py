@@ -22,9 +22,8 @@ def take_largest_(
 
     a = residual + grad, score_j = |a_j|, or what ``scores`` says where j is in ``damped``, which ascends.
     """
-    _check_ascending(damped)
     kernel = kernels.kernel_for(residual, grad)
-    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
+    indices, values = kernel.take_largest_(residual, grad, k, _checked(damped, scores))
     sent = _code_(residual, indices, values, code)
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
@@ -40,11 +39,9 @@ def take_largest_per_chunk_(
     scores: Tensor | None = None,
 ) -> SparseGradient:
     """The same with the k largest scores of every chunk; all of a last chunk that is shorter."""
-    _check_ascending(damped)
     kernel = kernels.kernel_for(residual, grad)
-    indices, values = kernel.take_largest_per_chunk_(
-        residual, grad, chunk, k_per_chunk, damped=damped, scores=scores
-    )
+    given = _checked(damped, scores)
+    indices, values = kernel.take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, given)
     sent = _code_(residual, indices, values, code)
     return SparseGradient(indices, sent, numel=residual.shape[-1], code=code)
 
@@ -122,22 +119,22 @@ def find_largest_(
     scores: Tensor | None = None,
 ) -> Tensor:
     """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
-    _check_ascending(damped)
     kernel = kernels.kernel_for(residual, grad)
-    indices, values = kernel.take_largest_(residual, grad, k, damped=damped, scores=scores)
+    indices, values = kernel.take_largest_(residual, grad, k, _checked(damped, scores))
     residual.scatter_(-1, indices, values)
     return indices
 
 
-def _check_ascending(damped: Tensor | None) -> None:
+def _checked(damped: Tensor | None, scores: Tensor | None) -> kernels.Damped | None:
     """Refuse what the kernels would misread. A GPU is not waited for: there it is not looked at."""
-    if damped is None or damped.device.type != "cpu":
-        return
-    is_next = damped[..., 1:] > damped[..., :-1]
-    if not bool(is_next.all()):
+    if damped is None or scores is None:
+        return None
+    is_on_cpu = damped.device.type == "cpu"
+    if is_on_cpu and not bool((is_next := damped[..., 1:] > damped[..., :-1]).all()):
         *row, place = (~is_next).nonzero()[0].tolist()
         first, second = damped[tuple(row)][place : place + 2].tolist()
         raise ArgumentError(f"damped must hold each entry once, ascending, got {first} before {second}")
+    return kernels.Damped(damped, scores)
 
 
 def kth_largest(vector: Tensor, k: int) -> Tensor:

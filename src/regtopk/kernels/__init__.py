@@ -1,15 +1,17 @@
 """The operations that touch all J entries; everything else in the package is k-sized.
 
-`reference` is plain torch and the oracle that every faster kernel is tested against. The faster kernels are
-`cpu` (compiled by numba), `cuda` (in Triton) and `small_rows` (numpy, for short rows). `kernel_for` chooses
-one by device, dtype and memory layout, and imports the compiled ones on first use. REGTOPK_KERNELS=reference
-in the environment forces the reference.
+`reference` is plain torch, and the oracle that every faster kernel is tested against. `cpu` is compiled by
+numba, and uses numpy for short rows. `cuda` has programs in Triton. The same operation is in the file of the
+same name in each: `selection`, `pieces`, `sums`, `codes`, `random`. Where there is none, plain torch does it:
+that of the reference, of `regtopk.wire` for codes, and of `regtopk.core.random`.
+
+`dispatch` chooses by device, dtype and memory layout, and imports the compiled kernels on first use.
+REGTOPK_KERNELS=reference in the environment forces the reference.
 """
 
 from regtopk.kernels.cuda.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.dispatch import (
     MAX_ROWS,
-    Choice,
     Kernel,
     add_in_rank_order_,
     clear_,
@@ -26,19 +28,18 @@ from regtopk.kernels.dispatch import (
 )
 from regtopk.kernels.reference.pieces import Support, is_finite, parts_of
 from regtopk.kernels.reference.selection import (
+    Damped,
     Taken,
     estimate_threshold,
-    find_non_finite_row,
-    sum_sparse_in_rank_order,
     take_at_,
 )
-from regtopk.kernels.self_check import SelfCheck, self_check
+from regtopk.kernels.reference.sums import find_non_finite_row, sum_sparse_in_rank_order
+from regtopk.kernels.self_check import self_check
 
 __all__ = [
     "MAX_ROWS",
-    "Choice",
+    "Damped",
     "Kernel",
-    "SelfCheck",
     "Support",
     "Taken",
     "add_in_rank_order_",

@@ -3,10 +3,9 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +14,10 @@ from torch.autograd.graph import increment_version
 from regtopk.errors import ArgumentError
 from regtopk.kernels.cpu import small_rows
 from regtopk.kernels.cuda.replay import repeat
-from regtopk.kernels.reference import pieces as reference_pieces
 from regtopk.kernels.reference import selection as reference
+from regtopk.kernels.reference import sums
 from regtopk.kernels.reference.pieces import Support
-from regtopk.kernels.reference.selection import Taken
+from regtopk.kernels.reference.selection import Damped, Taken
 
 VARIABLE = "REGTOPK_KERNELS"
 SMALL_NUMEL = {"cpu": 1 << 16, "cuda": 1 << 22}  # below, numpy or torch is as fast (benchmarks/kernels.py)
@@ -33,28 +32,15 @@ _log = logging.getLogger("regtopk")
 
 
 class Kernel(Protocol):
-    """A module with these functions; `reference` says what they do."""
+    """A module with these functions; `reference.selection` says what they do."""
 
     def take_largest_(
-        self,
-        residual: Tensor,
-        grad: Tensor,
-        k: int,
-        *,
-        damped: Tensor | None = None,
-        scores: Tensor | None = None,
+        self, residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
     ) -> tuple[Tensor, Tensor]:
         """Accumulate, and take the k entries of largest score."""
 
     def take_largest_per_chunk_(
-        self,
-        residual: Tensor,
-        grad: Tensor,
-        chunk: int,
-        k_per_chunk: int,
-        *,
-        damped: Tensor | None = None,
-        scores: Tensor | None = None,
+        self, residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
     ) -> tuple[Tensor, Tensor]:
         """The same for every chunk of the vector."""
 
@@ -63,54 +49,32 @@ class Kernel(Protocol):
     ) -> Taken:
         """Accumulate, and take the entries that reach a threshold."""
 
-    def join_(
-        self, vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None
-    ) -> Tensor:
-        """Write pieces, or start minus pieces, into a vector, and say whether it is finite."""
 
-    def spread_(
-        self, pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False
-    ) -> None:
-        """Write a vector that is zero outside of its support into pieces."""
-
-
-@dataclass(frozen=True)
-class Choice:
+class KernelChoice(NamedTuple):
     """The name of a kernel ("reference", "cpu" or "cuda") and why it is chosen."""
 
     kernel: str
     reason: str
 
 
-def describe(device: torch.device | str) -> Choice:
+def describe(device: torch.device | str) -> KernelChoice:
     """Which kernel large float32 and float64 vectors on a device use, and why."""
     if _wanted() == "reference":
-        return Choice("reference", f"{VARIABLE}=reference")
+        return KernelChoice("reference", f"{VARIABLE}=reference")
     return _describe_type(torch.device(device).type)
 
 
 def kernel_for(residual: Tensor, grad: Tensor | None) -> Kernel:
     """The kernel that works on these tensors."""
-    device = residual.device.type
-    if _wanted() == "reference":
-        return reference
-    size = residual.numel() if device == "cuda" else residual.shape[-1]  # a launch serves all rows
-    if size < SMALL_NUMEL.get(device, 0):
-        return _kernel_for_short(residual)
-    if device in MAX_ROWS and residual.numel() > MAX_ROWS[device] * residual.shape[-1]:
-        return reference
-    if not _is_rows(residual, _RESIDUAL_DTYPES):
-        return reference
-    if grad is not None and not _is_rows(grad, _GRAD_DTYPES):
-        return reference
-    choice = _describe_type(device)
-    if choice.kernel == "reference":
-        _notice(choice.reason)
-    return kernel_named(choice.kernel)
+    if _is_small(residual):
+        is_plain = residual.is_contiguous() and residual.dtype in _RESIDUAL_DTYPES
+        has_numpy = is_plain and residual.device.type == "cpu" and _wanted() != "reference"
+        return small_rows if has_numpy else reference
+    return kernel_named(_name_for(residual, grad))
 
 
 def kernel_named(name: str) -> Kernel:
-    """The kernel of a `Choice`, imported where it is first asked for."""
+    """The kernel of a `KernelChoice`, imported where it is first asked for."""
     if name == "cpu":
         from regtopk.kernels.cpu import selection as cpu
 
@@ -122,45 +86,30 @@ def kernel_named(name: str) -> Kernel:
     return reference
 
 
+def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
+    """Accumulate, and take the entries that reach a threshold: see `reference.selection.take_above_`."""
+    return kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+
+
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
-    """Write pieces, or start minus pieces, into a vector; is it finite? See `reference_pieces.join_`."""
-    return kernel_for(vector, None).join_(vector, pieces, start)
+    """Write pieces, or start minus pieces, into a vector; is it finite? See `reference.pieces.join_`."""
+    is_finite: Tensor = _module(_name_for(vector), "pieces").join_(vector, pieces, start)
+    return is_finite
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
-    """Write a vector that is zero outside of its support into pieces: see `reference_pieces.spread_`."""
-    kernel_for(vector, None).spread_(pieces, vector, support, are_zero)
+    """Write a vector that is zero outside of its support into pieces: see `reference.pieces.spread_`."""
+    _module(_name_for(vector), "pieces").spread_(pieces, vector, support, are_zero)
 
 
 def clear_(pieces: Sequence[Tensor]) -> None:
     """Make pieces zero, on a GPU in one launch if they are large."""
-    programs = _programs_for(pieces)
-    if programs is None:
-        torch._foreach_zero_(list(pieces))
-    else:
-        programs.clear_(pieces)
+    _module(_name_for_pieces(pieces), "pieces").clear_(pieces)
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
-    """Write a source over pieces, if a flag on the device says so: see `reference_pieces.overwrite_if_`."""
-    programs = _programs_for(pieces)
-    if programs is None:
-        reference_pieces.overwrite_if_(flag, pieces, source)
-        return
-    for dtype in {piece.dtype for piece in pieces}:  # a program takes one
-        places = [place for place, piece in enumerate(pieces) if piece.dtype == dtype]
-        sources = source if isinstance(source, float) else [source[place] for place in places]
-        programs.overwrite_if_(flag, [pieces[place] for place in places], sources)
-
-
-def _programs_for(pieces: Sequence[Tensor]) -> Any:
-    """The module whose programs work on pieces of CUDA memory in one launch; None if they are small."""
-    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]
-    if not is_large or not pieces[0].is_cuda or describe("cuda").kernel == "reference":
-        return None
-    from regtopk.kernels.cuda import pieces as cuda_pieces
-
-    return cuda_pieces
+    """Write a source over pieces, if a flag on the device says so: see `reference.pieces.overwrite_if_`."""
+    _module(_name_for_pieces(pieces), "pieces").overwrite_if_(flag, pieces, source)
 
 
 def unpacks(words: Tensor) -> bool:
@@ -170,28 +119,19 @@ def unpacks(words: Tensor) -> bool:
 
 
 def unpack_elias_fano(words: Tensor, *columns: Any) -> tuple[Tensor, Tensor]:
-    """Indices, and whether they are sound: see `cpu_codes.unpack_elias_fano`."""
-    from regtopk.kernels.cpu import codes as cpu_codes
-
-    return cpu_codes.unpack_elias_fano(words, *columns)
+    """Indices, and whether they are sound: see `cpu.codes.unpack_elias_fano`."""
+    found: tuple[Tensor, Tensor] = _module("cpu", "codes").unpack_elias_fano(words, *columns)
+    return found
 
 
 def message_programs(tensor: Tensor) -> Any:
     """The module whose programs write and read whole messages on this tensor's device; None: torch does."""
-    if tensor.device.type != "cuda" or describe("cuda").kernel == "reference":
-        return None
-    from regtopk.kernels.cuda import codes as cuda_codes
-
-    return cuda_codes
-
-
-def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
-    """Accumulate, and take the entries that reach a threshold: see `reference.take_above_`."""
-    return kernel_for(residual, grad).take_above_(residual, grad, threshold, capacity)
+    has_programs = tensor.device.type == "cuda" and describe("cuda").kernel != "reference"
+    return _module("cuda", "codes") if has_programs else None
 
 
 def add_in_rank_order_(total: Tensor, indices: Tensor, values: Tensor, weights: Tensor) -> None:
-    """Add w_n x_n of N sparse vectors, (N, m), to zeros, (J,): see `reference.sum_sparse_in_rank_order`."""
+    """Add w_n x_n of N sparse vectors, (N, m), to zeros, (J,): see `reference.sums`."""
     repeat(_add_in_rank_order_, (), [total], [indices, values, weights])
     increment_version(total)  # torch does not see what is replayed
 
@@ -200,22 +140,48 @@ def _add_in_rank_order_(
     total: Tensor, indices: Tensor, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
     weighted = weights.unsqueeze(-1) * values
-    reference.sum_sparse_in_rank_order(indices, weighted, total.numel(), out=total)
+    sums.sum_sparse_in_rank_order(indices, weighted, total.numel(), out=total)
     return ()
 
 
 def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
-    """sum_n w_n x_n, from zero, in rank order: see `reference.sum_dense_in_rank_order`."""
-    is_short = rows.device.type == "cpu" and rows.shape[-1] < SMALL_NUMEL["cpu"]
-    if is_short and _wanted() != "reference":
-        return small_rows.sum_dense_in_rank_order(rows, weights)
-    return reference.sum_dense_in_rank_order(rows, weights)
+    """sum_n w_n x_n, from zero, in rank order: see `reference.sums.sum_dense_in_rank_order`."""
+    has_numpy = rows.device.type == "cpu" and _is_small(rows) and _wanted() != "reference"
+    kernel = _module("cpu" if has_numpy else "reference", "sums")
+    total: Tensor = kernel.sum_dense_in_rank_order(rows, weights)
+    return total
 
 
-def _kernel_for_short(residual: Tensor) -> Kernel:
-    """Numpy on the CPU, if the rows are one piece of memory."""
-    is_plain = residual.is_contiguous() and residual.dtype in _RESIDUAL_DTYPES
-    return small_rows if is_plain and residual.device.type == "cpu" else reference
+@cache
+def _module(kernel: str, operation: str) -> Any:
+    """Each kernel has a file of the same name for the same operation."""
+    return import_module(f"regtopk.kernels.{kernel}.{operation}")
+
+
+def _is_small(vector: Tensor) -> bool:
+    """Whether compiled loops and programs are not worth their calls; on a GPU a launch serves all rows."""
+    device = vector.device.type
+    return (vector.numel() if device == "cuda" else vector.shape[-1]) < SMALL_NUMEL.get(device, 0)
+
+
+def _name_for(vector: Tensor, grad: Tensor | None = None) -> str:
+    """The kernel for these tensors; numpy's does not count."""
+    device = vector.device.type
+    has_too_many_rows = device in MAX_ROWS and vector.numel() > MAX_ROWS[device] * vector.shape[-1]
+    if _wanted() == "reference" or _is_small(vector) or has_too_many_rows:
+        return "reference"
+    if not _is_rows(vector, _RESIDUAL_DTYPES) or (grad is not None and not _is_rows(grad, _GRAD_DTYPES)):
+        return "reference"
+    choice = _describe_type(device)
+    if choice.kernel == "reference":
+        _notice(choice.reason)
+    return choice.kernel
+
+
+def _name_for_pieces(pieces: Sequence[Tensor]) -> str:
+    """The kernel for pieces of any shapes: "cuda" if its one launch for all is worth it."""
+    is_large = sum(map(Tensor.numel, pieces)) >= SMALL_NUMEL["cuda"]
+    return describe("cuda").kernel if is_large and pieces[0].is_cuda else "reference"
 
 
 def _wanted() -> str:
@@ -235,18 +201,18 @@ def _is_rows(tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 @cache
-def _describe_type(device: str) -> Choice:
+def _describe_type(device: str) -> KernelChoice:
     if device not in _PACKAGES:
-        return Choice("reference", f"no fast kernel for device type {device!r}")
+        return KernelChoice("reference", f"no fast kernel for device type {device!r}")
     package = _PACKAGES[device]
     try:
         kernel_named(device)
     except ImportError as error:
         extra = "regtopk[kernels]" if package == "numba" else package
-        return Choice("reference", f"{package} is missing ({error}); try: pip install '{extra}'")
+        return KernelChoice("reference", f"{package} is missing ({error}); try: pip install '{extra}'")
     except Exception as error:  # a package that does not fit the others may raise anything
-        return Choice("reference", f"{package} cannot be imported ({type(error).__name__}: {error})")
-    return Choice(device, f"{device} tensors, {package} {import_module(package).__version__}")
+        return KernelChoice("reference", f"{package} cannot be imported ({type(error).__name__}: {error})")
+    return KernelChoice(device, f"{device} tensors, {package} {import_module(package).__version__}")
 
 
 @cache

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regtopk.kernels.dispatch import Kernel, describe, kernel_named
 from regtopk.kernels.reference import selection as reference
+from regtopk.kernels.reference.selection import Damped
 
 _SMALLEST_NUMEL = 1 << 16  # small, so that many cases fit in the time
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,20 +50,12 @@ def self_check(device: torch.device | str = "cpu", seconds: float = 2.0) -> Self
 
 
 def _agrees(kernel: Kernel, grad: Tensor, k: int, generator: torch.Generator) -> bool:
-    """One step from residual zero: the same scores taken, the values right, and the rest left."""
-    numel = grad.shape[-1]
-    damped = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values
-    damped, scores = damped.to(grad.device), torch.rand(2, k, generator=generator).to(grad.device)
-    accumulated = torch.zeros(2, numel, device=grad.device).add_(grad)
-    score = accumulated.abs()
-    scores *= score.gather(-1, damped)
-    score.scatter_(-1, damped, scores)
-    taken = []
+    """One step from residual zero: the same entries taken, and the same left."""
+    indices = torch.rand(grad.shape, generator=generator).topk(k, dim=-1).indices.sort(-1).values
+    indices, scores = indices.to(grad.device), torch.rand(2, k, generator=generator).to(grad.device)
+    damped = Damped(indices, scores * grad.float().abs().gather(-1, indices))
+    results = []
     for take_largest_ in (kernel.take_largest_, reference.take_largest_):
-        residual = torch.zeros_like(accumulated)
-        indices, values = take_largest_(residual, grad, k, damped=damped, scores=scores)
-        is_right = torch.equal(values, accumulated.gather(-1, indices)) and torch.equal(
-            residual, accumulated.scatter(-1, indices, 0.0)
-        )
-        taken.append(score.gather(-1, indices).sort(-1).values if is_right else None)
-    return taken[0] is not None and taken[1] is not None and torch.equal(taken[0], taken[1])
+        residual = torch.zeros_like(grad, dtype=torch.float32)
+        results.append((*take_largest_(residual, grad, k, damped), residual))
+    return all(map(torch.equal, *results))

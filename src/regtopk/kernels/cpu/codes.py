@@ -39,16 +39,9 @@ def unpack_elias_fano(
 
 @compiled
 def _unpack_row(
-    words: Array,
-    start: int,
-    count: int,
-    width: int,
-    field_words: int,
-    unary_words: int,
-    is_bitmap: bool,
-    indices: Array,
-    numel: int,
-) -> bool:
+    words: Array, start: int, count: int, width: int, field_words: int, unary_words: int, is_bitmap: bool,
+    indices: Array, numel: int,
+) -> bool:  # fmt: skip
     last, mask = words.size - 1, np.uint64((1 << width) - 1)
     before: Any = -1
     is_sound: Any = True

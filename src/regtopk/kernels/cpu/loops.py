@@ -1,4 +1,4 @@
-"""The loops of the CPU kernels, compiled by numba. `cpu` calls them, each on one stretch of a row.
+"""The loops of the selection on a CPU, compiled by numba. A call works on one stretch of a row.
 
 The bits of |x| read as an unsigned integer order like |x| itself: that integer is x's *key*. Loops that
 only compare look at `bits`, the residual's memory as unsigned integers, because compilers turn integer
@@ -120,20 +120,9 @@ def collect(
 
 @compiled
 def accumulate_and_collect_(
-    accumulated: Array,
-    bits: Array,
-    grad: Array,
-    kind: int,
-    mask: Any,
-    guess: Any,
-    damped: Array,
-    scores: Array,
-    saved: Array,
-    start: int,
-    stop: int,
-    positions: Array,
-    keys: Array,
-) -> int:
+    accumulated: Array, bits: Array, grad: Array, kind: int, mask: Any, damped: Array, scores: Array,
+    saved: Array, start: int, stop: int, guess: Any, positions: Array, keys: Array,
+) -> int:  # fmt: skip
     """residual += grad on a stretch, scores in the place of damped entries, and `collect`."""
     d: Any = np.searchsorted(damped, start)
     num = 0
@@ -164,15 +153,7 @@ def has_prefix(bits: Array, mask: Any, prefix: Any, shift: Any) -> bool:
 
 
 @compiled
-def count_leading_digit(bits: Array, start: int, stop: int, mask: Any, shift: Any, counts: Array) -> None:
-    """Count the keys by what they have above `shift`."""
-    key_type = bits.dtype.type
-    for i in range(start, stop):
-        counts[key_type(bits[i] & mask) >> shift] += 1
-
-
-@compiled
-def count_next_digit(
+def count_digit(
     bits: Array, start: int, stop: int, mask: Any, prefix: Any, shift: Any, width: Any, counts: Array
 ) -> None:
     """Of the keys that start with `prefix`, count the `width` bits that follow it, above `shift`."""
@@ -218,13 +199,7 @@ def emit_found(
 
 @compiled
 def take_(
-    accumulated: Array,
-    damped: Array,
-    saved: Array,
-    start: int,
-    stop: int,
-    indices: Array,
-    values: Array,
+    accumulated: Array, damped: Array, saved: Array, start: int, stop: int, indices: Array, values: Array
 ) -> None:
     """Give the stretch's damped entries their values back; then move the values at `indices` out."""
     for d in range(np.searchsorted(damped, start), np.searchsorted(damped, stop)):
@@ -254,21 +229,9 @@ def kth_largest_key(bits: Array, mask: Any, k: Any) -> Any:
 
 @compiled
 def take_per_chunk_(
-    accumulated: Array,
-    bits: Array,
-    grad: Array,
-    kind: int,
-    mask: Any,
-    damped: Array,
-    scores: Array,
-    saved: Array,
-    start: int,
-    stop: int,
-    chunk: int,
-    k: int,
-    indices: Array,
-    values: Array,
-) -> None:
+    accumulated: Array, bits: Array, grad: Array, kind: int, mask: Any, damped: Array, scores: Array,
+    saved: Array, start: int, stop: int, chunk: int, k: int, indices: Array, values: Array,
+) -> None:  # fmt: skip
     """On a stretch that starts with a chunk: accumulate, and take the k largest of every chunk."""
     d: Any = np.searchsorted(damped, start)
     num = 0

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from regtopk.kernels.cpu.compiled import Array, compiled
-from regtopk.kernels.cpu.loops import LINE
 from regtopk.kernels.cpu.rows import cut
 from regtopk.kernels.cpu.threads import side_by_side
 from regtopk.kernels.reference.pieces import Support, parts_of, subtract_from
 
 
 def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | None = None) -> Tensor:
-    """See `reference_pieces.join_`."""
+    """See `reference.pieces.join_`."""
     increment_version(vector)  # torch does not see what is written by numpy
     copies, differences = [], []
     firsts = [None] * len(pieces) if start is None else start
@@ -40,7 +39,7 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
 
 
 def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
-    """See `reference_pieces.spread_`. Pieces are cleared in any case: in the cache, to be written next."""
+    """See `reference.pieces.spread_`. Pieces are cleared in any case: in the cache, to be written next."""
     entries, indices, counts = vector.numpy(), support.indices.numpy(), support.counts.numpy()
     tasks, converted, first = [], [], 0
     for piece in pieces:
@@ -68,12 +67,12 @@ def _keys(tensor: Tensor) -> Array:
 
 
 def _cut(piece: Tensor) -> list[tuple[int, int]]:
-    return cut(piece.numel(), torch.get_num_threads(), LINE) if piece.numel() else []
+    return cut(piece.numel(), torch.get_num_threads()) if piece.numel() else []
 
 
 @compiled
 def _copy_(target: Array, source: Array) -> Any:
-    """target := source; returns the largest key (see `cpu_loops`)."""
+    """target := source; returns the largest key (see `cpu.loops`)."""
     key_type = source.dtype.type
     mask = key_type(~key_type(0)) >> key_type(1)  # clears the sign
     largest = key_type(0)

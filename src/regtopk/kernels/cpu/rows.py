@@ -1,24 +1,25 @@
 """A tensor's memory, row by row, as the loops on a CPU read it."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
+from regtopk.kernels.reference.selection import Damped
 
+Stretch = tuple[int, int]  # of a row, from the first number to the second
 _HALF_KINDS = {torch.bfloat16: loops.BFLOAT16, torch.float16: loops.FLOAT16}
 _SMALL_STRETCH = 1 << 17  # fewer entries are not worth a thread of their own
 _MAX_STRETCHES = 16  # more threads would wait for memory, and each takes some
 
 
-@dataclass(frozen=True)
-class Row:
-    """The memory of one row, as the loops read it, and the stretches it is cut into."""
+class Row(NamedTuple):
+    """The memory of one row, in the order of the loops' first parameters."""
 
     accumulated: Array
     bits: Array
@@ -28,35 +29,25 @@ class Row:
     damped: Array
     scores: Array
     saved: Array
-    stretches: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """J."""
-        return self.accumulated.size
-
-    def cut(self, num_threads: int, multiple_of: int = loops.LINE) -> "Row":
-        """The row cut into stretches: several per thread, so that a slow thread can take fewer."""
-        return replace(self, stretches=tuple(cut(self.numel, num_threads, multiple_of)))
 
 
-def rows_of(residual: Tensor, grad: Tensor | None, damped: Tensor | None, scores: Tensor | None) -> list[Row]:
+def rows_of(residual: Tensor, grad: Tensor | None, damped: Damped | None) -> list[Row]:
     """Each row's memory, which the loops will change."""
-    torch.autograd.graph.increment_version(residual)  # torch does not see what is written through numpy
+    increment_version(residual)  # torch does not see what is written through numpy
     key_type = np.uint32 if residual.dtype == torch.float32 else np.uint64
     mask = key_type((1 << (8 * residual.itemsize - 1)) - 1)
     accumulated = flat(residual)
-    if damped is None or scores is None:
-        damped = residual.new_empty(*residual.shape[:-1], 0, dtype=torch.int64)
-        scores = residual.new_empty(*residual.shape[:-1], 0)
-    damped, scores = damped.contiguous(), scores.contiguous()
+    if damped is None:
+        batch = residual.shape[:-1]
+        damped = Damped(residual.new_empty(*batch, 0, dtype=torch.int64), residual.new_empty(*batch, 0))
     kind = loops.NOTHING if grad is None else _HALF_KINDS.get(grad.dtype, loops.NATIVE)
     if grad is not None and kind != loops.NATIVE:
         grad = grad.view(torch.uint16)
     grads = accumulated if grad is None else flat(grad)
+    given = (flat(tensor.contiguous()) for tensor in damped)
     return [
         Row(a, a.view(key_type), g, kind, mask, where, score, np.empty(where.size, a.dtype))
-        for a, g, where, score in zip(accumulated, grads, flat(damped), flat(scores), strict=True)
+        for a, g, where, score in zip(accumulated, grads, *given, strict=True)
     ]
 
 
@@ -79,8 +70,8 @@ def like(residual: Tensor, rows: Array) -> Tensor:
     return torch.from_numpy(rows).view((*residual.shape[:-1], *rows.shape[1:]))
 
 
-def cut(numel: int, num_threads: int, multiple_of: int) -> list[tuple[int, int]]:
-    """The (start, stop) of the stretches of a row, for so many threads."""
+def cut(numel: int, num_threads: int, multiple_of: int = loops.LINE) -> list[Stretch]:
+    """The stretches of a row: several per thread, so that a slow thread can take fewer."""
     num = min(4 * num_threads, _MAX_STRETCHES, numel // _SMALL_STRETCH) if num_threads > 1 else 1
     size = math.ceil(numel / max(1, num) / multiple_of) * multiple_of
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]

@@ -1,16 +1,32 @@
 """Which entries of a row on a CPU are its k largest: a guess, one pass that collects, an exact finish."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from regtopk.kernels.cpu import loops
 from regtopk.kernels.cpu.compiled import Array
-from regtopk.kernels.cpu.rows import Row
+from regtopk.kernels.cpu.rows import Row, Stretch
 from regtopk.kernels.cpu.threads import side_by_side
 
 _NUM_SAMPLES = 1 << 14
+
+
+class Found(NamedTuple):
+    """How many keys of a stretch reach a guess, and those that were kept: positions and keys."""
+
+    num: int
+    positions: Array
+    keys: Array
+
+
+class Threshold(NamedTuple):
+    """The k-th largest key, and how many of each stretch are above it and equal to it."""
+
+    key: Any
+    num_above: Array
+    num_equal: Array
 
 
 def position_type(numel: int) -> np.dtype[Any]:
@@ -24,84 +40,76 @@ def guess(row: Row, k: int) -> tuple[Any, int]:
     What is collected is kept in two arrays of at most J / 16 bytes each (or 128 KiB); for float32 and a
     density of up to 0.001 both together. Where they would not fit, nothing is collected.
     """
-    num_samples = min(_NUM_SAMPLES, row.numel // 16) // 8 * 8
-    expected = k * num_samples / row.numel
+    numel, key_type = row.bits.size, row.bits.dtype
+    num_samples = min(_NUM_SAMPLES, numel // 16) // 8 * 8
+    expected = k * num_samples / numel
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
-    num_wanted = rank / max(1, num_samples) * row.numel
-    largest = row.numel // (16 * max(row.bits.itemsize, position_type(row.numel).itemsize))
-    capacity = max(row.numel // 256, min(largest, math.ceil(1.2 * num_wanted)), 1 << 14)
+    num_wanted = rank / max(1, num_samples) * numel
+    largest = numel // (16 * max(key_type.itemsize, position_type(numel).itemsize))
+    capacity = max(numel // 256, min(largest, math.ceil(1.2 * num_wanted)), 1 << 14)
     if rank > num_samples // 2 or num_wanted > 0.9 * capacity:
         return row.mask, 0
     sample = np.empty(num_samples, row.accumulated.dtype)
     loops.sample_(row.accumulated, row.grad, row.kind, sample)
-    keys = sample.view(row.bits.dtype) & row.mask
+    keys = sample.view(key_type) & row.mask
     keys.partition(num_samples - rank)
-    return max(keys[num_samples - rank], row.bits.dtype.type(1)), capacity
+    return max(keys[num_samples - rank], key_type.type(1)), capacity
 
 
-def collect_(row: Row, guess: Any, capacity: int) -> list[tuple[int, Array, Array]]:
-    """Accumulate. For each stretch: how many keys reach the guess, their positions, and the keys."""
+def collect_(row: Row, stretches: list[Stretch], guess: Any, capacity: int) -> list[Found]:
+    """Accumulate, and collect from each stretch what reaches the guess, as far as there is room."""
 
-    def collect(start: int, stop: int) -> tuple[int, Array, Array]:
+    def collect(start: int, stop: int) -> Found:
         room = min(capacity, stop - start)
-        positions = np.empty(room, position_type(row.numel))
-        keys = np.empty(room, row.bits.dtype)
-        num = loops.accumulate_and_collect_(
-            row.accumulated, row.bits, row.grad, row.kind, row.mask, guess,
-            row.damped, row.scores, row.saved, start, stop, positions, keys,
-        )  # fmt: skip
-        return num, positions, keys
+        positions, keys = np.empty(room, position_type(row.bits.size)), np.empty(room, row.bits.dtype)
+        num = loops.accumulate_and_collect_(*row, start, stop, guess, positions, keys)
+        return Found(num, positions, keys)
 
-    return side_by_side(collect, row.stretches)
+    return side_by_side(collect, stretches)
 
 
-def collected(row: Row, guess: Any, found: list[tuple[int, Array, Array]]) -> list[tuple[Array, Array]]:
-    """What was found in each stretch; a stretch that found more than it could keep is searched again."""
-    for n, (num, positions, keys) in enumerate(found):
-        if num > positions.size:
-            positions, keys = np.empty(num, positions.dtype), np.empty(num, keys.dtype)
-            loops.collect(row.bits, *row.stretches[n], row.mask, guess, 0, positions, keys)
-            found[n] = num, positions, keys
-    return [(positions[:num], keys[:num]) for num, positions, keys in found]
+def collected(row: Row, stretch: Stretch, guess: Any, found: Found) -> Found:
+    """All that was found in a stretch; one that found more than it could keep is searched again."""
+    num, positions, keys = found
+    if num > positions.size:
+        positions, keys = np.empty(num, positions.dtype), np.empty(num, keys.dtype)
+        loops.collect(row.bits, *stretch, row.mask, guess, 0, positions, keys)
+    return Found(num, positions[:num], keys[:num])
 
 
-def threshold_of_collected(stretches: list[Array], k: int) -> tuple[Any, Array, Array]:
-    """The k-th largest key, and how many of each stretch are above it and equal to it."""
-    keys = np.concatenate(stretches)
+def threshold_of_collected(found: list[Found], k: int) -> Threshold:
+    """The threshold, if it is among the keys that were found."""
+    keys = np.concatenate([of_stretch.keys for of_stretch in found])
     keys.partition(keys.size - k)
-    threshold = keys[keys.size - k]
-    num_above = np.array([np.count_nonzero(s > threshold) for s in stretches])
-    num_equal = np.array([np.count_nonzero(s == threshold) for s in stretches])
-    return threshold, num_above, num_equal
+    key = keys[keys.size - k]
+    num_above = np.array([np.count_nonzero(of_stretch.keys > key) for of_stretch in found])
+    num_equal = np.array([np.count_nonzero(of_stretch.keys == key) for of_stretch in found])
+    return Threshold(key, num_above, num_equal)
 
 
-def threshold_by_digits(row: Row, k: int) -> tuple[Any, Array, Array]:
-    """The same, over all entries of the row: one pass for each 16 bits of a key."""
+def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> Threshold:
+    """The threshold from all entries of the row: one pass for each 16 bits of a key."""
     num_bits = 8 * row.bits.itemsize - 1  # bits of the threshold that are not known yet
-    prefix, num_above = 0, np.zeros(len(row.stretches), np.int64)
+    prefix, num_above = 0, np.zeros(len(stretches), np.int64)
     while num_bits > 0:
         width = min(16, num_bits)
         num_bits -= width
-        counts = _count_digit(row, prefix, num_bits, width)
+        counts = _count_digit(row, stretches, prefix, num_bits, width)
         num_reaching = counts.sum(0, dtype=np.int64)[::-1].cumsum()[::-1]
         digit = int(np.flatnonzero(num_reaching >= k - num_above.sum())[-1])
         num_above += counts[:, digit + 1 :].sum(1, dtype=np.int64)
         prefix = (prefix << width) | digit
-    return row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64)
+    return Threshold(row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64))
 
 
-def _count_digit(row: Row, prefix: int, shift: int, width: int) -> Array:
+def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, width: int) -> Array:
     """For each stretch, how often each digit follows the prefix."""
-    key_type = row.bits.dtype.type
-    counts = np.zeros((len(row.stretches), 1 << width), np.uint32 if row.numel < 2**32 else np.uint64)
+    count_type = np.uint32 if row.bits.size < 2**32 else np.uint64
+    counts = np.zeros((len(stretches), 1 << width), count_type)
+    digit = [row.bits.dtype.type(number) for number in (prefix, shift, width)]
 
     def count(start: int, stop: int, own: Array) -> None:
-        at = row.bits, start, stop, row.mask
-        if shift + width == 8 * row.bits.itemsize - 1:
-            loops.count_leading_digit(*at, key_type(shift), own)
-        else:
-            loops.count_next_digit(*at, key_type(prefix), key_type(shift), key_type(width), own)
+        loops.count_digit(row.bits, start, stop, row.mask, *digit, own)
 
-    stretches = zip(row.stretches, counts, strict=True)
-    side_by_side(count, [(*stretch, own) for stretch, own in stretches])
+    side_by_side(count, [(*stretch, own) for stretch, own in zip(stretches, counts, strict=True)])
     return counts

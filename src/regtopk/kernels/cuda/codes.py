@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regtopk.kernels.cuda.launch import launch
-from regtopk.kernels.cuda.programs import codes as triton_codes
+from regtopk.kernels.cuda.programs import codes as programs
 
 _BITS = 1 << 11  # unary bits that one program reads
 _BLOCK = 1 << 10  # entries that one program looks at
@@ -32,7 +32,7 @@ def write_messages(
     """
     is_bitmap, width, num_field_words, num_unary_words = sizes
     (num_rows, k), num_value_words = indices.shape, value_words.shape[-1]
-    num_words = int(triton_codes.HEADER.value) + num_value_words + num_field_words + num_unary_words
+    num_words = int(programs.HEADER.value) + num_value_words + num_field_words + num_unary_words
     # A row starts at an even word, because a checksum takes two. Flags are behind the words.
     words = torch.zeros(num_rows, (num_words + 3) // 2 * 2, dtype=torch.int32, device=indices.device)
     own = {
@@ -43,13 +43,13 @@ def write_messages(
     }  # fmt: skip
     with torch.cuda.device_of(words):
         num_blocks = max(1, -(-max(k, num_value_words) // _BLOCK))
-        launch(triton_codes.write_body, (num_blocks, num_rows), own | {"BLOCK": _BLOCK})
-        launch(triton_codes.seal, (-(-num_words // _SUMMED), num_rows), own | {"BLOCK": _SUMMED})
+        launch(programs.write_body, (num_blocks, num_rows), own | {"BLOCK": _BLOCK})
+        launch(programs.seal, (-(-num_words // _SUMMED), num_rows), own | {"BLOCK": _SUMMED})
     return words[:, :num_words]
 
 
 def read_frames(words: Tensor, numel: int, capacity: int, frame: Frame) -> tuple[Tensor, Tensor]:
-    """What frames say, (7, rows) int64, by the numbers in `triton_codes`, and if a float is not finite.
+    """What frames say, (7, rows) int64, by the numbers in `programs.codes`, and if a float is not finite.
 
     Args:
         words: (rows, w) int32, contiguous.
@@ -59,14 +59,14 @@ def read_frames(words: Tensor, numel: int, capacity: int, frame: Frame) -> tuple
     """
     num_rows, row_words = words.shape
     found = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)
-    facts = torch.empty(triton_codes.NUM_FACTS, num_rows, dtype=torch.int64, device=words.device)
+    facts = torch.empty(programs.NUM_FACTS, num_rows, dtype=torch.int64, device=words.device)
     own = {
         "words": words, "sums": found[0], "are_bad": found[1], "facts": facts, "row_words": row_words,
         "numel": numel, "capacity": capacity, "BLOCK": _SUMMED, **frame,
     }  # fmt: skip
     with torch.cuda.device_of(words):
-        launch(triton_codes.sum_words, (-(-row_words // _SUMMED), num_rows), own)
-        launch(triton_codes.read_frames, (1, num_rows), own)
+        launch(programs.sum_words, (-(-row_words // _SUMMED), num_rows), own)
+        launch(programs.read_frames, (1, num_rows), own)
     return facts, found[1]
 
 
@@ -108,9 +108,9 @@ def read_entries(
     }  # fmt: skip
     grid = max(1, -(-capacity // _BLOCK)), num_rows
     with torch.cuda.device_of(words):
-        launch(triton_codes.count_ones, (num_parts, num_rows), own)
+        launch(programs.count_ones, (num_parts, num_rows), own)
         own["stops"] = num_ones.cumsum(-1)
-        launch(triton_codes.write_indices, (num_parts, num_rows), own)
-        launch(triton_codes.check_order, grid, own)
-        launch(triton_codes.finish, grid, own)
+        launch(programs.write_indices, (num_parts, num_rows), own)
+        launch(programs.check_order, grid, own)
+        launch(programs.finish, grid, own)
     return indices, values, counts, statuses

@@ -1,6 +1,6 @@
 """Fast kernels for CUDA tensors: one pass over memory, then k-sized work, and the host never waits.
 
-The programs are written in Triton (`triton_*`). The plan is that of `cpu`: a sample says which key somewhat
+The programs are written in Triton. The plan is that of `cpu.selection`: a sample says which key somewhat
 more than k entries reach. One pass accumulates, and collects the entries that reach it: the candidates. The
 k-th largest candidate is then found digit by digit. If the candidates do not suffice (the guess was wrong,
 many entries are equal), the digits of all entries are counted instead. The device decides which of the two is
@@ -18,30 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from regtopk.kernels.cuda.launch import launch
-from regtopk.kernels.cuda.pieces import join_, spread_
-from regtopk.kernels.cuda.plan import (
-    Candidates,
-    Damped,
-    Plan,
-    Rows,
-    Tiles,
-    as_rows,
-    plan_for,
-    rows_of,
-    stride,
-)
-from regtopk.kernels.cuda.programs import accumulate as triton_accumulate
-from regtopk.kernels.cuda.programs import damping as triton_damping
-from regtopk.kernels.cuda.programs import guess as triton_guess
-from regtopk.kernels.cuda.programs import movers as triton_movers
-from regtopk.kernels.cuda.programs import selection as triton_selection
+from regtopk.kernels.cuda.plan import SelectionPlan, plan_for
+from regtopk.kernels.cuda.programs import accumulate, damping, guess, movers, selection
 from regtopk.kernels.cuda.programs.words import GUESS, NUM_ABOVE
 from regtopk.kernels.cuda.replay import repeat
+from regtopk.kernels.cuda.rows import DeviceRows
 from regtopk.kernels.reference import selection as reference
-from regtopk.kernels.reference.selection import Taken
-
-__all__ = ["join_", "spread_", "take_above_", "take_largest_", "take_largest_per_chunk_"]
+from regtopk.kernels.reference.selection import Damped, Taken
 
 # entries of a program that passes over all, its warps and registers (benchmarks/kernel_launches.py --tiles)
 _TILE, _TILE_WARPS, _TILE_REGISTERS = 1 << 10, 4, 40
@@ -55,39 +38,37 @@ _MAX_CHUNK = 1 << 14  # a larger one does not fit in a program's registers
 
 
 def take_largest_(
-    residual: Tensor,
-    grad: Tensor,
-    k: int,
-    *,
-    damped: Tensor | None = None,
-    scores: Tensor | None = None,
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.take_largest_`."""
+    """See `reference.selection.take_largest_`."""
     increment_version(residual)  # torch does not see what programs write
-    given = _given(damped, scores)
     if k >= _MANY:
-        return _take_largest_(k, residual, grad, *given)
-    indices, values = repeat(_take_largest_, (k,), [residual, grad], given)
+        return _take_largest_(k, residual, grad, *_given(damped))
+    indices, values = repeat(_take_largest_, (k,), [residual, grad], _given(damped))
     return indices, values
 
 
 def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
-        rows = rows_of(residual, grad)
-        damped = _damped(rows, *given)
-        plan = plan_for(rows.numel, k, _TILE, rows.item_bytes)
+        rows = DeviceRows(residual, grad, given)
+        item_bytes = max(rows.key_dtype.itemsize, rows.offset_dtype.itemsize)
+        plan = plan_for(rows.numel, k, _TILE, item_bytes)
+        rows.arguments["k"] = k
         if plan.rank > 0:
-            _guess(rows, plan, damped)
-        tiles = _accumulate_(rows, damped, plan.room, plan.is_wide)
-        candidates = _gather(rows, k, plan.capacity, tiles)
-        _find_threshold(rows, k, candidates)
-        move_out = _move_out_by_tile_ if plan.is_wide or plan.capacity == 0 else _move_out_
-        indices, values = move_out(rows, k, damped, tiles, candidates)
-    return _as_batch(residual, indices), _as_batch(residual, values)
+            _guess(rows, plan)
+        _accumulate_(rows, plan.room, plan.is_wide)
+        _gather(rows, plan.capacity)
+        _find_threshold(rows, _MAX_STRETCHES if plan.capacity > 0 else _MAX_LONG_STRETCHES)
+        indices, values = rows.outputs(k)
+        if plan.is_wide or plan.capacity == 0:
+            _move_out_by_tile_(rows)
+        else:
+            _move_out_(rows)
+    return rows.like(indices), rows.like(values)
 
 
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
-    """See `reference.take_above_`."""
+    """See `reference.selection.take_above_`."""
     fixed = [residual] if grad is None else [residual, grad]
     inputs, number = ([threshold], None) if isinstance(threshold, Tensor) else ([], threshold)
     increment_version(residual)
@@ -98,38 +79,29 @@ def _take_above_(
     capacity: int, number: float | None, has_grad: bool, residual: Tensor, *others: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = others[0] if has_grad else None
-    threshold = others[-1] if number is None else number
     with torch.cuda.device_of(residual):
-        rows = rows_of(residual, grad)
-        rows.work[:, GUESS.value] = _keys_of(threshold, residual)
-        indices = rows.empty(capacity, torch.int64).zero_()
-        values = rows.empty(capacity, residual.dtype).zero_()
-        tiles = _accumulate_(rows, _damped(rows), room=0)
-        own = {"indices": indices, "values": values, "capacity": capacity}
-        grid = tiles.stops.shape[1], rows.num
-        launch(triton_accumulate.write_above, grid, rows.options | tiles.options() | own, _TILE_WARPS)
-        num_found = tiles.stops[:, -1].long().view(residual.shape[:-1])
+        rows = DeviceRows(residual, grad)
+        threshold = others[-1] if number is None else residual.new_full(rows.batch, number)
+        wanted = threshold.to(residual.dtype).clamp_min(0).abs().expand(rows.batch).reshape(-1)
+        rows.arguments["work"][:, GUESS.value] = wanted.view(rows.key_dtype).long()
+        indices, values = (tensor.zero_() for tensor in rows.outputs(capacity))
+        _accumulate_(rows, room=0)
+        stops = rows.arguments["tile_stops"]
+        rows.launch(accumulate.write_above, stops.shape[1], _TILE_WARPS, capacity=capacity)
+        num_found = stops[:, -1].long().view(rows.batch)
         count = num_found.clamp_max(capacity)
-    return _as_batch(residual, indices), _as_batch(residual, values), count, num_found - count
+    return rows.like(indices), rows.like(values), count, num_found - count
 
 
 def take_largest_per_chunk_(
-    residual: Tensor,
-    grad: Tensor,
-    chunk: int,
-    k_per_chunk: int,
-    *,
-    damped: Tensor | None = None,
-    scores: Tensor | None = None,
+    residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.take_largest_per_chunk_`."""
+    """See `reference.selection.take_largest_per_chunk_`."""
     if chunk > _MAX_CHUNK:
-        return reference.take_largest_per_chunk_(
-            residual, grad, chunk, k_per_chunk, damped=damped, scores=scores
-        )
+        return reference.take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, damped)
     increment_version(residual)
-    given = _given(damped, scores)
-    indices, values = repeat(_take_largest_per_chunk_, (chunk, k_per_chunk), [residual, grad], given)
+    settings = chunk, k_per_chunk
+    indices, values = repeat(_take_largest_per_chunk_, settings, [residual, grad], _given(damped))
     return indices, values
 
 
@@ -137,163 +109,113 @@ def _take_largest_per_chunk_(
     chunk: int, k_per_chunk: int, residual: Tensor, grad: Tensor, *given: Tensor
 ) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(residual):
-        rows = rows_of(residual, grad)
-        damped = _damped(rows, *given)
+        rows = DeviceRows(residual, grad, given)
         whole, rest = divmod(rows.numel, chunk)
         num_taken = whole * k_per_chunk + min(k_per_chunk, rest)
-        indices, values = rows.empty(num_taken, torch.int64), rows.empty(num_taken, residual.dtype)
-        size = 1 << (chunk - 1).bit_length()
-        own = {
-            "grad": rows.grad_or_any, "indices": indices, "values": values, "chunk": chunk, "k": k_per_chunk,
-            "num_taken": num_taken, "grad_stride": stride(rows.grad_or_any), "SIZE": size,
-        }  # fmt: skip
-        num_chunks = math.ceil(rows.numel / chunk)
-        own["damped_starts"] = _cut(rows, damped.indices, chunk, num_chunks, is_aligned=False)
-        own |= rows.options | damped.options() | {"BLOCK": _SMALL_BLOCK}
-        launch(triton_accumulate.take_per_chunk, (num_chunks, rows.num), own, min(16, max(1, size // 512)))
-    return _as_batch(residual, indices), _as_batch(residual, values)
+        indices, values = rows.outputs(num_taken)
+        num_chunks, size = math.ceil(rows.numel / chunk), 1 << (chunk - 1).bit_length()
+        starts = _cut(rows, rows.arguments["damped"], chunk, num_chunks, is_aligned=False)
+        rows.launch(
+            accumulate.take_per_chunk, num_chunks, min(16, max(1, size // 512)), damped_starts=starts,
+            chunk=chunk, k=k_per_chunk, num_taken=num_taken, SIZE=size, BLOCK=_SMALL_BLOCK,
+        )  # fmt: skip
+    return rows.like(indices), rows.like(values)
 
 
-def _guess(rows: Rows, plan: Plan, damped: Damped) -> None:
+def _guess(rows: DeviceRows, plan: SelectionPlan) -> None:
     num_samplers = math.ceil(plan.num_keys / _KEYS_OF_SAMPLER)
-    own = {
-        "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "num_groups": rows.numel // 4,
-        "keys": rows.empty(plan.num_keys, rows.key_dtype),
-        "rank": plan.rank, "rank_of_limit": plan.rank_of_limit, "IS_WIDE": plan.is_wide,
-        "NUM_KEYS": plan.num_keys,
-        "PER_KEY": plan.per_key, "NUM_SAMPLERS": num_samplers,
-        "NUM_BITS": 22 if rows.key_bits == 31 else 25,  # rounds the guess down by 2^-14 of it at most
-    }  # fmt: skip
-    own |= rows.options | damped.options()
-    launch(triton_guess.guess, (num_samplers, rows.num), own, _SAMPLER_WARPS)
+    rows.launch(
+        guess.guess, num_samplers, _SAMPLER_WARPS,
+        keys=rows.empty(plan.num_keys, rows.key_dtype), num_groups=rows.numel // 4, rank=plan.rank,
+        rank_of_limit=plan.rank_of_limit, IS_WIDE=plan.is_wide, NUM_KEYS=plan.num_keys, PER_KEY=plan.per_key,
+        NUM_SAMPLERS=num_samplers,
+        NUM_BITS=22 if rows.key_bits == 31 else 25,  # rounds the guess down by 2^-14 of it at most
+    )  # fmt: skip
 
 
-def _accumulate_(rows: Rows, damped: Damped, room: int, is_wide: bool = False) -> Tiles:
+def _accumulate_(rows: DeviceRows, room: int, is_wide: bool = False) -> None:
     """Accumulate and count what reaches the guess in each tile; where there is room, keep which.
 
-    Damped entries hold their scores from then on.
+    In a wide plan also count what reaches the limit. Damped entries hold their scores from then on.
     """
     num_tiles = rows.num_tiles(_TILE)
     above = rows.empty(num_tiles if is_wide else 0, rows.offset_dtype)
-    counts, slots = rows.empty(num_tiles, rows.offset_dtype), rows.empty(num_tiles * room, torch.int16)
-    damped_starts = _cut(rows, damped.indices, _TILE, num_tiles, rows.is_aligned)
-    own = {
-        "grad": rows.grad_or_any, "grad_stride": stride(rows.grad_or_any), "tile_counts": counts,
-        "tile_above": above, "slots": slots, "HAS_GRAD": rows.grad is not None, "IS_WIDE": is_wide,
-        "damped_starts": damped_starts, "ROOM": room, "TILE": _TILE, "BLOCK": _SMALL_BLOCK,
+    counts = rows.empty(num_tiles, rows.offset_dtype)
+    rows.arguments |= {
+        "tile_counts": counts, "tile_above": above, "slots": rows.empty(num_tiles * room, torch.int16),
+        "damped_starts": _cut(rows, rows.arguments["damped"], _TILE, num_tiles, rows.is_aligned),
+        "num_tiles": num_tiles, "IS_WIDE": is_wide, "ROOM": room, "TILE": _TILE,
     }  # fmt: skip
-    own |= rows.options | damped.options()
     registers = _TILE_REGISTERS if rows.key_bits == 31 else None
-    launch(triton_accumulate.accumulate, (num_tiles, rows.num), own, _TILE_WARPS, registers)
-    if is_wide:
-        rows.work[:, NUM_ABOVE.value] = above.cumsum(-1)[:, -1]  # a sum of so many takes longer
-    stops = counts.cumsum(-1, dtype=rows.offset_dtype)
-    return Tiles(_TILE, room, counts, stops, slots, above, is_wide, damped_starts)
+    rows.launch(accumulate.accumulate, num_tiles, _TILE_WARPS, registers, BLOCK=_SMALL_BLOCK)
+    if is_wide:  # a sum of so many takes longer
+        rows.arguments["work"][:, NUM_ABOVE.value] = above.cumsum(-1)[:, -1]
+    rows.arguments["tile_stops"] = counts.cumsum(-1, dtype=rows.offset_dtype)
 
 
-def _gather(rows: Rows, k: int, capacity: int, tiles: Tiles) -> Candidates:
-    """The candidates, if they are enough."""
+def _gather(rows: DeviceRows, capacity: int) -> None:
+    """The offsets and keys of the candidates, in the order of the row, if they are enough."""
     offsets, keys = rows.empty(capacity, rows.offset_dtype), rows.empty(capacity, rows.key_dtype)
-    candidates = Candidates(capacity, offsets, keys)
+    rows.arguments |= {"capacity": capacity, "offsets": offsets, "keys": keys}
     if capacity > 0:
-        own = {"slots": tiles.slots, "ROOM": tiles.room, "k": k, "NUM_TILES": _TILES_TOGETHER}
-        grid = math.ceil(tiles.counts.shape[1] / _TILES_TOGETHER), rows.num
-        launch(triton_selection.gather, grid, rows.options | tiles.options() | candidates.options() | own)
-    return candidates
+        num_parts = math.ceil(rows.arguments["num_tiles"] / _TILES_TOGETHER)
+        rows.launch(selection.gather, num_parts, NUM_TILES=_TILES_TOGETHER)
 
 
-def _find_threshold(rows: Rows, k: int, candidates: Candidates) -> None:
+def _find_threshold(rows: DeviceRows, most: int) -> None:
     """Find the k-th largest key digit by digit; the result is among the words."""
-    own = rows.options | candidates.options() | {"k": k, "BLOCK": _BLOCK}
-    most = _MAX_STRETCHES if candidates.capacity > 0 else _MAX_LONG_STRETCHES
-    grid = _num_stretches(rows, most), rows.num
     for digit in range((rows.key_bits + 1) // 8):
-        launch(triton_selection.count_digit, grid, own | {"DIGIT": digit})
+        rows.launch(selection.count_digit, _num_stretches(rows, most), DIGIT=digit, BLOCK=_BLOCK)
 
 
-def _move_out_(
-    rows: Rows, k: int, damped: Damped, tiles: Tiles, candidates: Candidates
-) -> tuple[Tensor, Tensor]:
+def _move_out_(rows: DeviceRows) -> None:
     """Take what is above the threshold, and the first of what equals it: of the candidates, if they suffice.
 
     Damped entries get back what they held.
     """
-    indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
     num_parts = _num_stretches(rows, _MAX_STRETCHES)
     taken = rows.empty(2 * num_parts, torch.int64)  # of a row, those above the threshold and those equal
-    own = {"indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _BLOCK}
-    own |= rows.options | candidates.options()
-    grid = num_parts, rows.num
-    launch(triton_selection.count_taken, grid, own)
-    launch(triton_selection.write_taken, grid, own | {"stops": taken.cumsum(-1)})
-    if damped.num > 0:
-        num_tiles = tiles.counts.shape[1]
-        starts = _cut(rows, indices, tiles.size, num_tiles, rows.is_aligned, out=tiles.damped_starts)
-        own |= damped.options() | tiles.options() | {"starts": starts, "BLOCK": _SMALL_BLOCK}
-        launch(triton_damping.undamp, (math.ceil(damped.num / _SMALL_BLOCK), rows.num), own)
-    return indices, values
+    rows.launch(selection.count_taken, num_parts, taken=taken, BLOCK=_BLOCK)
+    rows.launch(selection.write_taken, num_parts, taken=taken, stops=taken.cumsum(-1), BLOCK=_BLOCK)
+    if rows.num_damped > 0:
+        indices, num_tiles = rows.arguments["indices"], rows.arguments["num_tiles"]
+        starts = _cut(rows, indices, _TILE, num_tiles, rows.is_aligned, rows.arguments["damped_starts"])
+        num_blocks = math.ceil(rows.num_damped / _SMALL_BLOCK)
+        rows.launch(damping.undamp, num_blocks, starts=starts, BLOCK=_SMALL_BLOCK)
 
 
-def _move_out_by_tile_(
-    rows: Rows, k: int, damped: Damped, tiles: Tiles, candidates: Candidates
-) -> tuple[Tensor, Tensor]:
+def _move_out_by_tile_(rows: DeviceRows) -> None:
     """The same of all entries, if k are many."""
-    indices, values = rows.empty(k, torch.int64), rows.empty(k, rows.residual.dtype)
-    num_tiles = tiles.counts.shape[1]
+    num_tiles = rows.arguments["num_tiles"]
     taken = rows.empty(2 * num_tiles, torch.int64)  # of a row, those above the threshold and those equal
-    own = {
-        "indices": indices, "values": values, "k": k, "taken": taken, "BLOCK": _SMALL_BLOCK,
-        "damped_starts": tiles.damped_starts, "NUM_TILES": _TILES_COUNTED,
-    }  # fmt: skip
-    own |= rows.options | tiles.options() | candidates.options() | damped.options()
-    launch(triton_movers.settle, (1, rows.num), own)
-    launch(triton_movers.count_moved, (math.ceil(num_tiles / _TILES_COUNTED), rows.num), own, _TILE_WARPS)
-    launch(triton_movers.move_out, (num_tiles, rows.num), own | {"stops": taken.cumsum(-1)}, _TILE_WARPS)
-    return indices, values
+    rows.launch(movers.settle, 1)
+    num_parts = math.ceil(num_tiles / _TILES_COUNTED)
+    rows.launch(movers.count_moved, num_parts, _TILE_WARPS, taken=taken, NUM_TILES=_TILES_COUNTED)
+    stops = taken.cumsum(-1)
+    rows.launch(movers.move_out, num_tiles, _TILE_WARPS, taken=taken, stops=stops, BLOCK=_SMALL_BLOCK)
 
 
-def _given(damped: Tensor | None, scores: Tensor | None) -> list[Tensor]:
-    """The entries whose score is given, and the scores; nothing if there are none."""
-    return [] if damped is None or scores is None or damped.shape[-1] == 0 else [damped, scores]
-
-
-def _damped(rows: Rows, *given: Tensor) -> Damped:
-    if not given:  # tensors that are not read
-        return Damped(rows.empty(0, torch.int64), rows.empty(0, rows.residual.dtype), rows.residual)
-    indices, scores = (as_rows(tensor.contiguous()) for tensor in given)
-    return Damped(indices, scores, rows.empty(indices.shape[-1], rows.residual.dtype))
+def _given(damped: Damped | None) -> tuple[Tensor, ...]:
+    """The damped entries and their scores; nothing if there are none."""
+    return () if damped is None or damped.indices.shape[-1] == 0 else damped
 
 
 def _cut(
-    rows: Rows, listed: Tensor, tile: int, num_tiles: int, is_aligned: bool, out: Tensor | None = None
+    rows: DeviceRows, listed: Tensor, tile: int, num_tiles: int, is_aligned: bool, out: Tensor | None = None
 ) -> Tensor:
     """Where in an ascending list, (rows, m), the entries of each tile start; nothing if there are none."""
     num = listed.shape[1]
     starts = rows.empty(num_tiles + 1 if num > 0 else 0, rows.offset_dtype) if out is None else out
     if num > 0:
-        own = {
-            "listed": listed, "starts": starts, "num_listed": num, "num_listed_bits": num.bit_length(),
-            "tile": tile, "num_tiles": num_tiles, "BLOCK": _SMALL_BLOCK,
-        }  # fmt: skip
-        own |= rows.options | {"IS_ALIGNED": is_aligned}
-        launch(triton_damping.cut, (math.ceil((num_tiles + 1) / _SMALL_BLOCK), rows.num), own)
+        rows.launch(
+            damping.cut, math.ceil((num_tiles + 1) / _SMALL_BLOCK), listed=listed, starts=starts,
+            num_listed=num, num_listed_bits=num.bit_length(), tile=tile, num_tiles=num_tiles,
+            IS_ALIGNED=is_aligned, BLOCK=_SMALL_BLOCK,
+        )  # fmt: skip
     return starts
 
 
-def _num_stretches(rows: Rows, most: int) -> int:
+def _num_stretches(rows: DeviceRows, most: int) -> int:
     """Programs that share a row's candidates, or the row: enough to fill a GPU, a power of two."""
     wanted = min(most // rows.num, rows.numel // (2 * _BLOCK))
     return 1 << max(0, wanted.bit_length() - 1)
-
-
-def _keys_of(threshold: float | Tensor, residual: Tensor) -> Tensor:
-    """One threshold per row, as keys, (rows,) int64."""
-    batch = residual.shape[:-1]
-    if not isinstance(threshold, Tensor):
-        threshold = residual.new_full(batch, threshold)
-    wanted = threshold.to(residual.dtype).clamp_min(0).abs().expand(batch).reshape(-1)
-    return wanted.view(torch.int32 if residual.dtype == torch.float32 else torch.int64).long()
-
-
-def _as_batch(residual: Tensor, rows: Tensor) -> Tensor:
-    return rows.view(*residual.shape[:-1], rows.shape[1])

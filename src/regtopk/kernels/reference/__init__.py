@@ -1,1 +1,1 @@
-"""The readable kernels in plain torch: the oracle of every fast one."""
+"""Plain torch: the readable kernels, and the oracle of every fast one."""

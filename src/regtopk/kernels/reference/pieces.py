@@ -1,4 +1,4 @@
-"""A vector that lies in pieces, in plain torch: what `cpu_pieces` and `cuda_pieces` do faster."""
+"""A vector that lies in pieces, in plain torch."""
 
 import math
 from collections.abc import Sequence
@@ -63,6 +63,11 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero
     indices = support.indices.flatten()
     cleared = pieces[0] if are_zero else pieces[0].zero_()
     cleared.view(-1).scatter_(0, indices, vector.index_select(0, indices))
+
+
+def clear_(pieces: Sequence[Tensor]) -> None:
+    """Make pieces zero."""
+    torch._foreach_zero_(list(pieces))
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:

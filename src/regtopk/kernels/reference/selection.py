@@ -1,31 +1,26 @@
-"""Plain torch kernels: the readable ones, and the oracle of every fast one.
+"""Selection in plain torch: what every fast kernel must do, to the bit.
 
-All of them work on the last dimension, so one call serves a single worker, (J,), and a batch, (N, J).
+All functions work on the last dimension, so one call serves a single worker, (J,), and a batch, (N, J).
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regtopk.kernels.reference.pieces import join_, spread_
 
-__all__ = [
-    "Taken",
-    "estimate_threshold",
-    "find_non_finite_row",
-    "join_",
-    "largest",
-    "score_of",
-    "spread_",
-    "sum_dense_in_rank_order",
-    "sum_sparse_in_rank_order",
-    "take_above_",
-    "take_at_",
-    "take_largest_",
-    "take_largest_per_chunk_",
-]
+class Damped(NamedTuple):
+    """Entries whose score is given.
+
+    Attributes:
+        indices: (..., m) int64, each entry once, in ascending order.
+        scores: (..., m), >= 0, in the residual's dtype.
+    """
+
+    indices: Tensor
+    scores: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,30 +46,24 @@ class Taken:
 
 
 def take_largest_(
-    residual: Tensor,
-    grad: Tensor,
-    k: int,
-    *,
-    damped: Tensor | None = None,
-    scores: Tensor | None = None,
+    residual: Tensor, grad: Tensor, k: int, damped: Damped | None = None
 ) -> tuple[Tensor, Tensor]:
     """Accumulate, take the k entries of largest score, and clear them from the residual.
 
-    a = residual + grad · score_j = |a_j|, or what ``scores`` says where j is in ``damped``
+    a = residual + grad · score_j = |a_j|, or what ``damped`` gives for j
     s = the k largest scores · residual := a - a[s], that is: zero on s.
 
     Args:
         residual: (..., J), float32 or float64; changed in place.
         grad: (..., J), any floating dtype; not changed.
         k: how many entries to take, 1 <= k <= J.
-        damped: (..., m) int64, entries whose score is given, each once and in ascending order.
-        scores: (..., m), their scores >= 0, in the residual's dtype.
+        damped: entries whose score is given.
 
     Returns:
         The indices, (..., k) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
-    indices = largest(score_of(residual, damped, scores), k)
+    indices = largest(score_of(residual, damped), k)
     return indices, take_at_(residual, None, indices)
 
 
@@ -95,22 +84,14 @@ def largest(score: Tensor, k: int) -> Tensor:
     return place.new_empty(*score.shape[:-1], k + 1).scatter_(-1, place, entries)[..., :k]
 
 
-def score_of(accumulated: Tensor, damped: Tensor | None, scores: Tensor | None) -> Tensor:
-    """|a_j|, or what ``scores`` says where j is in ``damped``."""
+def score_of(accumulated: Tensor, damped: Damped | None) -> Tensor:
+    """|a_j|, or the score that is given for j."""
     score = accumulated.abs()
-    if damped is not None and scores is not None:
-        score.scatter_(-1, damped, scores)
-    return score
+    return score if damped is None else score.scatter_(-1, damped.indices, damped.scores)
 
 
 def take_largest_per_chunk_(
-    residual: Tensor,
-    grad: Tensor,
-    chunk: int,
-    k_per_chunk: int,
-    *,
-    damped: Tensor | None = None,
-    scores: Tensor | None = None,
+    residual: Tensor, grad: Tensor, chunk: int, k_per_chunk: int, damped: Damped | None = None
 ) -> tuple[Tensor, Tensor]:
     """Like `take_largest_`, but takes the k largest scores of every chunk of the vector.
 
@@ -119,14 +100,13 @@ def take_largest_per_chunk_(
         grad: (..., J), any floating dtype; not changed.
         chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
         k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
-        damped: (..., m) int64, entries of the row whose score is given, each once and in ascending order.
-        scores: (..., m), their scores >= 0, in the residual's dtype.
+        damped: entries of the row whose score is given.
 
     Returns:
         The indices into the row, (..., m) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
-    score = score_of(residual, damped, scores)
+    score = score_of(residual, damped)
     numel = residual.shape[-1]
     whole = numel - numel % chunk
     taken = [_largest_per_chunk(score[..., :whole], chunk, k_per_chunk)] if whole else []
@@ -213,50 +193,3 @@ def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor) -> Tensor:
     values = residual.gather(-1, indices)
     residual.scatter_(-1, indices, 0.0)
     return values
-
-
-def sum_sparse_in_rank_order(
-    indices: Tensor, values: Tensor, numel: int, out: Tensor | None = None
-) -> Tensor:
-    """Add N sparse vectors into one dense vector, from zero, in rank order.
-
-    Args:
-        indices: (..., N, m) int64, distinct within a row where the values are not zero.
-        values: (..., N, m), float32 or float64.
-        numel: J.
-        out: (..., J) zeros in the dtype of the values, to write to.
-
-    Returns:
-        (..., J) in the dtype of the values, the same bits on every rank and in the simulator.
-    """
-    total = values.new_zeros(*values.shape[:-2], numel) if out is None else out
-    if total.device.type == "cpu":  # scatter_add_ walks a row in order there: one call does it
-        return total.scatter_add_(-1, indices.flatten(-2), values.flatten(-2))
-    for rank in range(indices.shape[-2]):  # elsewhere it is atomic: one call per rank keeps the order
-        if total.dim() == 1:  # index_add_ fills a GPU with fewer entries than scatter_add_ does
-            total.index_add_(0, indices[rank], values[rank])
-        else:
-            total.scatter_add_(-1, indices[..., rank, :], values[..., rank, :])
-    return total
-
-
-def sum_dense_in_rank_order(rows: Tensor, weights: Tensor) -> Tensor:
-    """sum_n w_n x_n, from zero, in rank order.
-
-    Args:
-        rows: (..., N, m), any floating dtype.
-        weights: (N,), in the dtype of the sum (float32 or float64).
-    """
-    weighted = rows * weights.unsqueeze(-1)
-    total = weighted.new_zeros(*rows.shape[:-2], rows.shape[-1])
-    for row in weighted.unbind(-2):
-        total += row
-    return total
-
-
-def find_non_finite_row(grad: Tensor) -> int | None:
-    """The first row of (..., J), counted over all leading dimensions, that holds a NaN or inf."""
-    if math.isfinite(grad.sum(dtype=torch.float32 if grad.itemsize < 4 else None).item()):
-        return None  # a NaN or inf would be carried through; a sum that overflows by itself is looked at
-    is_finite = torch.isfinite(grad).reshape(-1, grad.shape[-1]).all(-1)
-    return None if bool(is_finite.all()) else int((~is_finite).int().argmax())

@@ -4,19 +4,8 @@ import triton
 import triton.language as tl
 
 from regtopk.kernels.cuda.programs.damping import exchange, first_of_tile, load_damped, put
-from regtopk.kernels.cuda.programs.words import (
-    GUESS,
-    LIMIT,
-    SIZES,
-    bounds_of,
-    key_of,
-    keys_of,
-    lead_of,
-    leading_bits_of_rank,
-    load_tile,
-    start_of,
-    store_tile,
-)
+from regtopk.kernels.cuda.programs.tiles import bounds_of, keys_of, lead_of, load_tile, start_of, store_tile
+from regtopk.kernels.cuda.programs.words import GUESS, LIMIT, SIZES, key_of, leading_bits_of_rank
 
 
 @triton.jit
@@ -30,30 +19,11 @@ def _side_of(keys, guess, limit, IS_WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def accumulate(
-    residual,
-    grad,
-    work,
-    tile_counts,
-    tile_above,
-    slots,
-    damped,
-    scores,
-    saved,
-    damped_starts,
-    numel,
-    num_damped,
-    residual_stride,
-    grad_stride,
-    num_words,
-    IS_ALIGNED: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-    HAS_DAMPED: tl.constexpr,
-    HAS_GRAD: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    ROOM: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual, grad, work, tile_counts, tile_above, slots, damped, scores, saved, damped_starts, numel,
+    num_damped, residual_stride, grad_stride, num_words, IS_ALIGNED: tl.constexpr, IS_WIDE: tl.constexpr,
+    HAS_DAMPED: tl.constexpr, HAS_GRAD: tl.constexpr, KEY_BITS: tl.constexpr, ROOM: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """residual += grad on a tile; count its candidates, and keep where in it the first ROOM of them are.
 
     Damped entries are left with their scores. In a wide plan also count the entries that reach the limit.
@@ -121,19 +91,9 @@ def accumulate(
 
 @triton.jit(do_not_specialize=SIZES)
 def write_above(
-    residual,
-    work,
-    tile_stops,
-    indices,
-    values,
-    numel,
-    capacity,
-    residual_stride,
-    num_words,
-    IS_ALIGNED: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    residual, work, tile_stops, indices, values, numel, capacity, residual_stride, num_words,
+    IS_ALIGNED: tl.constexpr, KEY_BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Move a tile's entries that reach the guess out, while there is room."""
     row = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
@@ -154,25 +114,10 @@ def write_above(
 
 @triton.jit(do_not_specialize=SIZES)
 def take_per_chunk(
-    residual,
-    grad,
-    indices,
-    values,
-    damped,
-    scores,
-    damped_starts,
-    numel,
-    num_damped,
-    chunk,
-    k,
-    num_taken,
-    residual_stride,
-    grad_stride,
-    HAS_DAMPED: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual, grad, indices, values, damped, scores, damped_starts, numel, num_damped, chunk, k,
+    num_taken, residual_stride, grad_stride, HAS_DAMPED: tl.constexpr, KEY_BITS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Accumulate a chunk, and move its k largest out; `num_taken` a row, `SIZE` >= chunk."""
     row = tl.program_id(1).to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * chunk

@@ -60,6 +60,15 @@ def _share_of(word, i):
     return (2 * i + 3) * word.to(tl.int64)
 
 
+@triton.jit
+def _store_long(words, i, number):
+    """Write a number as two words, and return their share of the checksum."""
+    low, high = number.to(tl.int32), (number >> 32).to(tl.int32)
+    tl.store(words + i, low)
+    tl.store(words + i + 1, high)
+    return _share_of(low, i) + _share_of(high, i + 1)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def seal(
     words, k, num_words, row_words, numel, MAGIC: tl.constexpr, KINDS: tl.constexpr,
@@ -75,18 +84,9 @@ def seal(
         zero = tl.full((), 0, tl.int64)
         count = tl.where(tl.load(flags) != 0, zero + COUNT_OF_BAD_INDICES, zero + k)
         count = tl.where(tl.load(flags + 1) != 0, zero + COUNT_OF_BAD_VALUES, count)
-        magic, kinds = tl.full((), MAGIC, tl.int32), tl.full((), KINDS, tl.int32)
-        tl.store(words, magic)
-        tl.store(words + 1, kinds)
-        total += _share_of(magic, zero) + _share_of(kinds, zero + 1)
-        low, high = (zero + numel).to(tl.int32), ((zero + numel) >> 32).to(tl.int32)
-        tl.store(words + 2, low)
-        tl.store(words + 3, high)
-        total += _share_of(low, zero + 2) + _share_of(high, zero + 3)
-        low, high = count.to(tl.int32), (count >> 32).to(tl.int32)
-        tl.store(words + 4, low)
-        tl.store(words + 5, high)
-        total += _share_of(low, zero + 4) + _share_of(high, zero + 5)
+        total += _store_long(words, zero, ((zero + KINDS) << 32) | MAGIC)
+        total += _store_long(words, zero + 2, zero + numel)
+        total += _store_long(words, zero + 4, count)
     checksum = (words + 6).to(tl.pointer_type(tl.int64), bitcast=True)
     tl.atomic_add(checksum, total, sem="relaxed")
 

@@ -7,7 +7,8 @@ tile are neighbours in an ascending list: `cut` finds where those of each tile s
 import triton
 import triton.language as tl
 
-from regtopk.kernels.cuda.programs.words import SIZES, key_of, lead_of
+from regtopk.kernels.cuda.programs.tiles import lead_of
+from regtopk.kernels.cuda.programs.words import SIZES, key_of
 
 
 @triton.jit

@@ -4,14 +4,7 @@ import triton
 import triton.language as tl
 
 from regtopk.kernels.cuda.programs.damping import key_of_sample
-from regtopk.kernels.cuda.programs.words import (
-    GUESS,
-    LIMIT,
-    NUM_SAMPLED,
-    SIZES,
-    key_of,
-    leading_bits_of_rank,
-)
+from regtopk.kernels.cuda.programs.words import GUESS, LIMIT, NUM_SAMPLED, SIZES, key_of, leading_bits_of_rank
 
 
 @triton.jit
@@ -24,71 +17,31 @@ def offset_of_sample(i, num_groups):
     return (fraction * num_groups >> 28) * 4 + i % 4
 
 
-@triton.jit
-def _sample(
-    residual,
-    grad,
-    damped,
-    scores,
-    keys,
-    num_groups,
-    num_damped,
-    num_damped_bits,
-    first,
-    HAS_DAMPED: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Keys of a sample of a: SIZE of NUM_KEYS, from `first` on, each the largest of PER_KEY entries'."""
-    at = first + tl.arange(0, SIZE)
-    offsets = offset_of_sample(tl.arange(0, PER_KEY)[:, None] * NUM_KEYS + at[None, :], num_groups)
-    a = tl.load(residual + offsets)
-    key = key_of((a + tl.load(grad + offsets)).to(a.dtype), KEY_BITS)
-    if HAS_DAMPED:
-        key = key_of_sample(key, offsets, damped, scores, num_damped, num_damped_bits, KEY_BITS)
-    tl.store(keys + at, tl.max(key, 0))
-
-
 @triton.jit(do_not_specialize=SIZES)
 def guess(
-    residual,
-    grad,
-    damped,
-    scores,
-    work,
-    keys,
-    num_groups,
-    num_damped,
-    num_damped_bits,
-    rank,
-    rank_of_limit,
-    residual_stride,
-    grad_stride,
-    num_words,
-    HAS_DAMPED: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    NUM_BITS: tl.constexpr,
-    NUM_KEYS: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    NUM_SAMPLERS: tl.constexpr,
-):
-    """A row's programs take a sample; the last one to finish guesses.
+    residual, grad, damped, scores, work, keys, num_groups, num_damped, num_damped_bits, rank,
+    rank_of_limit, residual_stride, grad_stride, num_words, HAS_DAMPED: tl.constexpr,
+    IS_WIDE: tl.constexpr, KEY_BITS: tl.constexpr, NUM_BITS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    PER_KEY: tl.constexpr, NUM_SAMPLERS: tl.constexpr,
+):  # fmt: skip
+    """A row's programs take a sample of a; the last one to finish guesses.
 
-    The guess is the leading bits of the `rank`-th largest key of the sample. The limit of a wide plan is more
-    than the `rank_of_limit`-th largest.
+    The sample has NUM_KEYS keys, each the largest of PER_KEY entries'. The guess is the leading bits of the
+    `rank`-th largest of them. The limit of a wide plan is more than the `rank_of_limit`-th largest.
     """
     row = tl.program_id(1).to(tl.int64)
     size: tl.constexpr = NUM_KEYS // NUM_SAMPLERS
     work += row * num_words
     keys += row * NUM_KEYS
-    _sample(
-        residual + row * residual_stride, grad + row * grad_stride, damped + row * num_damped,
-        scores + row * num_damped, keys, num_groups, num_damped, num_damped_bits, tl.program_id(0) * size,
-        HAS_DAMPED, KEY_BITS, NUM_KEYS, PER_KEY, size,
-    )  # fmt: skip
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    offsets = offset_of_sample(tl.arange(0, PER_KEY)[:, None] * NUM_KEYS + at[None, :], num_groups)
+    a = tl.load(residual + row * residual_stride + offsets)
+    key = key_of((a + tl.load(grad + row * grad_stride + offsets)).to(a.dtype), KEY_BITS)
+    if HAS_DAMPED:
+        damped += row * num_damped
+        scores += row * num_damped
+        key = key_of_sample(key, offsets, damped, scores, num_damped, num_damped_bits, KEY_BITS)
+    tl.store(keys + at, tl.max(key, 0))
     tl.debug_barrier()  # all threads have stored, before one says so
     if tl.atomic_add(work + NUM_SAMPLED, 1, sem="acq_rel") == NUM_SAMPLERS - 1:
         sample = tl.load(keys + tl.arange(0, NUM_KEYS), cache_modifier=".cg")

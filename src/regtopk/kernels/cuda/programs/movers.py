@@ -1,6 +1,6 @@
 """Triton programs that move entries out of a whole row, a tile by each program.
 
-`triton_selection` does the same for candidates, which are few. The counts of a row are those above the
+`selection` does the same for candidates, which are few. The counts of a row are those above the
 threshold, of all tiles, then those equal to it.
 """
 
@@ -9,17 +9,8 @@ import triton.language as tl
 
 from regtopk.kernels.cuda.programs.damping import first_of_tile, put
 from regtopk.kernels.cuda.programs.selection import next_prefix
-from regtopk.kernels.cuda.programs.words import (
-    PREFIX,
-    SIZES,
-    WANTED,
-    bounds_of,
-    is_enough,
-    keys_of,
-    lead_of,
-    load_tile,
-    start_of,
-)
+from regtopk.kernels.cuda.programs.tiles import bounds_of, keys_of, lead_of, load_tile, start_of
+from regtopk.kernels.cuda.programs.words import PREFIX, SIZES, WANTED, is_enough
 
 FEW = tl.constexpr(16)  # candidates of a tile that are counted together
 

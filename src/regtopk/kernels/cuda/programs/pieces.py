@@ -8,17 +8,9 @@ from regtopk.kernels.cuda.programs.words import SIZES
 
 @triton.jit(do_not_specialize=SIZES)
 def join(
-    vector,
-    first,
-    addresses,
-    start_addresses,
-    starts,
-    tile_pieces,
-    tile_starts,
-    num_bad,
-    HAS_START: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    vector, first, addresses, start_addresses, starts, tile_pieces, tile_starts, num_bad,
+    HAS_START: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Copy a tile, which is part of one piece, into the vector, or subtract it from another.
 
     Tell if an entry is NaN or inf. `first` is any piece: all have its type. Piece p holds the entries from
@@ -39,31 +31,11 @@ def join(
         tl.store(num_bad, 1)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def clear(first, addresses, starts, tile_pieces, tile_starts, TILE: tl.constexpr):
-    """Make a tile zero."""
-    tile = tl.program_id(0)
-    piece = tl.load(tile_pieces + tile)
-    places = tl.load(tile_starts + tile) + tl.arange(0, TILE)
-    mask = places < tl.load(starts + piece + 1)
-    target = tl.load(addresses + piece).to(first.dtype)
-    zeros = tl.zeros((TILE,), first.dtype.element_ty)
-    tl.store(target + (places - tl.load(starts + piece)), zeros, mask=mask)
-
-
 @triton.jit
 def overwrite(
-    flag,
-    first,
-    addresses,
-    source_addresses,
-    starts,
-    tile_pieces,
-    tile_starts,
-    HAS_SOURCE: tl.constexpr,
-    IS_NAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    flag, first, addresses, source_addresses, starts, tile_pieces, tile_starts, HAS_SOURCE: tl.constexpr,
+    IS_NAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Write a source, NaN or zero over a tile, if the flag says so: else nothing is read or written."""
     if tl.load(flag) != 0:
         tile = tl.program_id(0)
@@ -75,22 +47,16 @@ def overwrite(
             source = tl.load(source_addresses + piece).to(first.dtype)
             entries = tl.load(source + places, mask=mask, other=0.0)
         else:
-            entries = tl.full((TILE,), float("nan") if IS_NAN else 0.0, first.dtype.element_ty)
+            entries = tl.full((TILE,), float("nan") if IS_NAN else 0.0, tl.float32)
+            entries = entries.to(first.dtype.element_ty)
         tl.store(tl.load(addresses + piece).to(first.dtype) + places, entries, mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def scatter(
-    vector,
-    first,
-    addresses,
-    starts,
-    indices,
-    num_taken,
-    NUM_PIECES: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    vector, first, addresses, starts, indices, num_taken, NUM_PIECES: tl.constexpr,
+    NUM_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the vector's entries at the given indices to the pieces they belong to."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_taken

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from regtopk.kernels.cuda.programs.tiles import lead_of
 from regtopk.kernels.cuda.programs.words import (
     BINS,
     COUNTS,
@@ -15,7 +16,6 @@ from regtopk.kernels.cuda.programs.words import (
     WANTED,
     is_enough,
     key_of,
-    lead_of,
 )
 
 COUNTED_SINGLY = tl.constexpr(32)  # up to so many keys of a block are counted faster one by one
@@ -40,25 +40,10 @@ def _look_again(
 
 @triton.jit(do_not_specialize=SIZES)
 def gather(
-    residual,
-    work,
-    tile_counts,
-    tile_stops,
-    slots,
-    offsets,
-    keys,
-    numel,
-    k,
-    capacity,
-    num_tiles,
-    residual_stride,
-    num_words,
-    IS_ALIGNED: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    ROOM: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-):
+    residual, work, tile_counts, tile_stops, slots, offsets, keys, numel, k, capacity, num_tiles,
+    residual_stride, num_words, IS_ALIGNED: tl.constexpr, KEY_BITS: tl.constexpr, ROOM: tl.constexpr,
+    TILE: tl.constexpr, NUM_TILES: tl.constexpr,
+):  # fmt: skip
     """The candidates of NUM_TILES tiles, offsets and keys, at their places in the order of the row.
 
     A tile that had more than there was ROOM for is looked at again. Such tiles are neighbours, in the layers
@@ -125,18 +110,9 @@ def next_prefix(work, digit_index):
 
 @triton.jit(do_not_specialize=SIZES)
 def count_digit(
-    residual,
-    work,
-    keys,
-    numel,
-    k,
-    capacity,
-    residual_stride,
-    num_words,
-    KEY_BITS: tl.constexpr,
-    DIGIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual, work, keys, numel, k, capacity, residual_stride, num_words, KEY_BITS: tl.constexpr,
+    DIGIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Settle the digit before this one, and count the values of this one among the keys that start so.
 
     The keys are those of the candidates, or of all entries if the candidates do not suffice.
@@ -183,18 +159,9 @@ def _stretch(num, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def count_taken(
-    residual,
-    work,
-    keys,
-    taken,
-    numel,
-    k,
-    capacity,
-    residual_stride,
-    num_words,
-    KEY_BITS: tl.constexpr,
+    residual, work, keys, taken, numel, k, capacity, residual_stride, num_words, KEY_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Settle the last digit, and thereby the threshold; count the keys above and equal to it in a stretch.
 
     The counts of a row are those above, of all stretches, then those equal. Looked at are the candidates, or
@@ -222,22 +189,9 @@ def count_taken(
 
 @triton.jit(do_not_specialize=SIZES)
 def write_taken(
-    residual,
-    work,
-    offsets,
-    keys,
-    taken,
-    stops,
-    indices,
-    values,
-    numel,
-    k,
-    capacity,
-    residual_stride,
-    num_words,
-    KEY_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual, work, offsets, keys, taken, stops, indices, values, numel, k, capacity, residual_stride,
+    num_words, KEY_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Move a stretch's entries above the threshold out, and the first of those equal to it."""
     row = tl.program_id(1).to(tl.int64)
     indices += row * k
