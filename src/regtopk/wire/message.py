@@ -215,15 +215,17 @@ def _decode_by(
         "VALUE_BITS": VALUE_BITS.get(value_code, 0),
         "NUM_SCALES": NUM_SCALES.get(value_code, 0),
         "HAS_FLOATS": value_code == "float32" and dtype == torch.float32,
+        "numel": numel,
+        "capacity": capacity,
     }
-    facts, are_bad = programs.read_frames(words, numel, capacity, frame)
+    facts, are_bad = programs.read_frames(words, frame)
     values = None
     if not frame["HAS_FLOATS"]:
         count = facts[0]
         start = torch.full_like(count, HEADER_WORDS)
         values, are_sound = unpack_values(words, start, count, capacity, value_code, dtype)
         are_bad = (~are_sound).long()
-    entries: tuple[Tensor, ...] = programs.read_entries(words, facts, are_bad, values, numel, capacity, frame)
+    entries: tuple[Tensor, ...] = programs.read_entries(words, facts, are_bad, values, frame)
     return entries
 
 

@@ -48,36 +48,26 @@ def write_messages(
     return words[:, :num_words]
 
 
-def read_frames(words: Tensor, numel: int, capacity: int, frame: Frame) -> tuple[Tensor, Tensor]:
+def read_frames(words: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """What frames say, (7, rows) int64, by the numbers in `programs.codes`, and if a float is not finite.
 
     Args:
         words: (rows, w) int32, contiguous.
-        numel: J.
-        capacity: the most entries that a message may hold.
-        frame: the format's numbers, with those of the code of the values.
+        frame: the format's numbers, those of the code of the values, "numel", and in "capacity" the most
+            entries that a message may hold.
     """
     num_rows, row_words = words.shape
-    found = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)
+    sums, are_bad = torch.zeros(2, num_rows, dtype=torch.int64, device=words.device)
     facts = torch.empty(programs.NUM_FACTS, num_rows, dtype=torch.int64, device=words.device)
-    own = {
-        "words": words, "sums": found[0], "are_bad": found[1], "facts": facts, "row_words": row_words,
-        "numel": numel, "capacity": capacity, "BLOCK": _SUMMED, **frame,
-    }  # fmt: skip
+    own = {"words": words, "sums": sums, "are_bad": are_bad, "facts": facts, "row_words": row_words, **frame}
     with torch.cuda.device_of(words):
-        launch(programs.sum_words, (-(-row_words // _SUMMED), num_rows), own)
+        launch(programs.sum_words, (-(-row_words // _SUMMED), num_rows), own | {"BLOCK": _SUMMED})
         launch(programs.read_frames, (1, num_rows), own)
-    return facts, found[1]
+    return facts, are_bad
 
 
 def read_entries(
-    words: Tensor,
-    facts: Tensor,
-    are_bad: Tensor,
-    values: Tensor | None,
-    numel: int,
-    capacity: int,
-    frame: Frame,
+    words: Tensor, facts: Tensor, are_bad: Tensor, values: Tensor | None, frame: Frame
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Indices and values, (rows, capacity), counts and statuses, (rows,).
 
@@ -86,13 +76,10 @@ def read_entries(
         facts: from `read_frames`.
         are_bad: (rows,) int64, not zero where a value is not finite.
         values: (rows, capacity), decoded; None: they are float32, and read from the words.
-        numel: J.
-        capacity: the most entries that a message may hold.
         frame: as for `read_frames`.
     """
-    num_rows, row_words = words.shape
+    (num_rows, row_words), capacity, device = words.shape, frame["capacity"], words.device
     num_parts = max(1, -(-32 * row_words // _BITS))  # more than there are: how many, only the device knows
-    device, has_floats = words.device, values is None
     if values is None:
         values = torch.empty(num_rows, capacity, dtype=torch.float32, device=device)
     indices = torch.empty(num_rows, capacity, dtype=torch.int64, device=device)
@@ -101,10 +88,8 @@ def read_entries(
     counts, statuses = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     own = {
         "words": words, "facts": facts, "num_ones": num_ones, "num_parts": num_parts, "indices": indices,
-        "values": values, "are_bad": are_bad_indices, "are_bad_indices": are_bad_indices,
-        "are_bad_values": are_bad, "counts": counts, "statuses": statuses, "numel": numel,
-        "capacity": capacity, "row_words": row_words, "BITS": _BITS, "BLOCK": _BLOCK, **frame,
-        "HAS_FLOATS": has_floats,
+        "values": values, "are_bad_indices": are_bad_indices, "are_bad_values": are_bad, "counts": counts,
+        "statuses": statuses, "row_words": row_words, "BITS": _BITS, "BLOCK": _BLOCK, **frame,
     }  # fmt: skip
     grid = max(1, -(-capacity // _BLOCK)), num_rows
     with torch.cuda.device_of(words):

@@ -1,14 +1,15 @@
-"""Launches that are made in every step, as one: a CUDA graph that is captured here, and replayed.
+"""Launches that are made in every step become one: a CUDA graph that is captured here, and replayed.
 
 Ten launches from Python take longer than the work of most of them. A function that is called with tensors of
-the same shapes for the third time is captured, and replayed from then on. Callers see no difference: what it
-returns is theirs. Memory stays taken for the temporaries of what was captured.
+the same shapes for the third time is captured, and replayed from then on. Callers see no difference: they own
+what it returns. The temporaries of a captured function stay allocated.
 """
 
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +55,9 @@ def repeat(
         fixed: large tensors, which it may change. Replayed are launches on tensors at the same addresses.
         inputs: small tensors, which are copied.
     """
-    device = (*fixed, *inputs)[0].device
+    call, device = partial(function, *settings, *fixed), (*fixed, *inputs)[0].device
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return function(*settings, *fixed, *inputs)
+        return call(*inputs)
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return repeat(function, settings, fixed, inputs)
@@ -67,9 +68,9 @@ def repeat(
     if captured is None:
         with _lock:
             if _is_due(key):
-                captured = _capture(key, function, settings, fixed, inputs)
+                captured = _capture(key, call, inputs)
     if captured is None:
-        return function(*settings, *fixed, *inputs)
+        return call(*inputs)
     if inputs:
         torch._foreach_copy_(captured.inputs, list(inputs))
     captured.graph.replay()
@@ -90,13 +91,7 @@ def _is_due(key: Any) -> bool:
     return _num_calls[key] > _PLAIN_CALLS
 
 
-def _capture(
-    key: Any,
-    function: Callable[..., tuple[Tensor, ...]],
-    settings: tuple[Any, ...],
-    fixed: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-) -> _Captured | None:
+def _capture(key: Any, call: partial[tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Captured | None:
     """Capture the launches without making them; None if the function cannot be captured."""
     device, current = torch.cuda.current_device(), torch.cuda.current_stream()
     stream = device, current.cuda_stream
@@ -109,10 +104,10 @@ def _capture(
     with torch.cuda.stream(side):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            outputs = function(*settings, *fixed, *own)
+            outputs = call(*own)
         except RuntimeError as error:
             _refused.add(key)
-            _log.warning("%s runs as single launches, which is slower: %s", function.__name__, error)
+            _log.warning("%s runs as single launches, which is slower: %s", call.func.__name__, error)
         finally:
             graph.capture_end()  # if this fails, torch's allocator is not to be relied on: it must be heard
     current.wait_stream(side)

@@ -222,7 +222,7 @@ def write_indices(words, facts, num_ones, stops, indices, capacity, row_words, B
 
 
 @triton.jit(do_not_specialize=SIZES)
-def check_order(indices, facts, are_bad, numel, capacity, BLOCK: tl.constexpr):
+def check_order(indices, facts, are_bad_indices, numel, capacity, BLOCK: tl.constexpr):
     """Tell if the indices of a message do not ascend, or lie outside of the vector."""
     row = tl.program_id(1).to(tl.int64)
     indices += row * capacity
@@ -232,7 +232,7 @@ def check_order(indices, facts, are_bad, numel, capacity, BLOCK: tl.constexpr):
     before = tl.load(indices + i - 1, mask=mask & (i > 0), other=-1)
     is_bad = mask & ((index <= before) | (index >= numel))
     if tl.max(is_bad.to(tl.int32)) > 0:
-        tl.store(are_bad + row, 1)
+        tl.store(are_bad_indices + row, 1)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -19,23 +19,20 @@ from regtopk.kernels.cuda.programs.words import (
 )
 
 COUNTED_SINGLY = tl.constexpr(32)  # up to so many keys of a block are counted faster one by one
-PART = tl.constexpr(1024)
 
 
 @triton.jit
 def _look_again(
-    residual, offsets, keys, guess, limit, first, start, stop, KEY_BITS: tl.constexpr, PART: tl.constexpr
+    residual, offsets, keys, guess, limit, first, start, numel, KEY_BITS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Write the candidates among the entries from `start` to `stop`, the first of them to `first`."""
-    for part in range(start, stop, PART):
-        i = part + tl.arange(0, PART)
-        mask = (i >= 0) & (i < stop)
-        key = key_of(tl.load(residual + i, mask=mask, other=0.0), KEY_BITS)
-        is_candidate = mask & (key >= guess) & ((limit == 0) | (key < limit))
-        position = tl.cumsum(is_candidate.to(tl.int32), 0)
-        tl.store(offsets + first - 1 + position, i.to(offsets.dtype.element_ty), mask=is_candidate)
-        tl.store(keys + first - 1 + position, key, mask=is_candidate)
-        first += tl.max(position)
+    """Write the candidates of the tile that begins at `start`, the first of them to `first`."""
+    i = start + tl.arange(0, TILE)
+    mask = (i >= 0) & (i < numel)
+    key = key_of(tl.load(residual + i, mask=mask, other=0.0), KEY_BITS)
+    is_candidate = mask & (key >= guess) & ((limit == 0) | (key < limit))
+    position = first - 1 + tl.cumsum(is_candidate.to(tl.int32), 0)
+    tl.store(offsets + position, i.to(offsets.dtype.element_ty), mask=is_candidate)
+    tl.store(keys + position, key, mask=is_candidate)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -81,8 +78,7 @@ def gather(
                 if count > ROOM:
                     at = tl.load(tile_stops + again) - count
                     start = again.to(tl.int64) * TILE - lead
-                    stop = tl.minimum(start + TILE, numel)
-                    _look_again(residual, offsets, keys, guess, limit, at, start, stop, KEY_BITS, PART)
+                    _look_again(residual, offsets, keys, guess, limit, at, start, numel, KEY_BITS, TILE)
 
 
 @triton.jit
