@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regtopk.kernels import Damped, Kernel
+from regtopk.kernels import Damped
 from regtopk.kernels.cuda.plan import plan_for
 from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES, words_per_row
 from regtopk.kernels.cuda.selection import _TILE
+from regtopk.kernels.dispatch import Kernel
 from regtopk.kernels.reference import selection as reference
 
 

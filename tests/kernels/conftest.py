@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.kernels import Kernel
 from regtopk.kernels.cpu import rows as cpu_rows
-from regtopk.kernels.dispatch import kernel_named
+from regtopk.kernels.dispatch import Kernel, kernel_named
 
 
 def make_interpreter_faster() -> None:

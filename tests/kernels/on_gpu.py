@@ -187,11 +187,8 @@ def calls_that_are_repeated() -> None:
 def pieces() -> None:
     """Pieces of one type by a table of addresses, others by torch; and a NaN or inf is never missed."""
     shapes = [(3000, 401), (7,), (0,), (64, 3, 5, 5), (1_500_001,), (1,)]
-    for dtype, wide in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float64,) * 2,
-    ):
+    narrow, double = torch.bfloat16, torch.float64
+    for dtype, wide in ((torch.float32, torch.float32), (narrow, torch.float32), (double, double)):
         parts = [normal(*shape, dtype=dtype) for shape in shapes]
         expected = torch.cat([part.flatten() for part in parts]).to(wide)
         vector = torch.full_like(expected, torch.nan)

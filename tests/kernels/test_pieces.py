@@ -17,6 +17,7 @@ from regtopk.kernels.dispatch import kernel_named
 SHAPES = [(300, 401), (7,), (0,), (64, 3, 5, 5), (150_001,), (1,)]
 KERNELS = ["reference", "cpu", "cuda"]
 DTYPES = [torch.float32, torch.float64]
+Make = Callable[[torch.dtype], list[Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +52,7 @@ def alike(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("make", [pieces_of, alike])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_pieces_are_joined(
-    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
-) -> None:
+def test_pieces_are_joined(name: str, dtype: torch.dtype, make: Make) -> None:
     pieces = make(dtype)
     expected = torch.cat([piece.flatten().to(dtype) for piece in pieces])
     vector = torch.full_like(expected, math.nan)
@@ -65,9 +64,7 @@ def test_pieces_are_joined(
 @pytest.mark.parametrize("make", [pieces_of, alike])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_pieces_are_subtracted(
-    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
-) -> None:
+def test_pieces_are_subtracted(name: str, dtype: torch.dtype, make: Make) -> None:
     pieces, join_ = make(dtype), kernel(name).join_
     start = [torch.randn(piece.shape).to(dtype) for piece in pieces]
     rounded = [first.to(piece.dtype).to(dtype) for first, piece in zip(start, pieces, strict=True)]
@@ -115,9 +112,7 @@ def test_the_largest_numbers_are_finite(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_pieces", [1, len(SHAPES)])
 @pytest.mark.parametrize("make", [pieces_of, alike])
-def test_a_sparse_vector_is_spread(
-    name: str, dtype: torch.dtype, num_pieces: int, make: Callable[[torch.dtype], list[Tensor]]
-) -> None:
+def test_a_sparse_vector_is_spread(name: str, dtype: torch.dtype, num_pieces: int, make: Make) -> None:
     pieces = [torch.full_like(piece, math.nan) for piece in make(dtype)]
     numel = sum(piece.numel() for piece in pieces)
     if num_pieces == 1:
@@ -140,9 +135,7 @@ def test_a_sparse_vector_is_spread(
 @pytest.mark.parametrize("make", [pieces_of, alike])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["reference", "cuda"])
-def test_pieces_are_overwritten_if_a_flag_says_so(
-    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], list[Tensor]]
-) -> None:
+def test_pieces_are_overwritten_if_a_flag_says_so(name: str, dtype: torch.dtype, make: Make) -> None:
     before = make(dtype)
     for flag, entry in product((False, True), (0.0, math.nan, 7.0)):
         pieces, source = ([piece.clone() for piece in before] for _ in range(2))

@@ -1,30 +1,22 @@
 """Numpy's way with short rows gives the reference's bits, ties and NaN included."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
 
 from regtopk.kernels import dispatch
 from regtopk.kernels.cpu import small_rows
 from regtopk.kernels.cpu import sums as cpu_sums
 from regtopk.kernels.reference import selection as reference
 from regtopk.kernels.reference import sums
-from tests.kernels.checks import ADVERSARIAL, bits, choose_damped, scored
+from tests.kernels.checks import ADVERSARIAL, bits, check_take_largest_, choose_damped
 
 DTYPES = [torch.float32, torch.float64]
 GRAD_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def check(
-    residual: Tensor, grad: Tensor, k: int, damped: Tensor | None = None, damping: Tensor | None = None
-) -> None:
-    of_reference = residual.clone()
-    given = scored(residual.clone().add_(grad), damped, damping)
-    expected = reference.take_largest_(of_reference, grad, k, given)
-    taken = small_rows.take_largest_(residual, grad, k, given)
-    assert torch.equal(taken[0], expected[0]) and taken[0].dtype == torch.int64
-    assert torch.equal(bits(taken[1]), bits(expected[1]))
-    assert torch.equal(bits(residual), bits(of_reference))
+check = partial(check_take_largest_, small_rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,9 +36,7 @@ def test_rows_and_batches(batch: tuple[int, ...], numel: int, dtype: torch.dtype
 def test_inputs_chosen_to_hurt(name: str, density: float) -> None:
     numel = 500
     torch.manual_seed(0)
-    grad = torch.stack(
-        [ADVERSARIAL[name](numel, "cpu"), torch.randn(numel)]
-    )  # one row with ties, one without
+    grad = torch.stack([ADVERSARIAL[name](numel, "cpu"), torch.randn(numel)])  # with ties, and without
     check(torch.zeros(2, numel), grad, round(density * numel))
 
 
@@ -85,12 +75,3 @@ def test_short_rows_on_the_cpu_go_to_numpy(monkeypatch: pytest.MonkeyPatch) -> N
         assert dispatch.kernel_for(other, short) is reference
     monkeypatch.setenv(dispatch.VARIABLE, "reference")
     assert dispatch.kernel_for(short, short) is reference
-
-
-def test_rows_that_are_not_in_one_piece_give_the_same_result() -> None:
-    torch.manual_seed(3)
-    residual, grad = torch.randn(100, 4), torch.randn(4, 100)
-    plain = residual.T.clone()
-    expected = reference.take_largest_(plain, grad, 30)
-    taken = dispatch.kernel_for(residual.T, grad).take_largest_(residual.T, grad, 30)
-    assert torch.equal(taken[0], expected[0]) and torch.equal(residual.T, plain)

@@ -12,7 +12,6 @@ REGTOPK_KERNELS=reference in the environment forces the reference.
 from regtopk.kernels.cuda.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.dispatch import (
     MAX_ROWS,
-    Kernel,
     add_in_rank_order_,
     clear_,
     describe,
@@ -39,7 +38,6 @@ from regtopk.kernels.self_check import self_check
 __all__ = [
     "MAX_ROWS",
     "Damped",
-    "Kernel",
     "Support",
     "Taken",
     "add_in_rank_order_",

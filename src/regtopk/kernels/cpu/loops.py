@@ -34,18 +34,8 @@ def add_(accumulated: Array, grad: Array, kind: int) -> None:
 
 
 @compiled
-def largest_key(bits: Array, mask: Any) -> Any:
-    """The largest key."""
-    key_type = bits.dtype.type
-    largest = key_type(0)
-    for i in range(bits.size):
-        largest = max(largest, key_type(bits[i] & mask))
-    return largest
-
-
-@compiled
 def largest_key_of_line(bits: Array, mask: Any) -> Any:
-    """The same of exactly one line: a known length makes better code."""
+    """The largest key of exactly one line: a known length makes better code."""
     key_type = bits.dtype.type
     largest = key_type(0)
     for i in range(LINE):
@@ -221,9 +211,7 @@ def take_(
 def kth_largest_key(bits: Array, mask: Any, k: Any) -> Any:
     """The k-th largest key (or a smaller one that exactly k keys reach), one bit after the other."""
     key_type = bits.dtype.type
-    largest, threshold, bit = largest_key(bits, mask), key_type(0), key_type(1)
-    while key_type(largest >> 1) >= bit:
-        bit = key_type(bit << 1)
+    threshold, bit = key_type(0), key_type((mask >> 1) + 1)
     while bit > 0:
         trial = key_type(threshold | bit)
         num = num_at_least(bits, mask, trial)

@@ -22,7 +22,7 @@ def launch(
     """Run a program, (parts, rows) times.
 
     Args:
-        program: decorated with `triton.jit`.
+        program: decorated with `triton.jit`; its first argument is a tensor.
         grid: (parts, rows), the range of a program's two numbers.
         arguments: by name; those that the program does not have are ignored.
         num_warps: threads per program, in groups of 32.
@@ -39,7 +39,7 @@ def launch(
             address = value.data_ptr()
             values.append(address)
             key += (value.dtype, address % 16)
-    device = arguments[program.arg_names[0]].get_device()  # the first argument is a tensor
+    device = arguments[program.arg_names[0]].get_device()
     compiled = _compiled.get((device, *key))
     if compiled is None:
         named = {name: arguments[name] for name in program.arg_names}

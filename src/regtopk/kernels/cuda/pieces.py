@@ -55,8 +55,10 @@ def _overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tens
     increment_version(pieces)
     with torch.cuda.device_of(flag):
         others = pieces if isinstance(source, float) else source
-        own = {"flag": flag.view(torch.uint8), "source_addresses": _addresses_of(others)}
-        own |= {"HAS_SOURCE": others is source, "IS_NAN": source != 0.0}
+        own = {
+            "flag": flag.view(torch.uint8), "source_addresses": _addresses_of(others),
+            "HAS_SOURCE": others is source, "IS_NAN": source != 0.0,
+        }  # fmt: skip
         _launch_on_tiles(overwrite, pieces, own)
 
 

@@ -41,12 +41,7 @@ def plan_for(numel: int, k: int, tile: int, item_bytes: int) -> SelectionPlan:
 
     If k are too many for that, the guess has a limit, and k entries are between those that reach the one and
     those that reach the other (within 3.5 sigma).
-
-    Args:
-        numel: J.
-        k: how many are to be taken.
-        tile: entries that one program accumulates.
-        item_bytes: of a candidate's key or of its offset, whichever is larger.
+    A program accumulates a tile of entries. An item is a candidate's key or its offset, whichever is larger.
     """
     num_samples = min(_MAX_SAMPLES, 1 << (numel // 16).bit_length() >> 1)
     if num_samples < _PER_KEY:

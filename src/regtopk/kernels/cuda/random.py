@@ -12,13 +12,8 @@ _WORDS = 256  # of 64 random bits that one program draws for rounding
 def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: torch.device) -> Tensor:
     """k distinct entries of 0..J-1, (k,) int64: see `core.random.random_sequence`.
 
-    Args:
-        numel: J.
-        k: how many.
-        bits: b, 2^b >= J.
-        state: mix(seed, step) as an int64, from which the keys are mixed.
-        num_rounds: of the bijection.
-        device: where.
+    The bijection is of 0..2^bits - 1 and has so many rounds; its keys are mixed from the state, which is
+    mix(seed, step) as an int64.
     """
     drawn = torch.empty(k, dtype=torch.int64, device=device)
     with torch.cuda.device_of(drawn):
@@ -29,10 +24,8 @@ def draw(numel: int, k: int, bits: int, state: int, num_rounds: int, device: tor
 def round_at_random(vector: Tensor, index: Tensor, state: int) -> Tensor:
     """A vector (..., J) in bfloat16: see `core.precision.round_at_random`.
 
-    Args:
-        vector: one piece of memory.
-        index: n of each row, int64, of a shape that can be expanded to (..., 1).
-        state: mix(seed, step) as an int64.
+    The vector is one piece of memory. The index n of each row, int64, can be expanded to (..., 1). The state
+    is mix(seed, step) as an int64.
     """
     rounded = torch.empty_like(vector, dtype=torch.bfloat16)
     *batch, numel = vector.shape

@@ -10,11 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+Outputs = TypeVar("Outputs", bound=tuple[Tensor, ...])
 _PLAIN_CALLS = 2  # they compile and load what the launches need, which must not happen in a capture
 _MOST_GRAPHS = 256  # more are not captured
 _MOST_COUNTED = 4096
@@ -42,11 +43,11 @@ def capture_nothing_in_this_thread() -> None:
 
 
 def repeat(
-    function: Callable[..., tuple[Tensor, ...]],
+    function: Callable[..., Outputs],
     settings: tuple[Any, ...],
     fixed: Sequence[Tensor],
     inputs: Sequence[Tensor] = (),
-) -> tuple[Tensor, ...]:
+) -> Outputs:
     """What ``function(*settings, *fixed, *inputs)`` returns.
 
     Args:
@@ -74,7 +75,7 @@ def repeat(
     if inputs:
         torch._foreach_copy_(captured.inputs, list(inputs))
     captured.graph.replay()
-    return tuple(map(Tensor.clone, captured.outputs))
+    return cast(Outputs, tuple(map(Tensor.clone, captured.outputs)))
 
 
 def _shape_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -91,7 +92,7 @@ def _is_due(key: Any) -> bool:
     return _num_calls[key] > _PLAIN_CALLS
 
 
-def _capture(key: Any, call: partial[tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> _Captured | None:
+def _capture(key: Any, call: partial[Any], inputs: Sequence[Tensor]) -> _Captured | None:
     """Capture the launches without making them; None if the function cannot be captured."""
     device, current = torch.cuda.current_device(), torch.cuda.current_stream()
     stream = device, current.cuda_stream

@@ -44,8 +44,7 @@ def take_largest_(
     increment_version(residual)  # torch does not see what programs write
     if k >= _MANY:
         return _take_largest_(k, residual, grad, *_given(damped))
-    indices, values = repeat(_take_largest_, (k,), [residual, grad], _given(damped))
-    return indices, values
+    return repeat(_take_largest_, (k,), [residual, grad], _given(damped))
 
 
 def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,9 +99,7 @@ def take_largest_per_chunk_(
     if chunk > _MAX_CHUNK:
         return reference.take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, damped)
     increment_version(residual)
-    settings = chunk, k_per_chunk
-    indices, values = repeat(_take_largest_per_chunk_, settings, [residual, grad], _given(damped))
-    return indices, values
+    return repeat(_take_largest_per_chunk_, (chunk, k_per_chunk), [residual, grad], _given(damped))
 
 
 def _take_largest_per_chunk_(

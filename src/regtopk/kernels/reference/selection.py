@@ -96,14 +96,8 @@ def take_largest_per_chunk_(
     """Like `take_largest_`, but takes the k largest scores of every chunk of the vector.
 
     Args:
-        residual: (..., J), float32 or float64; changed in place.
-        grad: (..., J), any floating dtype; not changed.
         chunk: entries per chunk, >= 1; the last chunk of a row may be shorter.
         k_per_chunk: how many to take of each, 1 <= k <= chunk; all of a last chunk that is shorter.
-        damped: entries of the row whose score is given.
-
-    Returns:
-        The indices into the row, (..., m) int64 in ascending order, and the accumulated values there.
     """
     residual.add_(grad)
     score = score_of(residual, damped)

@@ -1,4 +1,4 @@
-"""Every fast kernel against the reference: sizes, dtypes, layouts, and inputs chosen to hurt."""
+"""Every fast selection against the reference: sizes, dtypes, layouts, inputs chosen to hurt; and by hand."""
 
 import math
 
@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.kernels import Kernel
+from regtopk import kernels
+from regtopk.kernels import Damped
 from regtopk.kernels.cpu import rows as cpu_rows
 from regtopk.kernels.cpu import threshold as cpu_threshold
 from regtopk.kernels.cuda.programs.words import NUM_CANDIDATES
-from regtopk.kernels.dispatch import kernel_named
+from regtopk.kernels.dispatch import Kernel, kernel_named
+from regtopk.kernels.reference import selection as reference
+from tests.kernels import checks
 from tests.kernels.checks import ADVERSARIAL, candidates_suffice, check_take_largest_, choose_damped
 
 EDGES = [1, 2, 3, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 8193]
@@ -112,11 +115,7 @@ def test_more_entries_damped_than_taken(kernel: Kernel, numel: int, density: flo
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_dtypes(
-    kernel: Kernel,
-    numel: int,
-    words: list[Tensor],
-    residual_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
+    kernel: Kernel, numel: int, words: list[Tensor], residual_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> None:
     k = 33
     torch.manual_seed(3)
@@ -171,3 +170,85 @@ def test_rows_of_a_wider_matrix(kernel: Kernel, numel: int) -> None:
     around = wide[:, numel:].clone()
     check_take_largest_(kernel, wide[:, :numel], wide_grad[:, 7 : numel + 7], 40)
     assert torch.equal(wide[:, numel:], around)
+
+
+def test_thresholds_by_hand() -> None:
+    residual = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 0.0, 1.0, 0.0]])
+    grad = torch.tensor([[0.0, -1.0, 0.0, -6.0], [0.0, 0.0, 0.0, -2.0]])
+    taken = reference.take_above_(residual, grad, torch.tensor([1.0, 2.0]), capacity=2)
+    assert taken.indices.tolist() == [[0, 1], [3, 0]]
+    assert taken.values.tolist() == [[1.0, -3.0], [-2.0, 0.0]]
+    assert taken.count.tolist() == [2, 1]
+    assert taken.num_left.tolist() == [1, 0]
+    assert residual.tolist() == [[0.0, 0.0, 0.5, -3.0], [0.0, 0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 1e-40, 1.0, 2.5, 100.0])
+@pytest.mark.parametrize("capacity", [1, 100, 5_000])
+def test_one_threshold(kernel: Kernel, numel: int, threshold: float, capacity: int) -> None:
+    torch.manual_seed(0)
+    checks.check_take_above_(kernel, torch.randn(numel), torch.randn(numel), threshold, capacity)
+
+
+def test_a_threshold_a_row_and_nothing_to_add(kernel: Kernel, numel: int) -> None:
+    torch.manual_seed(1)
+    residual, threshold = torch.randn(2, 3, numel), torch.rand(2, 3) * 4
+    checks.check_take_above_(kernel, residual.clone(), None, threshold, 200)
+    checks.check_take_above_(kernel, residual, torch.randn(2, 3, numel).bfloat16(), threshold, numel)
+
+
+def test_entries_equal_to_the_threshold_are_taken(kernel: Kernel, numel: int) -> None:
+    residual = torch.full((numel,), -0.1, dtype=torch.float64)
+    checks.check_take_above_(kernel, residual, torch.zeros(numel), 0.1, 50)
+
+
+def test_a_threshold_in_rows_of_every_size(kernel: Kernel) -> None:
+    for numel in (1, 63, 64, 65, 4095, 4096, 4097):
+        checks.check_take_above_(kernel, torch.randn(numel), torch.randn(numel), 1.0, max(1, numel // 2))
+
+
+def test_an_estimated_threshold_is_reached_by_about_k() -> None:
+    torch.manual_seed(2)
+    residual, grad = torch.randn(3, 200_000), torch.randn(3, 200_000).half()
+    threshold = kernels.estimate_threshold(residual, grad, 2000, num_samples=20_000, start=7)
+    assert threshold.shape == (3,) and threshold.dtype == residual.dtype
+    num = ((residual + grad).abs() >= threshold[:, None]).sum(-1)
+    assert bool(((num > 1600) & (num < 2400)).all())  # 200 in the sample, so 7 % is one sigma
+
+
+def test_an_estimate_from_all_entries_is_exact() -> None:
+    residual = torch.randn(1000)
+    threshold = kernels.estimate_threshold(residual, None, 10, num_samples=1000, start=3)
+    assert threshold == residual.abs().topk(10).values[-1]
+
+
+def test_chunks_by_hand() -> None:
+    residual = torch.tensor([3.0, 1.0, -2.0, 0.0, 5.0, -6.0, 7.0])
+    indices, values = reference.take_largest_per_chunk_(
+        residual, torch.zeros(7), 3, 2, Damped(torch.tensor([0]), torch.tensor([0.3]))
+    )
+    assert indices.tolist() == [1, 2, 4, 5, 6] and values.tolist() == [1.0, -2.0, 5.0, -6.0, 7.0]
+    assert residual.tolist() == [3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("chunk", "k"), [(1, 1), (64, 3), (1000, 1000), (4096, 5), (5000, 40), (20_000, 7)])
+def test_chunks(kernel: Kernel, numel: int, chunk: int, k: int) -> None:
+    torch.manual_seed(chunk)
+    numel = min(numel, 4 * chunk + chunk // 2)
+    damped, damping = choose_damped(numel, max(1, numel // 50))
+    checks.check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k)
+    checks.check_take_per_chunk_(kernel, torch.randn(numel), torch.randn(numel), chunk, k, damped, damping)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, 1e-45])
+def test_chunks_of_equal_entries(kernel: Kernel, numel: int, value: float) -> None:
+    checks.check_take_per_chunk_(kernel, torch.zeros(numel), torch.full((numel,), value), 4096, 5)
+
+
+def test_chunks_in_batches_of_other_dtypes(kernel: Kernel, numel: int) -> None:
+    torch.manual_seed(0)
+    damped, damping = choose_damped(numel, 90, (2, 2))
+    residual = torch.randn(2, 2, numel, dtype=torch.float64)
+    grad = torch.randn(2, 2, numel).bfloat16()
+    checks.check_take_per_chunk_(kernel, residual, grad, 3000, 11, damped, damping.double())
+    checks.check_take_per_chunk_(kernel, residual.float(), grad.half(), 3000, 11)
