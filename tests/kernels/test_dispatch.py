@@ -29,8 +29,6 @@ def test_large_vectors_on_the_cpu_use_the_compiled_loops() -> None:
     residual = torch.zeros(LARGE)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         assert dispatch.kernel_for(residual, torch.zeros(LARGE, dtype=dtype)) is cpu
-    choice = kernels.describe("cpu")
-    assert choice.kernel == "cpu" and "numba" in choice.reason
 
 
 CANNOT = {
@@ -68,9 +66,10 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
         kernels.describe("cpu")
 
 
-def test_large_vectors_on_a_gpu_use_triton() -> None:
-    choice = kernels.describe("cuda")
-    assert choice.kernel == "cuda" and "cuda tensors, triton" in choice.reason
+@pytest.mark.parametrize(("device", "package"), [("cpu", "numba"), ("cuda", "triton")])
+def test_a_choice_names_its_package(device: str, package: str) -> None:
+    choice = kernels.describe(device)
+    assert choice.kernel == device and f"{device} tensors, {package}" in choice.reason
 
 
 def test_more_rows_than_a_gpu_numbers_go_to_the_reference() -> None:
@@ -153,8 +152,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
             results.append((*cpu.take_largest_(own, grad, 1000), own))
     finally:
         torch.set_num_threads(before)
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert all(all(map(torch.equal, result, results[0])) for result in results[1:])
 
 
 def test_calls_from_several_threads_at_once() -> None:

@@ -19,12 +19,11 @@ def test_agrees_here() -> None:
     assert check.num_cases >= 4 and check.failure is None
 
 
-@pytest.fixture
-def one_entry_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = kernel_named("cpu")
     take_largest_ = cpu.take_largest_
 
-    def wrong(residual: Tensor, grad: Tensor, k: int, damped: Damped) -> tuple[Tensor, Tensor]:
+    def one_entry_too_far(residual: Tensor, grad: Tensor, k: int, damped: Damped) -> tuple[Tensor, Tensor]:
         before = residual.clone()
         indices, values = take_largest_(residual, grad, k, damped)
         lost = indices[:, :1]
@@ -32,11 +31,7 @@ def one_entry_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
         indices[:, 0] = (residual != 0).int().argmax(-1)
         return indices.sort(-1).values, values
 
-    monkeypatch.setattr(cpu, "take_largest_", wrong)
-
-
-@pytest.mark.usefixtures("one_entry_too_far")
-def test_notices_a_wrong_kernel() -> None:
+    monkeypatch.setattr(cpu, "take_largest_", one_entry_too_far)
     failure = kernels.self_check("cpu", seconds=0.2).failure
     assert failure is not None and "J = " in failure and "torch.float32" in failure
     answer = CliRunner().invoke(app, ["doctor", "--seconds", "0"])
