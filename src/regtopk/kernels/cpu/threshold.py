@@ -21,14 +21,6 @@ class Found(NamedTuple):
     keys: Array
 
 
-class Threshold(NamedTuple):
-    """The k-th largest key, and how many of each stretch are above it and equal to it."""
-
-    key: Any
-    num_above: Array
-    num_equal: Array
-
-
 def position_type(numel: int) -> np.dtype[Any]:
     """The integer that holds a place in a row."""
     return np.dtype(np.uint32 if numel <= 2**32 else np.uint64)
@@ -77,18 +69,18 @@ def collected(row: Row, stretch: Stretch, guess: Any, found: Found) -> Found:
     return Found(num, positions[:num], keys[:num])
 
 
-def threshold_of_collected(found: list[Found], k: int) -> Threshold:
-    """The threshold, if it is among the keys that were found."""
+def threshold_of_collected(found: list[Found], k: int) -> tuple[Any, Array, Array]:
+    """The k-th largest key, and how many of each stretch are above it and equal to it."""
     keys = np.concatenate([of_stretch.keys for of_stretch in found])
     keys.partition(keys.size - k)
     key = keys[keys.size - k]
     num_above = np.array([np.count_nonzero(of_stretch.keys > key) for of_stretch in found])
     num_equal = np.array([np.count_nonzero(of_stretch.keys == key) for of_stretch in found])
-    return Threshold(key, num_above, num_equal)
+    return key, num_above, num_equal
 
 
-def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> Threshold:
-    """The threshold from all entries of the row: one pass for each 16 bits of a key."""
+def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> tuple[Any, Array, Array]:
+    """The same from all entries of the row: one pass for each 16 bits of a key."""
     num_bits = 8 * row.bits.itemsize - 1  # bits of the threshold that are not known yet
     prefix, num_above = 0, np.zeros(len(stretches), np.int64)
     while num_bits > 0:
@@ -99,7 +91,7 @@ def threshold_by_digits(row: Row, stretches: list[Stretch], k: int) -> Threshold
         digit = int(np.flatnonzero(num_reaching >= k - num_above.sum())[-1])
         num_above += counts[:, digit + 1 :].sum(1, dtype=np.int64)
         prefix = (prefix << width) | digit
-    return Threshold(row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64))
+    return row.bits.dtype.type(prefix), num_above, counts[:, digit].astype(np.int64)
 
 
 def _count_digit(row: Row, stretches: list[Stretch], prefix: int, shift: int, width: int) -> Array:

@@ -34,7 +34,7 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
 
 
 def clear_(pieces: Sequence[Tensor]) -> None:
-    """Make pieces zero."""
+    """See `reference.pieces.clear_`."""
     if _has_table(pieces):
         _overwrite_if_(_true(pieces[0].device, _stream_of(pieces[0])), pieces, 0.0)
     else:

@@ -13,18 +13,11 @@ from regtopk.kernels.cuda.programs.words import words_per_row
 class DeviceRows:
     """The (rows, J) tensors of a call, and the arguments of its programs by name: each step adds its own.
 
-    Attributes:
-        num: how many rows.
-        numel: J.
-        key_bits: the bits of a number without its sign.
-        key_dtype: the integer that holds a key.
-        offset_dtype: the integer that holds a place in the row.
-        is_aligned: whether tiles may start a few entries before a row, where loads can be 16 bytes wide.
-        num_damped: how many entries of each row have a given score; if none, programs do not look at them.
-        arguments: of programs, by name.
+    `key_dtype` holds a key, which has `key_bits`, and `offset_dtype` a place in the row. If rows are aligned,
+    tiles may start a few entries before one, where loads can be 16 bytes wide.
     """
 
-    def __init__(self, residual: Tensor, grad: Tensor | None, given: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, residual: Tensor, grad: Tensor | None = None, given: tuple[Tensor, ...] = ()) -> None:
         """The programs will change the residual; `given` holds the damped entries and scores, if any."""
         rows = _as_rows(residual)
         grads = rows if grad is None else _as_rows(grad)  # a tensor that is not read

@@ -69,18 +69,16 @@ def _take_largest_(k: int, residual: Tensor, grad: Tensor, *given: Tensor) -> tu
 def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor, capacity: int) -> Taken:
     """See `reference.selection.take_above_`."""
     fixed = [residual] if grad is None else [residual, grad]
-    inputs, number = ([threshold], None) if isinstance(threshold, Tensor) else ([], threshold)
+    if not isinstance(threshold, Tensor):
+        threshold = residual.new_full(residual.shape[:-1], threshold)
     increment_version(residual)
-    return Taken(*repeat(_take_above_, (capacity, number, grad is not None), fixed, inputs))
+    return Taken(*repeat(_take_above_, (capacity,), fixed, [threshold]))
 
 
-def _take_above_(
-    capacity: int, number: float | None, has_grad: bool, residual: Tensor, *others: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad = others[0] if has_grad else None
+def _take_above_(capacity: int, residual: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *grad, threshold = others
     with torch.cuda.device_of(residual):
-        rows = DeviceRows(residual, grad)
-        threshold = others[-1] if number is None else residual.new_full(rows.batch, number)
+        rows = DeviceRows(residual, *grad)
         wanted = threshold.to(residual.dtype).clamp_min(0).abs().expand(rows.batch).reshape(-1)
         rows.arguments["work"][:, GUESS.value] = wanted.view(rows.key_dtype).long()
         indices, values = (tensor.zero_() for tensor in rows.outputs(capacity))

@@ -37,17 +37,11 @@ def _permute(x, state, bits, num_rounds):
     mask = (tl.full((), 1, tl.int64) << bits) - 1
     fold = (bits + 1) // 2
     for i in range(num_rounds):
-        key = _mix(tl.zeros_like(x) + state, i) & mask
+        key = _splitmix(tl.zeros_like(x) + state + i + _GOLDEN) & mask  # one more word of `core.random.mix`
         x = (x + key) & mask
         x = (x * 0x5BD1E995) & mask  # wraps modulo 2^64 first, which keeps the low b bits right
         x = x ^ (x >> fold)
     return x
-
-
-@triton.jit
-def _mix(state, word):
-    """One more word of `core.random.mix`, in wrapping int64."""
-    return _splitmix(state + word + _GOLDEN)
 
 
 @triton.jit
