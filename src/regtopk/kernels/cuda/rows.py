@@ -17,7 +17,7 @@ class DeviceRows:
     tiles may start a few entries before one, where loads can be 16 bytes wide.
     """
 
-    def __init__(self, residual: Tensor, grad: Tensor | None = None, given: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, residual: Tensor, grad: Tensor | None, given: tuple[Tensor, ...] = ()) -> None:
         """The programs will change the residual; `given` holds the damped entries and scores, if any."""
         rows = _as_rows(residual)
         grads = rows if grad is None else _as_rows(grad)  # a tensor that is not read

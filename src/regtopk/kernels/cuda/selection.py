@@ -76,9 +76,9 @@ def take_above_(residual: Tensor, grad: Tensor | None, threshold: float | Tensor
 
 
 def _take_above_(capacity: int, residual: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *grad, threshold = others
+    *grads, threshold = others
     with torch.cuda.device_of(residual):
-        rows = DeviceRows(residual, *grad)
+        rows = DeviceRows(residual, grads[0] if grads else None)
         wanted = threshold.to(residual.dtype).clamp_min(0).abs().expand(rows.batch).reshape(-1)
         rows.arguments["work"][:, GUESS.value] = wanted.view(rows.key_dtype).long()
         indices, values = (tensor.zero_() for tensor in rows.outputs(capacity))
