@@ -70,6 +70,7 @@ class DeMo(Sparsifier[DeMoState]):
     """
 
     name: ClassVar[str] = "demo"
+    has_own_momentum: ClassVar[bool] = True
     promises = frozenset({"replicates"})
     decay: float = 0.999
     tile: int = LONGEST_SIDE

@@ -82,6 +82,7 @@ class DGC(Sparsifier[DGCState]):
     """
 
     name: ClassVar[str] = "dgc"
+    has_own_momentum: ClassVar[bool] = True
     momentum: float = 0.9
     clip: float | None = None
     selection: Literal["exact", "sampled"] = "exact"

@@ -44,6 +44,7 @@ class Algorithm(ABC, Generic[StateT]):
 
     name: ClassVar[str]
     listens: ClassVar[bool] = False  # whether it reads worker.report; all ranks then get rank 0's each step
+    has_own_momentum: ClassVar[bool] = False  # whether the optimizer must be plain SGD, without momentum
 
     @property
     @abstractmethod
