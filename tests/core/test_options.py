@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from regtopk.core.options import check_choice, check_integer, check_number
+from regtopk.core.options import check_choice, check_integer, check_number, counted
 from regtopk.errors import ArgumentError
 
 
@@ -32,3 +32,7 @@ def test_choices() -> None:
     check_choice("how", "slow", ("fast", "slow"))
     with pytest.raises(ArgumentError, match=r"^how must be one of fast, slow, got 'never'$"):
         check_choice("how", "never", ("fast", "slow"))
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(n, "seed") for n in (0, 1, 2, 1000)] == ["0 seeds", "1 seed", "2 seeds", "1,000 seeds"]

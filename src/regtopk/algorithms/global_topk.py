@@ -1,23 +1,31 @@
 """Global Top-k: the paper's oracle, which knows the aggregate before anything is sent."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import Conversation, DenseSum, Peek, ResidualState, Sparsifier, Worker, take_at_, to_dense
+from regtopk.core import (
+    Conversation,
+    DenseSum,
+    ErrorFeedback,
+    Peek,
+    ResidualState,
+    Sparsifier,
+    Worker,
+    take_at_,
+    to_dense,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalTopK(Sparsifier[ResidualState]):
+class GlobalTopK(ErrorFeedback, Sparsifier[ResidualState]):
     """Top-k of the true aggregate (Section 3.1): the best any selection could do.
 
     a_n = e_n + g_n, a = sum_n w_n a_n        (known to no worker: asked through `Peek`)
     s = Top_k(|a|), the same on all workers
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
-    Only a simulator can answer `Peek`; a real cluster refuses. The bytes counted are those of the sum
-    on the shared support: values, no indices.
+    Only a simulator can answer `Peek`. The bytes counted are those of the sum on the shared support.
 
     Use it for: the oracle, in the simulator: how much a better selection could gain.
 
@@ -27,12 +35,8 @@ class GlobalTopK(Sparsifier[ResidualState]):
         value_code: how values are coded on the wire.
     """
 
-    name: ClassVar[str] = "global-topk"
+    name = "global-topk"
     promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of the oracle."""

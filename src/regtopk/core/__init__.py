@@ -7,15 +7,26 @@ from regtopk.core.algorithm import (
     Algorithm,
     Conversation,
     DensitySchedule,
+    ErrorFeedback,
     Promise,
     Promises,
     Sparsifier,
+    WarmUp,
     WithDensity,
     converse,
 )
 from regtopk.core.codes import VALUE_CODES, check_value_code, is_lossless, quantise
 from regtopk.core.exact import exact_sum, to_integers
-from regtopk.core.options import check_choice, check_integer, check_number
+from regtopk.core.options import (
+    check_choice,
+    check_integer,
+    check_number,
+    integer,
+    one_of,
+    option,
+    true_or_false,
+    within,
+)
 from regtopk.core.parameters import aggregate_from_parameters
 from regtopk.core.random import random_sequence, random_subset, uniform
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
@@ -32,10 +43,9 @@ from regtopk.core.selection import (
     take_largest_per_chunk_,
     take_where_,
 )
-from regtopk.core.senders import OfSenders, impute_, mean_of_senders, slope_of_absent
+from regtopk.core.senders import OfSenders, impute_, mean_of_senders
 from regtopk.core.sparse import SparseGradient, clear_at_, take, to_dense
 from regtopk.core.state import NoState, ResidualState, State, StateT, extended, per_worker, shared
-from regtopk.core.warm_up import WarmUp
 from regtopk.core.worker import Layer, Layout, Report, Worker
 
 __all__ = [
@@ -45,6 +55,7 @@ __all__ = [
     "Conversation",
     "DenseSum",
     "DensitySchedule",
+    "ErrorFeedback",
     "Gather",
     "Gathered",
     "Layer",
@@ -77,9 +88,12 @@ __all__ = [
     "extended",
     "find_largest_",
     "impute_",
+    "integer",
     "is_lossless",
     "kth_largest",
     "mean_of_senders",
+    "one_of",
+    "option",
     "per_worker",
     "put_back_",
     "quantise",
@@ -88,7 +102,6 @@ __all__ = [
     "send_",
     "send_instead_",
     "shared",
-    "slope_of_absent",
     "take",
     "take_above_",
     "take_all_above_",
@@ -98,5 +111,7 @@ __all__ = [
     "take_where_",
     "to_dense",
     "to_integers",
+    "true_or_false",
     "uniform",
+    "within",
 ]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.core.codes import full_message_bytes, message_bytes, segment_bytes
+from regtopk.core.codes import full_message_bytes, message_bytes
 from regtopk.core.regions import region_bytes
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.worker import Worker
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
@@ -116,8 +116,6 @@ def contribution(request: Request, worker: Worker) -> Contribution:
         sparse = request.sparse
         codes = sparse.values.dtype, sparse.code, worker.index_code
         size = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
-        if isinstance(request, SenderSum):
-            size = size + numbers_bytes(request.numbers)
         return Contribution(size, _count(sparse.indices, sparse.count))
     if isinstance(request, DenseSum):
         numel = request.tensor.shape[-1]
@@ -131,13 +129,6 @@ def contribution(request: Request, worker: Worker) -> Contribution:
         return Contribution(num_entries * tensor.element_size(), num_entries)
     size = _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code)
     return Contribution(size, 0)
-
-
-def numbers_bytes(numbers: Tensor | None) -> int:
-    """Bytes of the few numbers that travel along with a worker's entries: a dense message of their own."""
-    if numbers is None:
-        return 0
-    return segment_bytes(numbers.shape[-1], dtype=numbers.dtype, value_code="float32")
 
 
 def payload_bytes(request: Request, worker: Worker) -> Tensor:

@@ -29,6 +29,18 @@ class Layer:
         """How many entries the parameter has."""
         return prod(self.shape)
 
+    @property
+    def entries(self) -> slice:
+        """Its entries in the last dimension of a flat vector: ``vector[..., layer.entries]``."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Its shape as a matrix: the first dimension against all others; a vector is one row."""
+        if len(self.shape) < 2:
+            return 1, self.numel
+        return self.shape[0], self.numel // self.shape[0]
+
 
 @dataclass(frozen=True)
 class Layout:
