@@ -9,23 +9,13 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.regtopk import RegTopK
-from regtopk.core import (
-    Algorithm,
-    Conversation,
-    DenseSum,
-    Request,
-    State,
-    WithDensity,
-    Worker,
-    exact_sum,
-    extended,
-    integer,
-    option,
-    per_worker,
-    shared,
-    within,
-)
+from regtopk.core.algorithm import Algorithm, Conversation, WithDensity
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import integer, option, within
+from regtopk.core.requests import DenseSum, Request
+from regtopk.core.state import State, extended, per_worker, shared
 from regtopk.core.traffic import payload_bytes
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9

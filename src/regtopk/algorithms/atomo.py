@@ -6,19 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    NoState,
-    SparseGradient,
-    SparseSum,
-    WithDensity,
-    Worker,
-    integer,
-    option,
-    take_where_,
-    to_integers,
-    uniform,
-)
+from regtopk.core.algorithm import Conversation, WithDensity
+from regtopk.core.exact import to_integers
+from regtopk.core.options import integer, option
+from regtopk.core.random import uniform
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import NoState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,19 +6,12 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.atomo import draw_entries, keep_probability
-from regtopk.core import (
-    Conversation,
-    Gather,
-    Gathered,
-    Layer,
-    NoState,
-    SparseSum,
-    WithDensity,
-    Worker,
-    integer,
-    option,
-    uniform,
-)
+from regtopk.core.algorithm import Conversation, WithDensity
+from regtopk.core.options import integer, option
+from regtopk.core.random import uniform
+from regtopk.core.requests import Gather, Gathered, SparseSum
+from regtopk.core.state import NoState
+from regtopk.core.worker import Layer, Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,10 @@ from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent, with_imputation
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import (
-    Conversation,
-    Promises,
-    Sparsifier,
-    Worker,
-    integer,
-    option,
-    take_largest_per_chunk_,
-    within,
-)
+from regtopk.core.algorithm import Conversation, Promises, Sparsifier
+from regtopk.core.options import integer, option, within
+from regtopk.core.selection import take_largest_per_chunk_
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,23 +6,14 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import (
-    VALUE_CODES,
-    Conversation,
-    DenseSum,
-    Gather,
-    Promises,
-    Sparsifier,
-    Worker,
-    find_largest_,
-    integer,
-    is_lossless,
-    one_of,
-    option,
-    random_sequence,
-    take_at_,
-    to_dense,
-)
+from regtopk.core.algorithm import Conversation, Promises, Sparsifier
+from regtopk.core.codes import VALUE_CODES, is_lossless
+from regtopk.core.options import integer, one_of, option
+from regtopk.core.random import random_sequence
+from regtopk.core.requests import DenseSum, Gather
+from regtopk.core.selection import find_largest_, take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,21 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    SenderSum,
-    Sparsifier,
-    State,
-    Worker,
-    integer,
-    mean_of_senders,
-    option,
-    per_worker,
-    true_or_false,
-    within,
-)
+from regtopk.core.algorithm import Conversation, Sparsifier
 from regtopk.core.dct import LONGEST_SIDE, dct, inverse_dct
+from regtopk.core.options import integer, option, true_or_false, within
+from regtopk.core.requests import SenderSum
+from regtopk.core.senders import mean_of_senders
+from regtopk.core.state import State, per_worker
 from regtopk.core.tiles import from_tiles, take_largest_per_tile_, tiles_of
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 

@@ -8,17 +8,12 @@ from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import (
-    Conversation,
-    Promises,
-    Sparsifier,
-    Worker,
-    clear_at_,
-    option,
-    per_worker,
-    take_largest_,
-    within,
-)
+from regtopk.core.algorithm import Conversation, Promises, Sparsifier
+from regtopk.core.options import option, within
+from regtopk.core.selection import take_largest_
+from regtopk.core.sparse import clear_at_
+from regtopk.core.state import per_worker
+from regtopk.core.worker import Worker
 
 
 @dataclass

@@ -5,15 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    ResidualState,
-    SparseSum,
-    WithDensity,
-    Worker,
-    take_where_,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, WithDensity
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

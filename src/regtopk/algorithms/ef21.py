@@ -4,18 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    SparseSum,
-    Sparsifier,
-    State,
-    Worker,
-    option,
-    per_worker,
-    shared,
-    take_largest_,
-    within,
-)
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.options import option, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_largest_
+from regtopk.core.state import State, per_worker, shared
+from regtopk.core.worker import Worker
 
 
 @dataclass

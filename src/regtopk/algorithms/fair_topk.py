@@ -7,22 +7,13 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.consensus import first_distinct
-from regtopk.core import (
-    Conversation,
-    DenseSum,
-    Gather,
-    Report,
-    ResidualState,
-    Sparsifier,
-    Worker,
-    find_largest_,
-    integer,
-    option,
-    shared,
-    take_at_,
-    to_dense,
-    within,
-)
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.options import integer, option, within
+from regtopk.core.requests import DenseSum, Gather
+from regtopk.core.selection import find_largest_, take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState, shared
+from regtopk.core.worker import Report, Worker
 from regtopk.errors import ArgumentError
 
 _SMALL = 2**31  # indices of vectors up to this length travel as int32

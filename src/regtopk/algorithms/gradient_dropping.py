@@ -7,20 +7,13 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    ResidualState,
-    SparseGradient,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    option,
-    take_all_above_,
-    take_where_,
-    true_or_false,
-    within,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.options import option, true_or_false, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_all_above_, take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 _FEWEST_SAMPLED = 16  # a sample is so large that about as many of its entries reach the threshold
 

@@ -4,17 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    kth_largest,
-    take,
-    take_largest_,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import kth_largest, take_largest_
+from regtopk.core.sparse import take
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    option,
-    take_above_,
-    within,
-)
-from regtopk.core.options import check_options
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.options import check_options, option, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_above_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 

@@ -5,20 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    Layer,
-    Promises,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    exact_sum,
-    option,
-    take_where_,
-    within,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import option, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Layer, Worker
 
 _INSIGNIFICANT = 2.0**-500  # the significance of a layer of zeros, which gets what the others leave
 

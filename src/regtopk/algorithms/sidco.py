@@ -8,22 +8,14 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SparseGradient,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    exact_sum,
-    find_largest_,
-    one_of,
-    option,
-    per_worker,
-    put_back_,
-    send_,
-    take_where_,
-)
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import one_of, option
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import find_largest_, put_back_, send_, take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import ResidualState, per_worker
+from regtopk.core.worker import Worker
 
 Fit = Literal["exponential", "pareto", "gamma"]
 

@@ -9,23 +9,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regtopk.algorithms.gtopk import among_largest
-from regtopk.core import (
-    VALUE_CODES,
-    Conversation,
-    DenseSum,
-    ErrorFeedback,
-    ResidualState,
-    Sparsifier,
-    Worker,
-    integer,
-    one_of,
-    option,
-    quantise,
-    take_at_,
-    to_dense,
-    to_integers,
-    uniform,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.codes import VALUE_CODES, quantise
+from regtopk.core.exact import to_integers
+from regtopk.core.options import integer, one_of, option
+from regtopk.core.random import uniform
+from regtopk.core.requests import DenseSum
+from regtopk.core.selection import take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 _COLUMNS_PER_ENTRY = 4

@@ -4,21 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core import (
-    VALUE_CODES,
-    Conversation,
-    ErrorFeedback,
-    ResidualState,
-    SenderSum,
-    Sparsifier,
-    Worker,
-    integer,
-    mean_of_senders,
-    one_of,
-    option,
-    within,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.codes import VALUE_CODES
+from regtopk.core.options import integer, one_of, option, within
+from regtopk.core.requests import SenderSum
+from regtopk.core.senders import mean_of_senders
+from regtopk.core.state import ResidualState
 from regtopk.core.tiles import from_tiles, take_largest_per_tile_, tiles_of
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    ResidualState,
-    SparseSum,
-    Worker,
-    check_number,
-    send_instead_,
-    take_above_,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback
+from regtopk.core.options import check_number
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import send_instead_, take_above_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 _SINGLE = torch.finfo(torch.float32)  # tau travels as a float32
 

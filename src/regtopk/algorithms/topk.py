@@ -5,17 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent, with_imputation
-from regtopk.core import (
-    Conversation,
-    ErrorFeedback,
-    Promises,
-    ResidualState,
-    Sparsifier,
-    Worker,
-    option,
-    take_largest_,
-    within,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
+from regtopk.core.options import option, within
+from regtopk.core.selection import take_largest_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

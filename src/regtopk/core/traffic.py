@@ -30,6 +30,16 @@ LONGEST_BYTES_OF_TWO = 1 << 24
 NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
 
 
+class _Count:
+    """One of the counts of `Traffic`, (..., N), as an attribute."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, traffic: "Traffic", kind: type) -> Tensor:
+        return traffic.counts[..., self.place]
+
+
 class Traffic:
     """Byte and entry counts of N workers.
 
@@ -70,30 +80,11 @@ class Traffic:
         """The counts by name."""
         return dict(zip(NAMES, self.counts.unbind(-1), strict=True))
 
-    @property
-    def payload_bytes(self) -> Tensor:
-        """Of the messages that each worker contributed."""
-        return self.counts[..., 0]
-
-    @property
-    def sent_bytes(self) -> Tensor:
-        """What each worker's interface sent."""
-        return self.counts[..., 1]
-
-    @property
-    def received_bytes(self) -> Tensor:
-        """What each worker's interface received."""
-        return self.counts[..., 2]
-
-    @property
-    def num_entries(self) -> Tensor:
-        """How many entries each worker sent."""
-        return self.counts[..., 3]
-
-    @property
-    def dense_bytes(self) -> Tensor:
-        """What each worker would have sent without compression."""
-        return self.counts[..., 4]
+    payload_bytes = _Count(0)
+    sent_bytes = _Count(1)
+    received_bytes = _Count(2)
+    num_entries = _Count(3)
+    dense_bytes = _Count(4)
 
     def __add__(self, other: "Traffic") -> "Traffic":
         """Both together."""
