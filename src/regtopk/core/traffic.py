@@ -140,11 +140,8 @@ def moved(request: Request, worker: Worker) -> Traffic:
     size, num_entries = contribution(request, worker)
     if isinstance(request, Broadcast):
         return _passed_on(request.source, size, num_entries, worker)
-    if isinstance(size, int) and isinstance(num_entries, int):
-        return _gathered_alike(size, num_entries, *cluster)
-    active = is_active(*cluster)
-    payload = active * size
-    return Traffic.of(payload, *all_gather_bytes(payload), active * num_entries)
+    is_known = isinstance(size, int) and isinstance(num_entries, int)
+    return (_gathered_alike if is_known else _gathered)(size, num_entries, *cluster)
 
 
 def _sparse_bytes(
@@ -186,13 +183,19 @@ def before_a_step(batch_shape: tuple[int, ...], numel: int, device: torch.device
     return nothing
 
 
-@lru_cache(maxsize=256)
-def _gathered_alike(
-    size: int, num_entries: int, num_workers: int, idle: tuple[int, ...], device: torch.device
+def _gathered(
+    size: int | Tensor,
+    num_entries: int | Tensor,
+    num_workers: int,
+    idle: tuple[int, ...],
+    device: torch.device,
 ) -> Traffic:
     active = is_active(num_workers, idle, device)
-    payload = size * active
-    return Traffic.of(payload, *all_gather_bytes(payload), num_entries * active)
+    payload = active * size
+    return Traffic.of(payload, *all_gather_bytes(payload), active * num_entries)
+
+
+_gathered_alike = lru_cache(maxsize=256)(_gathered)
 
 
 @lru_cache(maxsize=256)
