@@ -41,11 +41,10 @@ class AdaptiveDensity(Algorithm[State]):
     Use it for: holding a byte budget or an error without knowing the density.
 
     Args:
-        algorithm: any algorithm with a density. The adaptation starts from that density, a number, or k.
-        target_error: the share of ||a_n||^2 that may stay in the residual, in (0, 1); 0.9 if neither this nor
-            bytes_per_step is given. The algorithm must keep in its residual all that it does not send.
-        bytes_per_step: mean payload per worker and step over the whole training, > 0, that of the
-            adaptation included.
+        algorithm: any algorithm with a density, a number, or a k to start from. For a target_error it must
+            keep in its residual all that it does not send.
+        target_error: the share of ||a_n||^2 that may stay in the residual, in (0, 1); 0.9 if no aim is given.
+        bytes_per_step: mean payload per worker and step over the whole training, > 0.
         min_density, max_density: the bounds of k / J, in (0, 1].
         every: steps from one adaptation to the next, >= 1.
 

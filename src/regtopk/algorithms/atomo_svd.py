@@ -35,9 +35,8 @@ class AtomoSVD(WithDensity[NoState]):
         k: numbers a worker sends on average.
         seed: an integer; draws are a function of (seed, n, t, i).
 
-    Differs from the authors' code: a layer is a matrix of its first dimension against the others. The code
-    folds convolutions otherwise, cuts probabilities at 1 without the sequential rule, and draws again (a
-    bias) if no atom was kept.
+    Differs from the authors' code, which folds convolutions otherwise, cuts probabilities at 1 without the
+    sequential rule, and draws again (a bias) if no atom was kept.
     """
 
     name = "atomo-svd"

@@ -47,9 +47,8 @@ class DeMo(Sparsifier[DeMoState]):
         tile: the most entries a side of a tile may have, 1 to 64 (`core.tiles` says how sides are cut).
         sign: whether the aggregate is the sign; otherwise it is DCT^-1(Q) itself.
 
-    Differs from the authors' code: that sends k coefficients of every tile however small it is, cuts a side
-    into its largest divisor of up to 64 (the same where 64 divides it), and multiplies gradients by the
-    learning rate before it adds them up.
+    Differs from the authors' code: that sends k coefficients of every tile however small it is, and cuts a
+    side into its largest divisor of up to 64 (the same where 64 divides it).
 
     Checked against the authors' code, transcribed: the same signs in 300 steps, but for 79 in 100,000.
     """

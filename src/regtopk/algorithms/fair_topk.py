@@ -43,7 +43,8 @@ class FairTopK(Sparsifier[FairTopKState]):
     tau = time / decrease of the loss, for k and for k'
     k := k - delta_m sign((tau(k) - tau(k')) / (k - k')), within k_min..k_max; k stays if no loss decreased
 
-    Without reports of loss and time (`Exchange.report`, `Cluster.report`) k stays what it is.
+    A loss decreases from the first half of a trial's reports to the second. Without reports of loss and time
+    (`Exchange.report`, `Cluster.report`) k stays what it is.
 
     Use it for: training that can report loss and time, where the best k is not known.
 
@@ -52,12 +53,10 @@ class FairTopK(Sparsifier[FairTopKState]):
         k: entries of the support at the start.
         value_code: how values are coded on the wire.
         min_density, max_density: the bounds of k / J, in (0, 1]; a tenth and ten times the start if None.
-        trial: for how many reports k is tried, and then k'; even, >= 2. The decrease of the loss is that from
-            the first half of these reports to the second.
+        trial: for how many reports k is tried, and then k'; even, >= 2.
 
-    Differs from the paper: there is no server, so all gather the proposals before any value is sent. All
-    workers send their values on the whole support, not only those among their own k largest. k and k' run one
-    after the other, not both in every step; k is rounded to the nearest, and its range does not narrow.
+    Differs from the paper: there is no server. All workers send values on the whole support, not only those
+    among their own k largest. k and k' run one after the other, and the range of k does not narrow.
 
     Checked against the authors' loop, transcribed: nearly the same support. Their aggregate on it is shorter,
     since fewer workers add to an entry.

@@ -29,8 +29,7 @@ class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
         value_code: how values are coded on the wire.
 
     Differs from the paper: all workers receive the whole sum and choose from it, as Ok-Topk does with exact
-    thresholds, so the traffic is Top-k's. The paper merges pairs of workers along a tree and drops entries on
-    the way.
+    thresholds; the paper merges pairs of workers along a tree.
 
     Checked against the authors' tree, transcribed: it chooses half to nine tenths of the entries chosen here.
     """

@@ -34,9 +34,8 @@ class MIPDStyle(ErrorFeedback, Sparsifier[ResidualState]):
         value_code: how values are coded on the wire.
         decay: the part of the residual that is kept per step, in [0, 1].
 
-    Differs from the paper, of which only the abstract was at hand, so this is not MIPD: there significance
-    comes from model interpretability, and a parameter server smooths dropped gradients. By default nothing
-    fades here, since a fading residual loses part of the gradient.
+    Differs from the paper, of which only the abstract was at hand: there significance comes from model
+    interpretability, and a parameter server smooths dropped gradients. This is not MIPD.
     """
 
     name = "mipd-style"

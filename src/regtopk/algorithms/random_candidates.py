@@ -36,9 +36,8 @@ class RandomCandidates(ErrorFeedback, Sparsifier[ResidualState]):
         factor: candidates per entry sent, >= 1; 1 is Random-k.
         seed: an integer; the draw is a function of (seed, t).
 
-    Differs from CocktailSGD's code: there candidates are every tenth entry, one further on in each step; each
-    worker compresses the average of its region a second time; and what the local Adam changed is exchanged
-    while the next step is computed.
+    Differs from CocktailSGD's code: there candidates are every tenth entry, and each worker compresses the
+    average of its region a second time.
 
     Checked against the code's compressor by reading. No run of the code was compared.
     """

@@ -24,8 +24,8 @@ class RegTopK(Sparsifier[ScoredState]):
     send s^t * a^t, receive g^t = sum_n w_n (s_n^t * a_n^t)
     e^{t+1} = a^t - s^t * a^t
 
-    Over Top-k this costs O(k) operations per step, and no byte. With imputation g^{t-1} is the imputed
-    aggregate, the one that training used.
+    Over Top-k this costs O(k) operations per step, and no byte. With a lossy value code a^{t-1} is the value
+    as it was received. With imputation g^{t-1} is the imputed aggregate, the one that training used.
 
     Use it for: workers whose large entries cancel, at densities above one half.
 
@@ -40,8 +40,7 @@ class RegTopK(Sparsifier[ScoredState]):
         impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
 
     Differs from the paper: the default reference is the one that gives the published figures
-    (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent. With a lossy value code,
-    a^{t-1} is the value as it was received.
+    (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent.
     """
 
     name = "regtopk"

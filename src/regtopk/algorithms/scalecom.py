@@ -30,8 +30,7 @@ class ScaleCom(ErrorFeedback, Sparsifier[ResidualState]):
         value_code: how values are coded on the wire.
         beta: the factor of the low-pass filter, in (0, 1]; 1 is plain error feedback, the paper's is 0.1.
 
-    Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk. There is no
-    filter by default, since it loses part of the gradient.
+    Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk.
 
     Checked against the equations, programmed a second time: the same to rounding.
     """

@@ -45,7 +45,10 @@ class SIDCo(Sparsifier[SIDCoState]):
     M stages:   eta_1 for d_1 = 1/4 on all x; then eta_m on the excess x - min x of the x >= eta_{m-1}, for
                 (d / d_1)^(1 / (M - 1)) of them; eta = eta_M
     s_n = {j : |a_nj| >= eta}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n), e_n := a_n - s_n * a_n
-    exponential   eta = -mu ln d,   x of mean mu and variance v
+
+    With x of mean mu and variance v, the fits give
+
+    exponential   eta = -mu ln d
     pareto        eta = alpha (1 - d^c) / c,  c = (mu^2 / v - 1) / 2,  alpha = mu (mu^2 / v + 1) / 2
     gamma         eta = -beta (ln d + ln Gamma(alpha)),  beta = mu / alpha,  s = ln mu - mean ln x,
                   alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s);  pareto from the second stage on

@@ -37,9 +37,8 @@ class SparseLoCo(ErrorFeedback, Sparsifier[ResidualState]):
         decay: the part of the residual that is kept per step, in [0, 1].
         tile: the most entries a side of a tile may have, >= 1 (`core.tiles` says how sides are cut).
 
-    Differs from the paper, which prints the sum over all workers divided by their number. Differs from the
-    authors' code: its 2-bit values are four bins around the mean of a whole tensor, and it cuts a side into
-    its largest divisor of up to 64 (the same where 64 divides it).
+    Differs from the paper, which prints the sum over all workers divided by their number, and from the code:
+    its 2-bit values are four bins around the mean of a whole tensor, and sides are cut as in DeMo's.
     """
 
     name = "sparseloco"
