@@ -68,7 +68,7 @@ def options_of(kind: type[Algorithm[Any]]) -> list[str]:
     defaults = {f.name: f.default for f in fields(kind)}
     lines = []
     for names, text in OPTION.findall(described + "\n"):
-        if names not in COMMON:
+        if not set(names.split(", ")) <= set(COMMON):
             default = defaults[names.split(", ")[0]]
             is_plain = isinstance(default, (bool, int, float, str))
             named = names.replace(", ", "`, `") + (f"={default!r}" if is_plain and ", " not in names else "")

@@ -39,9 +39,7 @@ class DGC(Sparsifier[DGCState]):
     Use it for: data spread evenly, plain SGD, and momentum wanted.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         momentum: m in [0, 1); 0 is Top-k.
         clip: the largest norm, > 0, of the mean gradient. None: no clipping.
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v.

@@ -25,9 +25,7 @@ class GlobalTopK(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: the oracle, in the simulator: how much a better selection could gain.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
     """
 
     name = "global-topk"

@@ -30,9 +30,7 @@ class RandomCandidates(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: cheap indices: selection within a shared random part of the vector; CocktailSGD's compressor.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         factor: candidates per entry sent, >= 1; 1 is Random-k.
         seed: an integer; the draw is a function of (seed, t).
 

@@ -25,9 +25,7 @@ class RandomK(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: no index and no selection at all; good with low-bit values.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         seed: an integer; the draw is a function of (seed, t).
     """
 

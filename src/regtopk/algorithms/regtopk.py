@@ -30,9 +30,7 @@ class RegTopK(Sparsifier[ScoredState]):
     Use it for: workers whose large entries cancel, at densities above one half.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
         damping: "factor" is the paper's; with "cap" RegTop-k stays at an optimum it reached (docs/why.md).
         reference: which a the distortion is measured against; with "factor" only.

@@ -25,9 +25,7 @@ class ScaleCom(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: many workers whose gradients look alike.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         beta: the factor of the low-pass filter, in (0, 1]; 1 is plain error feedback, the paper's is 0.1.
 
     Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk.

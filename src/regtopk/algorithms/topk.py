@@ -23,9 +23,7 @@ class TopK(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: the plain baseline of every comparison.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
     """
 

@@ -9,7 +9,7 @@ Three byte counts, never mixed:
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,19 +52,10 @@ class Traffic:
         self.counts = counts
 
     @classmethod
-    def of(
-        cls,
-        payload_bytes: Tensor,
-        sent_bytes: Tensor,
-        received_bytes: Tensor,
-        num_entries: Tensor,
-        dense_bytes: Tensor | None = None,
-    ) -> "Traffic":
-        """From the counts themselves, (..., N) each."""
-        if dense_bytes is None:
-            dense_bytes = torch.zeros_like(payload_bytes)
-        counts = payload_bytes, sent_bytes, received_bytes, num_entries, dense_bytes
-        return cls(torch.stack(torch.broadcast_tensors(*counts), dim=-1))
+    def of(cls, *counts: Tensor) -> "Traffic":
+        """From the counts in the order of `NAMES`, (..., N) each; `dense_bytes` may be left out."""
+        missing = [torch.zeros_like(counts[0])] * (len(NAMES) - len(counts))
+        return cls(torch.stack(torch.broadcast_tensors(*counts, *missing), dim=-1))
 
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Traffic":
@@ -74,7 +65,7 @@ class Traffic:
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Tensor]) -> "Traffic":
         """The counts that `state_dict` names, copied."""
-        return cls.of(**{name: state_dict[name] for name in NAMES})
+        return cls.of(*(state_dict[name] for name in NAMES))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts by name."""
@@ -91,35 +82,28 @@ class Traffic:
         return Traffic(self.counts + other.counts)
 
 
-class Contribution(NamedTuple):
-    """What a worker that sends contributes to a request: numbers where all send as much, else (...,)."""
+def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int | Tensor]:
+    """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,).
 
-    payload_bytes: int | Tensor
-    num_entries: int | Tensor
-
-
-def contribution(request: Request, worker: Worker) -> Contribution:
-    """The bytes of a sender's messages, and its entries; sets of indices alone have no entries.
-
-    Only the shapes of the request are looked at, unless it is padded or its indices travel in "rice".
+    Sets of indices alone have no entries. Only the shapes of the request are looked at, unless it is padded
+    or its indices travel in "rice".
     """
     if isinstance(request, SparseSum):
         sparse = request.sparse
         codes = sparse.values.dtype, sparse.code, worker.index_code
         size = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
-        return Contribution(size, _count(sparse.indices, sparse.count))
+        return size, _count(sparse.indices, sparse.count)
     if isinstance(request, DenseSum):
         numel = request.tensor.shape[-1]
         parts = region_bytes(numel, worker.num_workers, worker.idle, request.weight.dtype, request.code)
-        return Contribution(sum(parts), numel)
+        return sum(parts), numel
     if isinstance(request, Peek):
-        return Contribution(0, 0)
+        return 0, 0
     tensor, count = request.tensor, request.count if isinstance(request, Gather) else None
     if request.numel is None:
         num_entries = _count(tensor, count)
-        return Contribution(num_entries * tensor.element_size(), num_entries)
-    size = _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code)
-    return Contribution(size, 0)
+        return num_entries * tensor.element_size(), num_entries
+    return _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code), 0
 
 
 def payload_bytes(request: Request, worker: Worker) -> Tensor:
@@ -128,7 +112,7 @@ def payload_bytes(request: Request, worker: Worker) -> Tensor:
         is_sender = worker.index.squeeze(-1) == request.source
     else:
         is_sender = worker.weight.squeeze(-1) > 0
-    return is_sender * contribution(request, worker).payload_bytes
+    return is_sender * _contribution(request, worker)[0]
 
 
 def moved(request: Request, worker: Worker) -> Traffic:
@@ -137,7 +121,7 @@ def moved(request: Request, worker: Worker) -> Traffic:
     if isinstance(request, DenseSum):
         codes = request.weight.dtype, request.code, request.sum_code
         return _summed_by_region(request.tensor.shape[-1], *codes, *cluster)
-    size, num_entries = contribution(request, worker)
+    size, num_entries = _contribution(request, worker)
     if isinstance(request, Broadcast):
         return _passed_on(request.source, size, num_entries, worker)
     is_known = isinstance(size, int) and isinstance(num_entries, int)
@@ -147,15 +131,12 @@ def moved(request: Request, worker: Worker) -> Traffic:
 def _sparse_bytes(
     indices: Tensor, count: Tensor | None, numel: int, dtype: torch.dtype, value_code: str, index_code: str
 ) -> int | Tensor:
+    codes: Any = {"dtype": dtype, "value_code": value_code, "index_code": index_code}
     if count is None and index_code != "rice":  # the common case, and the fast one
-        return full_message_bytes(
-            indices.shape[-1], numel, dtype=dtype, value_code=value_code, index_code=index_code
-        )
+        return full_message_bytes(indices.shape[-1], numel, **codes)
     if count is None:
         count = torch.full(indices.shape[:-1], indices.shape[-1], device=indices.device)
-    return message_bytes(
-        count, numel, dtype=dtype, value_code=value_code, index_code=index_code, indices=indices
-    )
+    return message_bytes(count, numel, **codes, indices=indices)
 
 
 def _count(tensor: Tensor, count: Tensor | None) -> int | Tensor:
@@ -215,12 +196,9 @@ def _summed_by_region(
         for c in (code, sum_code)
     )
     sums_sent, sums_received = all_gather_bytes(sums)
-    return Traffic.of(
-        payload_bytes=active * parts.sum(),
-        sent_bytes=active * (parts.sum() - parts) + sums_sent,
-        received_bytes=parts * (active.sum() - 1) + sums_received,
-        num_entries=active * numel,
-    )
+    sent = active * (parts.sum() - parts) + sums_sent
+    received = parts * (active.sum() - 1) + sums_received
+    return Traffic.of(active * parts.sum(), sent, received, active * numel)
 
 
 @lru_cache(maxsize=256)

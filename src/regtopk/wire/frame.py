@@ -11,31 +11,15 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK
-from regtopk.core.codes import (
-    HEADER_WORDS,
-    MAX_FIELD_BITS,
-    IndexLayout,
-    index_layout,
-    num_words,
-    value_words,
-)
+from regtopk.core.codes import HEADER_WORDS, MAX_FIELD_BITS, IndexLayout, index_layout, num_words, value_words
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire.bits import reinterpret
 
 MAGIC = int.from_bytes(b"RTKG", "little")
 VERSION = 1
 INDEX_IDS = {"dense": 0, "elias-fano": 1, "bitmap": 2, "rice": 3, "raw32": 4}
-VALUE_IDS = {
-    "none": 0,
-    "float32": 1,
-    "float64": 2,
-    "bfloat16": 3,
-    "float16": 4,
-    "int8": 5,
-    "4bit": 6,
-    "2bit": 7,
-    "sign": 8,
-}
+_BY_ID = ("none", "float32", "float64", "bfloat16", "float16", "int8", "4bit", "2bit", "sign")
+VALUE_IDS = {code: number for number, code in enumerate(_BY_ID)}
 
 # What can be wrong with a message; bit i of a status stands for entry i.
 REASONS = {
