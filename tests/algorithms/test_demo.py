@@ -107,11 +107,3 @@ def test_what_a_code_loses_stays_in_the_momentum(code: str) -> None:
     kept = coded.state.state_dict()["momentum"]
     assert float(kept.norm()) > 0.1 * float(given.norm())
     torch.testing.assert_close(kept.norm(), (given - applied).norm(), rtol=1e-5, atol=0)
-
-
-def test_plain_sgd_with_weight_decay_is_the_papers_step() -> None:
-    """p := (1 - lr wd) p - lr sign."""
-    p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    p.grad = Cluster(DeMo(k=1), num_workers=1, layout=PAIR).step(torch.tensor([[3.0, 2.0]]))
-    torch.optim.SGD([p], lr=0.1, weight_decay=0.5).step()
-    torch.testing.assert_close(p.detach(), 0.95 * torch.tensor([1.0, -2.0]) - 0.1)

@@ -92,19 +92,6 @@ def plain_sum(algorithm: Algorithm[Any], grads: Tensor) -> Tensor:
     return torch.stack([cluster.step(step) for step in grads]).sum(0)
 
 
-def test_what_leaves_the_residuals_enters_the_aggregate() -> None:
-    """In one step, to a rounding of each of the N + 2 additions, for any numbers and weights."""
-    plain = Cluster(TopK(k=20), num_workers=N, weights=WEIGHTS)
-    imputed = Cluster(TopK(k=20, impute=0.35), num_workers=N, weights=WEIGHTS)
-    weights = torch.tensor(WEIGHTS).double()
-    (grads,) = random_grads(1)
-    entered = imputed.step(grads).double() - plain.step(grads).double()
-    left = weights @ (residual_of(plain).double() - residual_of(imputed).double())
-    size = torch.stack([*grads.abs(), *residual_of(imputed).abs()]).amax(0).double()
-    assert bool(((entered - left).abs() <= (N + 2) * 2**-24 * size).all())
-    assert bool((entered.abs() > 1e3 * 2**-24 * size).any())
-
-
 @kinds
 def test_nothing_changes_where_there_is_nothing_to_impute(kind: type[Any]) -> None:
     (grads,) = random_grads(1)

@@ -9,21 +9,6 @@ from regtopk.simulate import Cluster
 from tests.algorithms.cases import random_grads
 
 
-def test_the_best_candidate_by_hand() -> None:
-    seed, grads = 1, torch.tensor([[1.0, -5.0, 2.0, 4.0, 3.0], [1.0, 2.0, 6.0, -1.0, 3.0]])
-    cluster = Cluster(RandomCandidates(k=1, factor=2, seed=seed), num_workers=2)
-    accumulated = torch.zeros(2, 5)
-    for step in range(4):
-        accumulated += grads
-        candidates = random_subset(5, 2, seed, step)
-        expected = torch.zeros(5)
-        for n in range(2):
-            best = candidates[int(accumulated[n, candidates].abs().argmax())]
-            expected[best] += accumulated[n, best] / 2
-            accumulated[n, best] = 0
-        assert torch.equal(cluster.step(grads), expected)
-
-
 def test_the_compressor_of_cocktail_sgd_by_hand() -> None:
     """10 % of 1,000 entries are candidates, the largest 20 of these 100 are sent, in 4 bits each.
 
