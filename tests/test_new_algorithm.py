@@ -62,8 +62,7 @@ print(tools.catalogue.describe("round-robin"))
 """
     file, _, section = copy.run("-c", code).partition("\n")
     assert Path(file).is_relative_to(copy.folder)
-    assert section.startswith("## round-robin\n\nSend the entries in turn. Class `RoundRobin`.")
-    assert "**Use it for**: a first example; every entry is sent after J / k steps" in section
+    assert section.startswith("## round-robin\n\n`RoundRobin`: Send the entries in turn.")
 
 
 def test_it_keeps_the_contract(copy: Copy) -> None:

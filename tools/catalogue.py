@@ -1,127 +1,100 @@
 """Write docs/algorithms.md from the table of algorithms: python tools/catalogue.py.
 
-Nothing about an algorithm is written down a second time. Its class docstring has the words, and a small
-cluster is asked what the algorithm sends and keeps.
+Nothing about an algorithm is written down a second time: its class docstring has the words.
 """
 
 import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from regtopk.algorithms import ALGORITHMS
-from regtopk.core import Algorithm, Layout, Request, Worker, converse
-from regtopk.simulate.driver import SimulatedDriver
+from regtopk.core import Algorithm
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
-NUM_WORKERS, LAYER, NUM_LAYERS, DENSITY = 8, 100, 10, 0.001
 USE = "Use it for: "
+COMMON = ("density", "k", "value_code", "impute", "score", "seed")  # options that the page explains once
 PAGE_NAME, LINK = re.compile(r"docs/([\w-]+\.md)"), r"[\1](\1)"  # pages that docstrings name
-NOTES = re.compile("(Differs from|Checked against).*", re.DOTALL)  # the end of a class docstring
+OPTION = re.compile(r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", re.DOTALL | re.MULTILINE)  # of a section Args
+ERROR_FEEDBACK = re.compile(
+    r"(^|, )(a_n = e_n \+ g_n|send (s|s_n) \* a_n, receive g = sum_n w_n \((s|s_n) \* a_n\)"
+    r"|e_n := a_n - (s|s_n) \* a_n)(?=,|$)"
+)  # the equations that the page has once
+
+HEAD = """# Algorithms
+
+Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`.
+[which-method.md](which-method.md) says which to try first, [add-an-algorithm.md](add-an-algorithm.md) how to
+write one. PowerSGD and fp16 are not here: torch ships them as hooks.
+
+Worker n of N has the gradient g_n of J entries, the residual e_n and the weight w_n; s_n is a mask. What
+the equations below leave out is error feedback:
+
+```text
+a_n = e_n + g_n, send s_n * a_n, receive the aggregate g = sum_n w_n (s_n * a_n), e_n := a_n - s_n * a_n
+```
+
+These options mean the same in all algorithms:
+
+- `density`: k / J in (0, 1], or a function of the step such as `WarmUp`; or give `k` itself.
+- `value_code`: how values travel: `float32`, `bfloat16`, `float16`, `int8`, `4bit` or `2bit`. The residual
+  keeps what a code loses.
+- `impute`: rho in [0, 1] of [imputation](imputation.md); 0 infers nothing.
+- `score`: None selects by magnitude, a `PosteriorScore` as RegTop-k does.
+- `seed`: of the random draws, an integer.
+
+The docstrings say how each was checked. `python tools/catalogue.py` writes this page from them.
+
+"""
 
 
-class Facts(NamedTuple):
-    """What a small cluster of the algorithm showed."""
-
-    requests: list[str]
-    num_rounds: int
-    payload_bytes: float
-    fields: dict[str, str]
-
-
-def ask(algorithm: Algorithm[Any]) -> Facts:
-    """Run one step on random gradients, and look at what is asked, sent and kept."""
-    layout = Layout.of_shapes((f"layer{i}", (LAYER, LAYER), "linear") for i in range(NUM_LAYERS))
-    worker = Worker(
-        weight=torch.full((NUM_WORKERS, 1), 1 / NUM_WORKERS),
-        index=torch.arange(NUM_WORKERS).unsqueeze(-1),
-        num_workers=NUM_WORKERS,
-        step=0,
-        layout=layout,
-        batch_shape=(NUM_WORKERS,),
-    )
-    driver = SimulatedDriver(worker)
-    requests: list[str] = []
-
-    def answer(request: Request) -> Any:
-        requests.append(type(request).__name__)
-        return driver.answer(request)
-
-    grads = torch.randn(NUM_WORKERS, layout.numel, generator=torch.Generator().manual_seed(0))
-    state = algorithm.init(worker)
-    converse(algorithm.exchange(grads, state, worker), answer)
-    payload = float(driver.traffic.payload_bytes.double().mean())
-    return Facts(requests, driver.num_rounds, payload, dict(state.rules()))
+def paragraphs_of(kind: type[Algorithm[Any]]) -> list[str]:
+    """The paragraphs of a class docstring: summary, equations, and what follows."""
+    return inspect.cleandoc(kind.__doc__ or "").split("\n\n")
 
 
 def use_of(kind: type[Algorithm[Any]]) -> str:
     """What the class docstring says after "Use it for: ", without the full stop."""
-    for paragraph in inspect.cleandoc(kind.__doc__ or "").split("\n\n"):
+    for paragraph in paragraphs_of(kind):
         if paragraph.startswith(USE):
-            return " ".join(paragraph.removeprefix(USE).split()).removesuffix(".")
+            return _one_line(paragraph.removeprefix(USE)).removesuffix(".")
     raise ValueError(f"the docstring of {kind.__name__} must have a paragraph '{USE}...'")
+
+
+def options_of(kind: type[Algorithm[Any]]) -> list[str]:
+    """One line for each option of its own: the default, and what the docstring says."""
+    (described,) = (p for p in paragraphs_of(kind) if p.startswith("Args:\n"))
+    defaults = {f.name: f.default for f in fields(kind)}
+    lines = []
+    for names, text in OPTION.findall(described + "\n"):
+        if not set(names.split(", ")) <= set(COMMON):
+            default = defaults[names.split(", ")[0]]
+            is_plain = isinstance(default, (bool, int, float, str))
+            named = names.replace(", ", "`, `") + (f"={default!r}" if is_plain and ", " not in names else "")
+            lines.append(f"- `{named}`: {_one_line(text)}")
+    return lines
 
 
 def describe(name: str) -> str:
     """One algorithm's section."""
     kind = ALGORITHMS[name]
-    has_density = any(field.name == "density" for field in fields(kind))
-    algorithm = kind(**({"density": DENSITY} if has_density else {}))
-    facts = ask(algorithm)
-    summary, _, rest = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
-    equations, _, after = rest.partition("\n\nArgs:\n")
-    equations = "\n\n".join(part for part in equations.split("\n\n") if not part.startswith(USE))
-    found = NOTES.search(after)
-    notes = found[0].split("\n\n") if found else []
-    kept = ", ".join(f"{field} ({rule.replace('_', ' ')})" for field, rule in facts.fields.items())
-    promised = ", ".join(sorted(algorithm.promises)).replace("_", " ")
-    return "\n".join(
-        [
-            f"## {name}",
-            "",
-            f"{summary} Class `{kind.__name__}`.",
-            "",
-            "```text",
-            equations,
-            "```",
-            "",
-            f"- **Sends**: {' then '.join(facts.requests)}; rounds of messages: {facts.num_rounds}; "
-            f"{facts.payload_bytes:,.0f} bytes per worker in the first step of the cluster above.",
-            f"- **Keeps**: {kept or 'nothing'}.",
-            f"- **Promises**: {promised or 'nothing'}.",
-            f"- **Use it for**: {use_of(kind)}.",
-            *(f"- {PAGE_NAME.sub(LINK, ' '.join(note.split()))}" for note in notes),
-            "",
-        ]
-    )
+    summary, equations, *others = paragraphs_of(kind)
+    notes = [_one_line(paragraph) for paragraph in others if paragraph.startswith("Differs from")]
+    lines = [ERROR_FEEDBACK.sub("", line).removeprefix(", ") for line in equations.splitlines()]
+    own = "\n".join(filter(None, lines))
+    head = [f"## {name}", f"`{kind.__name__}`: {summary}", f"```text\n{own}\n```"]
+    return "\n\n".join([*head, *filter(None, ["\n".join(options_of(kind))]), *notes]) + "\n"
 
 
 def catalogue() -> str:
     """The whole page."""
-    numel = NUM_LAYERS * LAYER * LAYER
-    head = f"""# Algorithms
-
-Every class is importable from `regtopk`: `regtopk.attach(model, regtopk.DGC(density=0.001))`.
-[which-method.md](which-method.md) says which to try first, and
-[add-an-algorithm.md](add-an-algorithm.md) how to write one.
-
-How to read the sections:
-
-- *Sends* counts the bytes of one step on random gradients, frames included: N = {NUM_WORKERS} workers,
-  J = {numel:,} entries in {NUM_LAYERS} matrices, density {DENSITY:g} where there is one, default options.
-- *Keeps* names the state. When the number of ranks changes, a *weighted sum* is conserved, a *reset* field
-  starts anew, and a *shared* one, which is the same on all ranks, is copied.
-- *Promises* are those of the default options; other options may break one.
-
-`python tools/catalogue.py` writes this page from the classes, and a test holds that it is up to date.
-PowerSGD and fp16 are not here: torch ships them as hooks, and the benchmarks measure those.
-
-"""
     index = "".join(f"- [{name}](#{name}): {use_of(kind)}\n" for name, kind in ALGORITHMS.items())
-    return head + index + "\n" + "\n".join(describe(name) for name in ALGORITHMS)
+    return HEAD + index + "\n" + "\n".join(describe(name) for name in ALGORITHMS)
+
+
+def _one_line(text: str) -> str:
+    return PAGE_NAME.sub(LINK, " ".join(text.split())).replace("``", "`")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.errors import RegtopkError
 from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
 from regtopk.lab.experiments.deep.task import DeepProblem

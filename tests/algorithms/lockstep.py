@@ -154,13 +154,7 @@ def _of_senders(asked: list[SenderSum], total: Tensor, *, is_echo: bool) -> OfSe
         named[support] = True
         everyone = everyone + weight
     entries = named.nonzero().flatten()
-    numbers = None
-    if asked[0].numbers is not None:
-        numbers = torch.zeros_like(asked[0].numbers)
-        for request, weight in zip(asked, weights, strict=True):
-            assert request.numbers is not None
-            numbers = numbers + weight * request.numbers
-    return OfSenders(total, entries, total[entries] / sent[entries], everyone - sent[entries], numbers)
+    return OfSenders(total, entries, total[entries] / sent[entries], everyone - sent[entries])
 
 
 def _gathered(asked: list[Gather]) -> Gathered:

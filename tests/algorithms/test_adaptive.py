@@ -12,13 +12,10 @@ from regtopk import (
     AdaptiveDensity,
     ChunkedTopK,
     Consensus,
-    Dense,
-    FairTopK,
     GradientDropping,
     MIPDStyle,
     RegTopK,
     ScaleCom,
-    Strom,
     TopK,
 )
 from regtopk.core import WithDensity
@@ -143,31 +140,6 @@ def test_the_options_say_what_is_adapted() -> None:
     options = AdaptiveDensity(algorithm=TopK(k=3), bytes_per_step=10.0).options()
     assert options["algorithm"] == "TopK(density=None, k=3, value_code=float32, impute=0.0)"
     assert AdaptiveDensity().options()["algorithm"].startswith("RegTopK(density=0.01, ")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target_error": 0.5, "bytes_per_step": 9.0}, "at most one of target_error and bytes_per_step"),
-        ({"target_error": 1.0}, r"target_error must be in \(0, 1\), got 1.0"),
-        ({"bytes_per_step": 0}, "bytes_per_step must be > 0, got 0"),
-        ({"min_density": 0.0}, r"min_density must be in \(0, 1\], got 0.0"),
-        ({"max_density": 1.1}, r"max_density must be in \(0, 1\], got 1.1"),
-        ({"min_density": 0.5, "max_density": 0.1}, "min_density must be at most max_density, got 0.5 > 0.1"),
-        ({"every": 0}, "every must be an integer of at least 1, got 0"),
-        ({"algorithm": Dense()}, r"must have a density and not adapt it itself, got Dense\("),
-        ({"algorithm": Strom()}, "must have a density and not adapt it itself, got Strom"),
-        ({"algorithm": FairTopK(k=1)}, "not adapt it itself, got FairTopK"),
-        (
-            {"algorithm": TopK(density=lambda step: 0.1)},
-            "a number as density, or a k, to start from, got TopK",
-        ),
-        ({"algorithm": EF21(k=1)}, "keep all that it does not send in its residual.*, got EF21"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        AdaptiveDensity(**options)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import torch
 from regtopk.algorithms import Atomo
 from regtopk.algorithms.atomo import keep_probability
 from regtopk.core.random import uniform
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
 
@@ -55,8 +54,3 @@ def test_workers_draw_for_themselves() -> None:
     aggregate = cluster.step(torch.ones(2, 100))  # p = 1/2: 0, 2/3, 4/3 or 2, each a quarter of the entries
     counts = aggregate.mul(1.5).round().long().bincount(minlength=4)
     assert bool((counts > 10).all())
-
-
-def test_a_seed_must_be_an_integer() -> None:
-    with pytest.raises(ArgumentError, match=r"seed must be an integer, got 0\.5"):
-        Atomo(k=1, seed=0.5)  # type: ignore[arg-type]

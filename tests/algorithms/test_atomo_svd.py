@@ -6,7 +6,7 @@ import torch
 from regtopk.algorithms import AtomoSVD
 from regtopk.core.random import uniform
 from regtopk.core.worker import Layout
-from regtopk.errors import ArgumentError, GradientError
+from regtopk.errors import GradientError
 from regtopk.simulate import Cluster
 
 SQUARE = Layout.of_shapes([("square", (2, 2), "linear")])
@@ -53,8 +53,3 @@ def test_replicas_are_refused() -> None:
     ):
         cluster.step(torch.ones(3, 2, 4))
     cluster.step(torch.ones(2, 4))  # the refused step has fixed nothing
-
-
-def test_a_seed_must_be_an_integer() -> None:
-    with pytest.raises(ArgumentError, match="seed must be an integer, got 'a'"):
-        AtomoSVD(k=1, seed="a")  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """DeMo by hand, against a loop that keeps the momentum as the paper does, and its options."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from regtopk.algorithms import ChunkedTopK, DeMo
 from regtopk.core.worker import Layout
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
 PAIR = Layout.of_shapes([("pair", (2,), "bias")])
@@ -109,32 +107,3 @@ def test_what_a_code_loses_stays_in_the_momentum(code: str) -> None:
     kept = coded.state.state_dict()["momentum"]
     assert float(kept.norm()) > 0.1 * float(given.norm())
     torch.testing.assert_close(kept.norm(), (given - applied).norm(), rtol=1e-5, atol=0)
-
-
-def test_plain_sgd_with_weight_decay_is_the_papers_step() -> None:
-    """p := (1 - lr wd) p - lr sign."""
-    p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    p.grad = Cluster(DeMo(k=1), num_workers=1, layout=PAIR).step(torch.tensor([[3.0, 2.0]]))
-    torch.optim.SGD([p], lr=0.1, weight_decay=0.5).step()
-    torch.testing.assert_close(p.detach(), 0.95 * torch.tensor([1.0, -2.0]) - 0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
-        ({"decay": math.nan}, "decay must be in [0, 1], got nan"),
-        ({"tile": 0}, "tile must be an integer of at least 1, got 0"),
-        ({"tile": 65}, "tile must be at most 64, got 65"),
-        ({"sign": 1}, "sign must be True or False, got 1"),
-    ],
-)
-def test_options_that_break_their_rule_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError) as refused:
-        DeMo(k=1, **options)
-    assert str(refused.value) == message
-
-
-def test_a_k_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="k must be at most the number of entries, J = 2, got 3"):
-        Cluster(DeMo(k=3), num_workers=1).step(torch.ones(1, 2))

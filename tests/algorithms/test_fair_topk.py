@@ -102,42 +102,6 @@ def test_k_stays_without_a_decrease_or_a_report() -> None:
     assert run(silent, [None] * 9) == [20] * 10
 
 
-def test_k_is_raised_when_patience_is_at_its_end() -> None:
-    cluster = learner(patience=1)
-    assert run(cluster, NO_DECREASE) == [20, 20, 10, 10, 20]
-    cluster.report(loss=4.0, time_s=1.0)
-    assert run(cluster, NO_DECREASE[1:]) == [20, 10, 10, 40]  # delta_2 = 40 / 2
-    cluster.report(loss=4.0, time_s=1.0)
-    run(cluster, NO_DECREASE[1:])
-    assert float(state_of(cluster).k) == 40  # and patience begins anew
-
-
-def test_a_decrease_renews_patience() -> None:
-    cluster = learner(patience=1)
-    run(cluster, NO_DECREASE)
-    assert int(state_of(cluster).num_failures) == 1
-    cluster.report(loss=4.0, time_s=1.0)
-    run(cluster, SLOWER_BELOW[1:])
-    assert int(state_of(cluster).num_failures) == 0
-
-
-def test_stochastic_rounding_is_right_on_average() -> None:
-    """k = 48.28 after the first trial: 49 entries in 28 of 100 draws, else 48."""
-    rounded = [run(learner(rounding="stochastic", seed=seed), SLOWER_BELOW)[-1] for seed in range(40)]
-    assert set(rounded) == {48, 49}
-    assert sum(rounded) / 40 == pytest.approx(20 + 40 / 2**0.5, abs=0.1)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_stochastic_rounding_is_the_same_in_all_steps_of_a_trial(seed: int) -> None:
-    cluster = learner(rounding="stochastic", seed=seed, trial=4)
-    reports = [(4.0, 1.0), (4.0, 1.0), (3.0, 1.0), (3.0, 1.0), (3.0, 1.0), (3.0, 1.0), (2.5, 1.0), (2.5, 1.0)]
-    all_k = run(cluster, [*reports, *[(1.0, 1.0)] * 7])
-    assert all_k[:8] == [20] * 4 + [10] * 4
-    assert len(set(all_k[8:12])) == len(set(all_k[12:])) == 1
-    assert all_k[8] in (48, 49) and all_k[12] - 38 == all_k[8] - 48  # k' = 38.28, by the same draw
-
-
 def test_a_trial_goes_on_where_a_report_is_missing() -> None:
     reports = [SLOWER_BELOW[0], None, *SLOWER_BELOW[1:3], None, SLOWER_BELOW[3]]
     assert run(learner(), reports) == [20, 20, 20, 10, 10, 10, 48]
@@ -153,24 +117,6 @@ def test_time_may_come_from_a_link_model() -> None:
         cluster.step(grad)
         cluster.report(loss=loss)
     assert float(state_of(cluster).k) == 10
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"density": lambda step: 0.1}, "density must be a number, since k is learnt, got <function"),
-        ({"k": 1, "trial": 3}, "trial must be even, got 3"),
-        ({"k": 1, "trial": 0}, "trial must be an integer of at least 2, got 0"),
-        ({"k": 1, "rounding": "up"}, "rounding must be one of nearest, stochastic, got 'up'"),
-        ({"k": 1, "patience": -1}, "patience must be an integer of at least 0, got -1"),
-        ({"k": 1, "seed": 0.5}, "seed must be an integer, got 0.5"),
-        ({"k": 1, "min_density": 0.0}, r"min_density must be None or in \(0, 1\], got 0.0"),
-        ({"k": 1, "max_density": 2}, r"max_density must be None or in \(0, 1\], got 2"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        FairTopK(**options)
 
 
 def test_k_must_begin_in_its_range() -> None:

@@ -3,7 +3,6 @@ import torch
 
 from regtopk.algorithms import GradientDropping
 from regtopk.core.worker import Layout
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
 LAYOUT = Layout.of_shapes([("large", (2, 2), "linear"), ("small", (4,), "bias")])
@@ -43,10 +42,3 @@ def test_zeros_are_not_sent() -> None:
     cluster = Cluster(GradientDropping(density=0.1), num_workers=1)
     cluster.step(grads)
     assert cluster.last_step.num_entries.tolist() == [1]
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ArgumentError, match=r"sample must be in \(0, 1\], got 0"):
-        GradientDropping(k=1, sample=0)
-    with pytest.raises(ArgumentError, match="per_layer must be True or False, got 1"):
-        GradientDropping(k=1, per_layer=1)  # type: ignore[arg-type]

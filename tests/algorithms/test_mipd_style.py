@@ -6,7 +6,6 @@ import torch
 from regtopk.algorithms import MIPDStyle
 from regtopk.algorithms.mipd_style import layer_budgets
 from regtopk.core.worker import Layout
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
 LAYOUT = Layout.of_shapes([("wide", (4,), "other"), ("narrow", (2,), "other")])
@@ -36,8 +35,3 @@ def test_one_step() -> None:
     # 0.25 in worker 0, of means 0.375 and 0 in worker 1, that is (2, 1) and (3, 0) entries
     aggregate = cluster.step(torch.zeros(2, 6))
     assert aggregate.tolist() == [0.25, 0.0, 0.5, 0.5, 0.0, -0.25]
-
-
-def test_decay_must_be_a_share() -> None:
-    with pytest.raises(ArgumentError, match=r"decay must be in \[0, 1\], got 1\.5"):
-        MIPDStyle(k=1, decay=1.5)

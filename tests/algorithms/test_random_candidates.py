@@ -1,29 +1,12 @@
 from typing import Any
 
-import pytest
 import torch
 
 from regtopk.algorithms import RandomCandidates, RandomK, TopK
 from regtopk.core.codes import quantise
 from regtopk.core.random import random_subset
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import random_grads
-
-
-def test_the_best_candidate_by_hand() -> None:
-    seed, grads = 1, torch.tensor([[1.0, -5.0, 2.0, 4.0, 3.0], [1.0, 2.0, 6.0, -1.0, 3.0]])
-    cluster = Cluster(RandomCandidates(k=1, factor=2, seed=seed), num_workers=2)
-    accumulated = torch.zeros(2, 5)
-    for step in range(4):
-        accumulated += grads
-        candidates = random_subset(5, 2, seed, step)
-        expected = torch.zeros(5)
-        for n in range(2):
-            best = candidates[int(accumulated[n, candidates].abs().argmax())]
-            expected[best] += accumulated[n, best] / 2
-            accumulated[n, best] = 0
-        assert torch.equal(cluster.step(grads), expected)
 
 
 def test_the_compressor_of_cocktail_sgd_by_hand() -> None:
@@ -68,17 +51,3 @@ def test_indices_cost_what_the_candidates_are_worth() -> None:
     cluster.step(torch.randn(2, 2**20, generator=torch.Generator().manual_seed(0)))
     # a frame, 256 values, 256 fields of 4 bits, 256 + (4095 >> 4) = 511 unary bits in 16 words
     assert cluster.last_step.payload_bytes.tolist() == [32 + 4 * 256 + 256 // 2 + 4 * 16] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"factor": 0}, "factor must be an integer of at least 1, got 0"),
-        ({"factor": 2.5}, "factor must be an integer of at least 1, got 2.5"),
-        ({"seed": None}, "seed must be an integer, got None"),
-    ],
-)
-def test_options_that_break_their_rule_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError) as refused:
-        RandomCandidates(k=1, **options)
-    assert str(refused.value) == message

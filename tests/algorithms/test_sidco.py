@@ -8,7 +8,6 @@ from regtopk.algorithms import SIDCo
 from regtopk.core.requests import SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
 SIXTEEN = torch.tensor([1.0, -1.0] * 6 + [4.0, -6.0, 8.0, -12.0])
@@ -125,8 +124,3 @@ def test_a_damaged_number_of_stages_ends() -> None:
     most = sent_by(SIDCo(k=1), SIXTEEN, num_stages=SIXTEEN.numel().bit_length())
     damaged = sent_by(SIDCo(k=1), SIXTEEN, num_stages=2**62)
     assert torch.equal(damaged.indices, most.indices) and torch.equal(damaged.values, most.values)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ArgumentError, match="fit must be one of exponential, pareto, gamma, got 'normal'"):
-        SIDCo(k=1, fit="normal")  # type: ignore[arg-type]

@@ -1,16 +1,13 @@
 """Count sketches by their definition, and what they find that Top-k does not."""
 
 import math
-from typing import Any
 
-import pytest
 import torch
 
 from regtopk.algorithms import Sketch, TopK
 from regtopk.core.random import uniform
 from regtopk.core.requests import DenseSum
 from regtopk.core.worker import Layout
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 from tests.algorithms.lockstep import LockStep
 
@@ -71,18 +68,3 @@ def test_a_coded_sketch_costs_less_and_carries_all_the_same() -> None:
         kept = cluster.state.residual.mean(0)  # type: ignore[attr-defined]
         assert torch.equal(aggregate + kept, CANCELLING.mean(0))
     assert int(coded.last_step.payload_bytes[0]) < int(exact.last_step.payload_bytes[0])
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("rows", 0, "rows must be an integer of at least 1, got 0"),
-        ("rows", 53, "rows must be at most 52, got 53"),
-        ("columns", 2.5, "columns must be an integer of at least 1, got 2.5"),
-        ("sketch_code", "3bit", "sketch_code must be one of float32, .*, got '3bit'"),
-        ("seed", None, "seed must be an integer, got None"),
-    ],
-)
-def test_bad_options(option: str, value: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        Sketch(k=1, **{option: value})

@@ -1,12 +1,8 @@
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
 from regtopk import SparseLoCo, TopK
 from regtopk.core import Layout
-from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
 MATRIX, VECTOR = (128, 64), (128,)
@@ -65,16 +61,3 @@ def test_nobody_pays_for_the_mean_unlike_with_imputation() -> None:
     assert loco.state is not None and imputed.state is not None
     assert loco.state.state_dict()["residual"].tolist() == [[0.0, 1.0, 0.5], [1.0, 0.0, 0.5]]
     assert imputed.state.state_dict()["residual"].tolist() == [[0.0, -5.0, 0.5], [-3.0, 0.0, 0.5]]
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tile": 0}, "tile must be an integer of at least 1, got 0"),
-    ({"decay": 1.01}, "decay must be in [0, 1], got 1.01"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_options_that_break_their_rule_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError) as refused:
-        SparseLoCo(k=1, **options)
-    assert str(refused.value) == message

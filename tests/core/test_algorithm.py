@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from regtopk.algorithms import Dense, RegTopK, TopK
-from regtopk.core.algorithm import Conversation, converse
+from regtopk.core.algorithm import Conversation, WarmUp, converse
 from regtopk.core.requests import DenseSum, Request
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
@@ -87,7 +88,6 @@ def test_options_are_plain_and_name_functions() -> None:
         "damping": "factor",
         "reference": "previous",
         "q": "inf",
-        "regularizer": "tanh",
         "impute": 0.0,
     }
 
@@ -106,3 +106,11 @@ def test_converse_answers_until_the_aggregate_is_there() -> None:
     asked: list[Any] = []
     assert converse(conversation(), answer).tolist() == [120.0]
     assert asked == [[1.0], [4.0]]
+
+
+def test_a_warm_up_of_as_many_stages_as_steps_is_an_exponential() -> None:
+    schedule = WarmUp(density=0.01, num_steps=50, start=1.0, num_stages=50)
+    densities = [schedule(step) for step in range(51)]
+    assert densities[0] == 1.0 and densities[-1] == schedule(10**6) == 0.01
+    factors = [after / before for before, after in pairwise(densities)]
+    assert factors == pytest.approx([0.01 ** (1 / 50)] * 50)

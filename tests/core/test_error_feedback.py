@@ -5,35 +5,11 @@ import torch
 
 from regtopk.algorithms import Dense, TopK
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.codes import VALUE_CODES, quantise
-from regtopk.core.selection import take_at_, take_largest_
+from regtopk.core.codes import VALUE_CODES
 from regtopk.core.state import State
 from regtopk.simulate import Cluster
 
 LOSSY = VALUE_CODES[1:]
-
-
-@pytest.mark.parametrize("code", VALUE_CODES)
-def test_the_residual_keeps_what_the_code_lost(code: str) -> None:
-    residual, grad = torch.randn(3, 500).double(), torch.randn(3, 500).double()
-    accumulated = residual + grad
-    sent = take_largest_(residual, grad, 40, code=code)
-    values = accumulated.gather(-1, sent.indices)
-    assert sent.code == code
-    assert torch.equal(sent.values, quantise(values, code))
-    assert torch.equal(residual.gather(-1, sent.indices), values - sent.values)
-    assert torch.equal(accumulated.scatter(-1, sent.indices, 0.0), residual.scatter(-1, sent.indices, 0.0))
-    if code == "float32":
-        assert not bool(residual.gather(-1, sent.indices).any())
-
-
-@pytest.mark.parametrize("code", VALUE_CODES)
-def test_values_at_given_indices_are_coded_too(code: str) -> None:
-    residual, grad = torch.randn(3, 50), torch.randn(3, 50)
-    accumulated, indices = residual + grad, torch.tensor([3, 7, 40])
-    sent = take_at_(residual, grad, indices, code=code)
-    assert torch.equal(sent, quantise(accumulated[:, indices], code))
-    assert torch.equal(residual[:, indices], accumulated[:, indices] - sent)
 
 
 @pytest.mark.parametrize("code", LOSSY)

@@ -116,7 +116,7 @@ W = torch.ones(2)
                            "got (3,) torch.float32 cpu"),
         ([W], [W.double()], "after must have the shape, dtype and device of before, (2,) torch.float32 cpu, "
                             "got (2,) torch.float64 cpu"),
-        (W.long(), W.long(), "before must be floating point, got torch.int64"),
+        (W.long(), W.long(), "before must hold floating point tensors, got torch.int64"),
         (W, W, "before must be a copy made before the step, got the same memory as after"),
         ([W], W, "before and after must both be tensors or both lists, got one tensor: after"),
         (W, [W], "before and after must both be tensors or both lists, got one tensor: before"),

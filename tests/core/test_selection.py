@@ -17,15 +17,6 @@ from regtopk.core.selection import (
 from regtopk.errors import ArgumentError, WireFormatError
 
 
-def test_what_a_code_loses_stays_in_the_residual() -> None:
-    residual, grad = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([1 / 3, 2.0, 0.1])
-    sent = take_largest_(residual, grad, 2, code="bfloat16")
-    third = torch.tensor(1 / 3).bfloat16().float()
-    assert sent.indices.tolist() == [0, 1] and sent.code == "bfloat16" and sent.numel == 3
-    assert torch.equal(sent.values, torch.stack([third, torch.tensor(3.0)]))
-    assert torch.equal(residual, torch.stack([grad[0] - third, torch.tensor(0.0), grad[2]]))
-
-
 @pytest.mark.parametrize("code", VALUE_CODES)
 def test_an_overflowing_sum_is_not_sent_as_a_finite_number(code: str) -> None:
     residual, grad = torch.full((300,), 1.0), torch.full((300,), 2.0)

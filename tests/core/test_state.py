@@ -37,21 +37,19 @@ def test_loading_keeps_the_dtype() -> None:
     assert (target.residual.dtype, target.indices.dtype) == (torch.float32, torch.int64)
 
 
-@pytest.mark.parametrize("change", [{"extra": torch.zeros(1)}, {"residual": torch.zeros(3, 5)}])
-def test_a_state_that_does_not_fit_is_refused_as_a_whole(change: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(1)}, "state must have the fields ['indices', 'mean', 'residual'], got ['a', "),
+        ({"residual": torch.zeros(3, 5)}, "state field 'residual' must have shape (3, 4), got (3, 5)"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_as_a_whole(change: dict[str, Tensor], message: str) -> None:
     target = example(2.0)
-    with pytest.raises(StateError, match="state "):
+    with pytest.raises(StateError) as refused:
         target.load_state_dict({**example(1.0).state_dict(), **change})
+    assert str(refused.value).startswith(message)
     assert all(tensor.unique().tolist() == [2.0] for tensor in target.state_dict().values())
-
-
-def test_messages_name_the_field_the_rule_and_the_value() -> None:
-    with pytest.raises(StateError) as refused:
-        example().load_state_dict({})
-    assert str(refused.value) == "state must have the fields ['indices', 'mean', 'residual'], got []"
-    with pytest.raises(StateError) as refused:
-        example().load_state_dict({**example().state_dict(), "residual": torch.zeros(3, 5)})
-    assert str(refused.value) == "state field 'residual' must have shape (3, 4), got (3, 5)"
 
 
 @pytest.mark.parametrize("k_afterwards", [1, 2, 4])

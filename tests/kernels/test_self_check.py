@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from regtopk import kernels
 from regtopk.cli import app
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.kernels import Damped
 from regtopk.kernels.dispatch import kernel_named
 

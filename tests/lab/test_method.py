@@ -93,7 +93,7 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
             "impute is an option of topk, regtopk, .*, not of consensus: its workers all send the same "
             "entries, so there is nothing to impute, got 'consensus:impute=0.3:seed=1'",
         ),
-        ("randomk:impute=learned", "not of randomk: its workers all send the same entries"),
+        ("randomk:impute=0.3", "not of randomk: its workers all send the same entries"),
         ("strom:impute=0.3", "not of strom: it does not impute, got 'strom:impute=0.3'"),
         (
             "adaptive:algorithm=consensus:impute=0.3",

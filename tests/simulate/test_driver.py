@@ -1,11 +1,9 @@
 """Answers have the shapes that requests promise, and are never the sender's memory."""
 
-import pytest
 import torch
 from torch import Tensor
 
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, SparseSum
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.requests import Broadcast, DenseSum, Gather
 from regtopk.core.worker import Layout, Worker
 from regtopk.simulate.driver import SimulatedDriver
 
@@ -16,20 +14,6 @@ ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 def driver(*replicas: int) -> SimulatedDriver:
     index = torch.arange(3).unsqueeze(-1)
     return SimulatedDriver(Worker(WEIGHT, index, 3, 0, Layout.anonymous(4), (*replicas, 3)))
-
-
-@pytest.mark.parametrize("request_type", [DenseSum, Peek])
-def test_a_dense_sum_is_weighted(request_type: type[DenseSum | Peek]) -> None:
-    assert driver().answer(request_type(ROWS, WEIGHT)).tolist() == [2.5, 3.5]
-    by_replica = driver(2).answer(request_type(torch.stack([ROWS, 2 * ROWS]), WEIGHT))
-    assert by_replica.tolist() == [[[2.5, 3.5]], [[5.0, 7.0]]]
-
-
-def test_a_sparse_sum_is_weighted_and_ignores_padding() -> None:
-    indices = torch.tensor([[1, 3], [1, 99], [-1, -1]])
-    values = torch.tensor([[2.0, 4.0], [8.0, torch.nan], [torch.inf, torch.inf]])
-    sparse = SparseGradient(indices, values, numel=4, count=torch.tensor([2, 1, 0]))
-    assert driver().answer(SparseSum(sparse, WEIGHT)).tolist() == [0.0, 3.0, 0.0, 2.0]
 
 
 def test_what_is_gathered_and_broadcast_is_a_copy() -> None:

@@ -3,28 +3,19 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from regtopk.algorithms.regtopk import RegTopK
-from regtopk.core import (
-    Algorithm,
-    Conversation,
-    DenseSum,
-    Request,
-    State,
-    WithDensity,
-    Worker,
-    check_integer,
-    check_number,
-    exact_sum,
-    extended,
-    per_worker,
-    shared,
-)
+from regtopk.core.algorithm import Algorithm, Conversation, WithDensity
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import integer, option, within
+from regtopk.core.requests import DenseSum, Request
+from regtopk.core.state import State, extended, per_worker, shared
 from regtopk.core.traffic import payload_bytes
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9
@@ -37,60 +28,62 @@ _RULES = {"density": shared(), "spent": per_worker("reset"), "debt": shared()}
 class AdaptiveDensity(Algorithm[State]):
     """Adapts the density of another algorithm while it trains.
 
-    Every few steps, after the algorithm's own conversation, the workers share one number:
+    bytes_per_step   B = sum_n w_n (mean payload of worker n since the last adaptation)
+                     debt := debt + B - budget
+                     density := density · (budget - debt / 10) / B, the dividend within 1/2..2 budgets
+    target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2 of this step,   a_n = e_n + g_n
+                     density := density · sqrt(E / (1 - E) · (1 - target) / target)
 
-        bytes_per_step   B = sum_n w_n (mean payload of worker n since the last adaptation)
-                         debt := debt + B - budget
-                         density := density · (budget - debt / 10) / B, the dividend within 1/2..2 budgets
-        target_error     E = sum_n w_n ||a_n - sent_n||^2 / ||a_n||^2 of this step,   a_n = e_n + g_n
-                         density := density · sqrt(E / (1 - E) · (1 - target) / target)
-
-    The density changes by a factor of at most 2 and stays within min_density..max_density. It depends on
-    received values alone, so it is the same on all ranks.
+    Every few steps, after the algorithm's own conversation, the workers share B or E. The density changes by
+    a factor of at most 2. It depends on received values alone, so it is the same on all ranks. On a cluster
+    that splits sparse sums by region, the budget counts the messages of an all_gather all the same.
 
     Use it for: holding a byte budget or an error without knowing the density.
 
     Args:
-        algorithm: any algorithm with a density. The adaptation starts from that density, a number, or k.
-        target_error: the share of ||a_n||^2 that may stay in the residual, in (0, 1). The algorithm must keep
-            in its residual all that it does not send. 0.9 if neither this nor bytes_per_step is given.
-        bytes_per_step: mean payload per worker and step over the whole training, > 0. The numbers that the
-            adaptation itself sends are included.
+        algorithm: any algorithm with a density, a number, or a k to start from. For a target_error it must
+            keep in its residual all that it does not send.
+        target_error: the share of ||a_n||^2 that may stay in the residual, in (0, 1); 0.9 if no aim is given.
+        bytes_per_step: mean payload per worker and step over the whole training, > 0.
         min_density, max_density: the bounds of k / J, in (0, 1].
         every: steps from one adaptation to the next, >= 1.
 
-    The paper names this as the natural extension of RegTop-k and leaves it open; the rule is our own. On a
-    cluster that splits sparse sums by region, the budget counts the messages of an all_gather all the same.
+    The rule is our own; the paper leaves it open.
     """
 
-    name: ClassVar[str] = "adaptive"
+    name = "adaptive"
     promises = frozenset()
     algorithm: WithDensity[Any] = field(default_factory=lambda: RegTopK(density=0.01))
-    target_error: float | None = None
-    bytes_per_step: float | None = None
-    min_density: float = 1e-5
-    max_density: float = 1.0
-    every: int = 10
+    target_error: float | None = option(None, within("(0, 1)"))
+    bytes_per_step: float | None = option(None, within("(0, inf)"))
+    min_density: float = option(1e-5, within("(0, 1]"))
+    max_density: float = option(1.0, within("(0, 1]"))
+    every: int = option(10, integer(at_least=1))
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options, and whether the algorithm can be adapted to them."""
+        super().__post_init__()
         if self.target_error is not None and self.bytes_per_step is not None:
             raise ArgumentError(
                 f"give at most one of target_error and bytes_per_step, got {self.target_error}, "
                 f"{self.bytes_per_step}"
             )
-        if self.target_error is not None:
-            check_number("target_error", self.target_error, "in (0, 1)", lambda x: 0 < x < 1)
-        if self.bytes_per_step is not None:
-            check_number("bytes_per_step", self.bytes_per_step, "> 0", lambda x: 0 < x < math.inf)
-        for name in ("min_density", "max_density"):
-            check_number(name, getattr(self, name), "in (0, 1]", lambda x: 0 < x <= 1)
         if self.min_density > self.max_density:
             raise ArgumentError(
                 f"min_density must be at most max_density, got {self.min_density} > {self.max_density}"
             )
-        check_integer("every", self.every, at_least=1)
-        self._check_algorithm()
+        algorithm = self.algorithm
+        if not isinstance(algorithm, WithDensity) or algorithm.listens:
+            raise ArgumentError(f"algorithm must have a density and not adapt it itself, got {algorithm!r}")
+        if callable(algorithm.density) or (algorithm.density is None and algorithm.k is None):
+            raise ArgumentError(
+                f"algorithm must have a number as density, or a k, to start from, got {algorithm!r}"
+            )
+        if self.bytes_per_step is None and "conserves" not in algorithm.promises:
+            raise ArgumentError(
+                "algorithm must keep all that it does not send in its residual, for a target_error to be "
+                f"measured (give bytes_per_step instead), got {algorithm!r}"
+            )
 
     def init(self, worker: Worker) -> State:
         """The algorithm's own state, the density, and, with a budget, what was spent of it."""
@@ -139,36 +132,19 @@ class AdaptiveDensity(Algorithm[State]):
         """The aggregate, and the factor of the density; measures the error where an adaptation is due."""
         if not self._is_due(worker):
             return (yield from conversation), 1.0
+        target = DEFAULT_TARGET_ERROR if self.target_error is None else self.target_error
         accumulated = _squared_norm(state.residual + grad)
         aggregate = yield from conversation
         error = _squared_norm(state.residual) / accumulated
-        error = error.where(accumulated > 0, self._target)  # a zero vector says nothing about the density
+        error = error.where(accumulated > 0, target)  # a zero vector says nothing about the density
         mean_error = yield from DenseSum(error.to(worker.weight.dtype).unsqueeze(-1), worker.weight)
-        return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(self._target))
+        return aggregate, math.sqrt(_odds(float(mean_error)) / _odds(target))
 
     def _is_due(self, worker: Worker) -> bool:
         return (worker.step + 1) % self.every == 0
 
     def _within_bounds(self, density: float) -> float:
         return min(self.max_density, max(self.min_density, density))
-
-    @property
-    def _target(self) -> float:
-        return DEFAULT_TARGET_ERROR if self.target_error is None else self.target_error
-
-    def _check_algorithm(self) -> None:
-        algorithm = self.algorithm
-        if not isinstance(algorithm, WithDensity) or algorithm.listens:
-            raise ArgumentError(f"algorithm must have a density and not adapt it itself, got {algorithm!r}")
-        if callable(algorithm.density) or (algorithm.density is None and algorithm.k is None):
-            raise ArgumentError(
-                f"algorithm must have a number as density, or a k, to start from, got {algorithm!r}"
-            )
-        if self.bytes_per_step is None and "conserves" not in algorithm.promises:
-            raise ArgumentError(
-                "algorithm must keep all that it does not send in its residual, for a target_error to be "
-                f"measured (give bytes_per_step instead), got {algorithm!r}"
-            )
 
 
 class _Extended(State):

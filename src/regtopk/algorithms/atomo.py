@@ -2,23 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    NoState,
-    SparseGradient,
-    SparseSum,
-    WithDensity,
-    Worker,
-    check_integer,
-    take_where_,
-    to_integers,
-    uniform,
-)
+from regtopk.core.algorithm import Conversation, WithDensity
+from regtopk.core.exact import to_integers
+from regtopk.core.options import integer, option
+from regtopk.core.random import uniform
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import NoState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +25,24 @@ class Atomo(WithDensity[NoState]):
     p_i = min(1, s |lambda_i| / sum |lambda|) by the sequential rule, s = k, so sum_i p_i = k
     send lambda_i / p_i with probability p_i, receive g = sum_n w_n (sent)
 
-    No other unbiased sample of k entries on average has a smaller variance. There is no residual: on average,
-    the entries drawn make up for those not drawn. At small densities that is a lot of noise.
+    No other unbiased sample of k entries on average has a smaller variance. There is no residual. At small
+    densities the noise is large.
 
     Use it for: unbiased estimates without a residual.
 
     Args:
         density: k / J in (0, 1], of the entries sent on average; or give ``k``.
         k: entries a worker sends on average.
-        seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
+        seed: an integer; draws are a function of (seed, n, t, i).
 
-    Values are not coded, since rounding would bias them. Differs from the paper: k = J sends everything.
+    Values are not coded, since rounding would bias them.
 
     Checked against the sequential rule, programmed a second time: the same probabilities to rounding.
     """
 
-    name: ClassVar[str] = "atomo"
+    name = "atomo"
     promises = frozenset({"dense_at_full_density", "replicates", "unbiased"})
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_integer("seed", self.seed)
+    seed: int = option(0, integer())
 
     def init(self, worker: Worker) -> NoState:
         """Nothing is remembered."""

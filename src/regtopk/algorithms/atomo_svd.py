@@ -1,24 +1,17 @@
 """Spectral ATOMO: an unbiased sample of the gradient's singular vectors, layer by layer."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from regtopk.algorithms.atomo import draw_entries, keep_probability
-from regtopk.core import (
-    Conversation,
-    Gather,
-    Gathered,
-    Layer,
-    NoState,
-    SparseSum,
-    WithDensity,
-    Worker,
-    check_integer,
-    uniform,
-)
+from regtopk.core.algorithm import Conversation, WithDensity
+from regtopk.core.options import integer, option
+from regtopk.core.random import uniform
+from regtopk.core.requests import Gather, Gathered, SparseSum
+from regtopk.core.state import NoState
+from regtopk.core.worker import Layer, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,34 +23,25 @@ class AtomoSVD(WithDensity[NoState]):
     send (sigma_i / p_i) u_i and v_i with probability p_i: a + b numbers per atom, gathered by all
     receive g = sum_n w_n sum_i (sigma_i / p_i) u_i v_i'
 
-    A layer of more than two dimensions is a matrix of its first dimension against the others. The entries of
-    vectors are drawn one by one, as in `Atomo`. All workers receive everything that is sent, so what a worker
-    receives grows with N.
+    The entries of vectors are drawn one by one, as in `Atomo`. What a worker receives grows with N. Values
+    are not coded, since rounding would bias them. One singular value decomposition per layer and step is
+    slow. Its last bits may depend on the number of threads, for matrices of a few hundred rows and more:
+    ranks then equal the simulator to the bit only if they run as many threads.
 
     Use it for: unbiased estimates of matrices of low rank.
 
     Args:
         density: numbers sent on average over J, in (0, 1]; or give ``k``.
         k: numbers a worker sends on average.
-        seed: an integer; draws are a function of (seed, n, t, i), so they are the same after a resume.
+        seed: an integer; draws are a function of (seed, n, t, i).
 
-    Values are not coded, since rounding would bias them. One singular value decomposition per layer and step
-    is slow. Its last bits may depend on the number of threads, for matrices of a few hundred rows and more:
-    ranks then equal the simulator to the bit only if they run as many threads.
-
-    Differs from the paper, whose code was read: the code folds a convolution into two columns per kernel
-    position and halves its rows, cuts probabilities at 1 without the sequential rule, and draws again
-    (a bias) if no atom was kept.
+    Differs from the authors' code, which folds convolutions otherwise, cuts probabilities at 1 without the
+    sequential rule, and draws again (a bias) if no atom was kept.
     """
 
-    name: ClassVar[str] = "atomo-svd"
+    name = "atomo-svd"
     promises = frozenset({"unbiased"})
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_integer("seed", self.seed)
+    seed: int = option(0, integer())
 
     def init(self, worker: Worker) -> NoState:
         """Nothing is remembered."""
@@ -69,7 +53,7 @@ class AtomoSVD(WithDensity[NoState]):
         x = grad.to(worker.weight.dtype)
         matrices = [layer for layer in worker.layout.layers if len(layer.shape) > 1 and layer.numel > 0]
         rest = _entries_outside(matrices, worker).to(grad.device)
-        num_atoms = sum(min(_sides(layer)) for layer in matrices)
+        num_atoms = sum(min(layer.sides) for layer in matrices)
         draws = uniform(worker.index, self.seed, worker.step, len(rest) + num_atoms)
         aggregate = x.new_zeros(worker.numel)
         if len(rest) > 0:
@@ -83,15 +67,10 @@ class AtomoSVD(WithDensity[NoState]):
         return aggregate
 
 
-def _sides(layer: Layer) -> tuple[int, int]:
-    """A layer's shape as a matrix: its first dimension against all others."""
-    return layer.shape[0], layer.numel // layer.shape[0]
-
-
 def _entries_outside(matrices: list[Layer], worker: Worker) -> Tensor:
     is_outside = torch.ones(worker.numel, dtype=torch.bool)
     for layer in matrices:
-        is_outside[layer.start : layer.start + layer.numel] = False
+        is_outside[layer.entries] = False
     return is_outside.nonzero().flatten()
 
 
@@ -113,8 +92,8 @@ def _message(x: Tensor, matrices: list[Layer], density: float, draws: Tensor) ->
     """One worker's message: how many atoms each matrix has, then u and v of each atom."""
     numbers, atoms, first = [], [], 0
     for layer in matrices:
-        a, b = _sides(layer)
-        matrix = x[layer.start : layer.start + layer.numel].view(a, b)
+        a, b = layer.sides
+        matrix = x[layer.entries].view(a, b)
         u, sigma, v = torch.linalg.svd(matrix, full_matrices=False)
         probability = keep_probability(sigma, density * a * b / (a + b))
         kept = (draws[first : first + len(sigma)] < probability).nonzero().flatten()
@@ -131,8 +110,8 @@ def _add_atoms_(aggregate: Tensor, gathered: Gathered, matrices: list[Layer]) ->
         message = row[:count]  # empty from a worker of weight zero
         numbers, message = message[: len(matrices)].tolist(), message[len(matrices) :]
         for layer, number in zip(matrices, numbers, strict=False):
-            a, b = _sides(layer)
-            total = aggregate[layer.start : layer.start + layer.numel].view(a, b)
+            a, b = layer.sides
+            total = aggregate[layer.entries].view(a, b)
             atoms, message = message.tensor_split([int(number) * (a + b)])
             for atom in atoms.view(-1, a + b):
                 total += atom[:a].unsqueeze(-1) * atom[a:]

@@ -1,28 +1,19 @@
 """Consensus: the workers agree on one support, to which each contributes its best entries."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import (
-    VALUE_CODES,
-    Conversation,
-    DenseSum,
-    Gather,
-    Promises,
-    Sparsifier,
-    Worker,
-    check_choice,
-    check_integer,
-    find_largest_,
-    is_lossless,
-    random_sequence,
-    take_at_,
-    to_dense,
-)
+from regtopk.core.algorithm import Conversation, Promises, Sparsifier
+from regtopk.core.codes import VALUE_CODES, is_lossless
+from regtopk.core.options import integer, one_of, option
+from regtopk.core.random import random_sequence
+from regtopk.core.requests import DenseSum, Gather
+from regtopk.core.selection import find_largest_, take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +25,10 @@ class Consensus(Sparsifier[ScoredState]):
     s = the first k distinct entries of p_1, p_2, ..., p_N, and then of a random sequence (seed, t)
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
-    Each index is sent by one worker and serves all, and the sum is a dense one of k values. So an entry costs
-    one value and 1/N of an index, and a worker sends and receives O(k) at any N. Where proposals coincide,
-    random entries fill up the support: a step sends exactly k entries, and no entry waits for ever. On a
-    shared support every worker learns the exact sum of the others, which RegTop-k's score assumes.
+    An entry costs one value and 1/N of an index, and a worker sends and receives O(k) at any N. Random
+    entries fill up the support where proposals coincide, so no entry waits for ever. On a shared support
+    every worker learns the exact sum of the others, which RegTop-k's score assumes. The order of the workers
+    turns by one every step; workers of weight zero do not count in N.
 
     Use it for: workers whose data differ, at a small byte budget: first in our equal-bytes comparisons.
 
@@ -45,26 +36,17 @@ class Consensus(Sparsifier[ScoredState]):
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
         value_code: how values are coded on the way to the workers that sum them.
-        sum_code: how the sums are coded on the way back. What a lossy code loses stays in the residual of
-            the worker that summed.
+        sum_code: how the sums are coded on the way back. The worker that summed keeps what a code loses.
         score: None proposes by magnitude; a `PosteriorScore` by RegTop-k's.
         seed: an integer; the random entries are a function of (seed, t).
 
-    Where N does not divide k, up to N - 1 proposals of the last worker are left out. The order of the workers
-    turns by one every step. Workers of weight zero do not count in N.
+    The method is our own.
     """
 
-    name: ClassVar[str] = "consensus"
-    sum_code: str = "float32"
-    score: PosteriorScore | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_choice("sum_code", self.sum_code, VALUE_CODES)
-        check_score(self.score)
-        check_integer("seed", self.seed)
+    name = "consensus"
+    sum_code: str = option("float32", one_of(*VALUE_CODES))
+    score: PosteriorScore | None = option(None, check_score)
+    seed: int = option(0, integer())
 
     @property
     def promises(self) -> Promises:

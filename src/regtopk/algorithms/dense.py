@@ -1,33 +1,23 @@
 """Dense: send everything. The yardstick."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Algorithm,
-    Conversation,
-    DenseSum,
-    NoState,
-    Promises,
-    ResidualState,
-    Worker,
-    check_value_code,
-    is_lossless,
-    quantise,
-)
+from regtopk.core.algorithm import Algorithm, Conversation, Promises
+from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
+from regtopk.core.options import one_of, option
+from regtopk.core.requests import DenseSum
+from regtopk.core.state import NoState, ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Algorithm[NoState | ResidualState]):
     """Distributed SGD without sparsification.
 
-    g^t = sum_n w_n g_n^t                                                     (the paper's Eq. 1)
-
-    A lossy value code leaves a residual:
-
-    a_n = e_n + g_n, send Q(a_n), receive g = sum_n w_n Q(a_n), e_n := a_n - Q(a_n)
+    g = sum_n w_n g_n                                                         (the paper's Eq. 1)
+    with a lossy value code:  a_n = e_n + g_n, g = sum_n w_n Q(a_n), e_n := a_n - Q(a_n)
 
     Use it for: the yardstick, and the right choice on a fast link.
 
@@ -35,12 +25,8 @@ class Dense(Algorithm[NoState | ResidualState]):
         value_code: how values are coded on the wire.
     """
 
-    name: ClassVar[str] = "dense"
-    value_code: str = "float32"
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        check_value_code(self.value_code)
+    name = "dense"
+    value_code: str = option("float32", one_of(*VALUE_CODES))
 
     @property
     def promises(self) -> Promises:

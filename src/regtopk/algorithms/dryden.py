@@ -1,16 +1,19 @@
 """Dryden's adaptive quantisation: the largest of either sign, each replaced by a mean."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from regtopk.core import Conversation, ResidualState, SparseSum, WithDensity, Worker, take_where_
+from regtopk.core.algorithm import Conversation, ErrorFeedback, WithDensity
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dryden(WithDensity[ResidualState]):
+class Dryden(ErrorFeedback, WithDensity[ResidualState]):
     """Adaptive quantisation (Dryden, Moon, Jacobs, Van Essen 2016).
 
     a_n = e_n + g_n
@@ -26,18 +29,13 @@ class Dryden(WithDensity[ResidualState]):
         k: entries of both signs together, up to rounding.
 
     Differs from the paper: the shares are exact, not those above a sampled threshold. There are two means per
-    128 entries sent, in the order of their indices, not two per matrix: a value costs one bit and a half.
+    128 entries sent, not per matrix: a value costs one bit and a half.
 
-    Checked against the equations, programmed a second time: the same entries and the same means. The paper's
-    full text was not at hand.
+    Checked against the equations, programmed a second time. The paper's full text was not at hand.
     """
 
-    name: ClassVar[str] = "dryden"
+    name = "dryden"
     promises = frozenset({"conserves", "replicates"})
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of adaptive quantisation."""

@@ -1,21 +1,15 @@
 """EF21: send the largest changes since the last sent estimate, instead of carrying a residual."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    SparseSum,
-    Sparsifier,
-    State,
-    Worker,
-    check_number,
-    per_worker,
-    shared,
-    take_largest_,
-)
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.options import option, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_largest_
+from regtopk.core.state import State, per_worker, shared
+from regtopk.core.worker import Worker
 
 
 @dataclass
@@ -41,8 +35,8 @@ class EF21(Sparsifier[EF21State]):
     c_n = Top_k(v_n - h_n), send it                      c = sum_n w_n c_n is received
     h_n := h_n + c_n, g := g + c                         so g = sum_n w_n h_n
 
-    What is not sent does not add up: h_n follows the gradient. Where gradients settle, the aggregate settles
-    too, at any k. Where they are noisy, give eta < 1.
+    h_n follows the gradient: where gradients settle, the aggregate settles too, at any k. Where they are
+    noisy, give eta < 1.
 
     Use it for: full or large batches that must converge exactly at small densities.
 
@@ -57,14 +51,9 @@ class EF21(Sparsifier[EF21State]):
     Checked against the authors' loop, transcribed, for eta = 1 and from the same start: the same to rounding.
     """
 
-    name: ClassVar[str] = "ef21"
+    name = "ef21"
     promises = frozenset({"exact_k", "replicates"})
-    eta: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_number("eta", self.eta, "in (0, 1]", lambda x: 0 < x <= 1)
+    eta: float = option(1.0, within("(0, 1]"))
 
     def init(self, worker: Worker) -> EF21State:
         """All estimates start at zero."""

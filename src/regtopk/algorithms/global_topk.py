@@ -1,38 +1,35 @@
 """Global Top-k: the paper's oracle, which knows the aggregate before anything is sent."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import Conversation, DenseSum, Peek, ResidualState, Sparsifier, Worker, take_at_, to_dense
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.requests import DenseSum, Peek
+from regtopk.core.selection import take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalTopK(Sparsifier[ResidualState]):
+class GlobalTopK(ErrorFeedback, Sparsifier[ResidualState]):
     """Top-k of the true aggregate (Section 3.1): the best any selection could do.
 
     a_n = e_n + g_n, a = sum_n w_n a_n        (known to no worker: asked through `Peek`)
     s = Top_k(|a|), the same on all workers
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
-    Only a simulator can answer `Peek`; a real cluster refuses. The bytes counted are those of the sum
-    on the shared support: values, no indices.
+    Only a simulator can answer `Peek`. The bytes counted are those of the sum on the shared support.
 
     Use it for: the oracle, in the simulator: how much a better selection could gain.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
     """
 
-    name: ClassVar[str] = "global-topk"
+    name = "global-topk"
     promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of the oracle."""

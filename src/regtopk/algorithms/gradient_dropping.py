@@ -2,30 +2,24 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SparseGradient,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    check_number,
-    take_all_above_,
-    take_where_,
-)
-from regtopk.errors import ArgumentError
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.options import option, true_or_false, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_all_above_, take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 _FEWEST_SAMPLED = 16  # a sample is so large that about as many of its entries reach the threshold
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientDropping(Sparsifier[ResidualState]):
+class GradientDropping(ErrorFeedback, Sparsifier[ResidualState]):
     """Sparse communication for distributed gradient descent (Aji and Heafield 2017).
 
     a_n = e_n + g_n
@@ -39,30 +33,17 @@ class GradientDropping(Sparsifier[ResidualState]):
         density: k / J in (0, 1], 0.01 in the paper; or give ``k``.
         k: about how many entries a worker sends.
         value_code: how values are coded on the wire.
-        per_layer: whether every parameter has its own threshold. The paper advises one threshold for all
-            where layer normalisation makes gradients comparable.
+        per_layer: whether every parameter has its own threshold.
         sample: share of the entries that a threshold is estimated on, in (0, 1].
 
-    Differs from the paper, of which only the abstract was at hand: a sample is evenly spaced and starts from
-    another entry each step. It is made larger, up to all entries, where fewer than 16 of its entries would
-    reach the threshold. Zeros are not sent.
+    Differs from the paper, of which only the abstract was at hand: a sample is evenly spaced, and larger
+    where fewer than 16 of its entries would reach the threshold. Zeros are not sent.
     """
 
-    name: ClassVar[str] = "gradient-dropping"
+    name = "gradient-dropping"
     promises = frozenset({"conserves", "replicates"})
-    per_layer: bool = False
-    sample: float = 0.001
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if type(self.per_layer) is not bool:
-            raise ArgumentError(f"per_layer must be True or False, got {self.per_layer!r}")
-        check_number("sample", self.sample, "in (0, 1]", lambda x: 0 < x <= 1)
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
+    per_layer: bool = option(False, true_or_false)
+    sample: float = option(0.001, within("(0, 1]"))
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of gradient dropping."""
@@ -80,9 +61,9 @@ class GradientDropping(Sparsifier[ResidualState]):
         accumulated = residual.add_(grad)
         is_taken = torch.empty_like(accumulated, dtype=torch.bool)
         for layer in worker.layout.layers:
-            own = accumulated[..., layer.start : layer.start + layer.numel]
+            own = accumulated[..., layer.entries]
             threshold = self._threshold(own, None, density, worker.step)
-            is_taken[..., layer.start : layer.start + layer.numel] = own.abs() >= threshold.unsqueeze(-1)
+            is_taken[..., layer.entries] = own.abs() >= threshold.unsqueeze(-1)
         return take_where_(accumulated, is_taken, code=self.value_code)
 
     def _threshold(self, residual: Tensor, grad: Tensor | None, density: float, step: int) -> Tensor:

@@ -1,32 +1,25 @@
 """gTop-k: the largest entries of the sum of the workers' largest entries."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    kth_largest,
-    take,
-    take_largest_,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import kth_largest, take_largest_
+from regtopk.core.sparse import take
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class GTopK(Sparsifier[ResidualState]):
+class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
     """Global Top-k of local Top-k's (Shi et al. 2019).
 
     a_n = e_n + g_n
     s_n = Top_k(|a_n|), send s_n * a_n, and all know x = sum_n w_n (s_n * a_n)
     s = Top_k(|x|), g = s * x
     e_n := a_n - s * s_n * a_n       (what was sent and not chosen goes back)
-
-    Per step, k entries of the model change; with Top-k up to N k do.
 
     Use it for: a comparison with what Ok-Topk and gTop-k send; it loses much where workers differ.
 
@@ -35,21 +28,14 @@ class GTopK(Sparsifier[ResidualState]):
         k: entries a worker sends, and entries of the aggregate.
         value_code: how values are coded on the wire.
 
-    Differs from the paper: all workers receive the whole sum and choose from it, so the traffic is Top-k's.
-    The paper merges pairs of workers along a tree, in log2(N) rounds of k entries; on the way it drops
-    entries that the sum would have kept. Ok-Topk chooses from the sum, region by region, with less than 6 k
-    of traffic at any N. What is chosen here is what Ok-Topk chooses with exact thresholds.
+    Differs from the paper: all workers receive the whole sum and choose from it, as Ok-Topk does with exact
+    thresholds; the paper merges pairs of workers along a tree.
 
-    Checked against the authors' tree, transcribed: the tree chooses about half to nine tenths of the entries
-    that are chosen here.
+    Checked against the authors' tree, transcribed: it chooses half to nine tenths of the entries chosen here.
     """
 
-    name: ClassVar[str] = "gtopk"
+    name = "gtopk"
     promises = frozenset({"dense_at_full_density", "exact_k", "replicates"})
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of gTop-k."""

@@ -2,25 +2,20 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    check_number,
-    check_value_code,
-    take_above_,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.options import check_options, option, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_above_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardThreshold(Sparsifier[ResidualState]):
+class HardThreshold(ErrorFeedback, Sparsifier[ResidualState]):
     """Hard-threshold sparsification (Sahu et al. 2021, "Rethinking gradient sparsification").
 
     a_n = e_n + g_n
@@ -37,39 +32,28 @@ class HardThreshold(Sparsifier[ResidualState]):
         k: the k of the Top-k that is replaced.
         value_code: how values are coded on the wire.
         threshold: lambda > 0, in units of the gradient.
-        max_density: the most entries a worker sends, as a share of J in (0, 1]; of more, the first are sent
-            and the others stay in the residual.
 
-    Checked against the authors' loop, transcribed: the same entries, and values that agree to rounding. Their
-    lambda is 1 / (2 sqrt k) too, one for all layers.
+    Checked against the authors' loop, transcribed: the same entries, and values that agree to rounding.
     """
 
-    name: ClassVar[str] = "hard-threshold"
+    name = "hard-threshold"
     promises = frozenset({"conserves", "replicates"})
-    threshold: float | None = None
-    max_density: float = 1.0
+    threshold: float | None = option(None, within("(0, inf)"))
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_number("max_density", self.max_density, "in (0, 1]", lambda x: 0 < x <= 1)
         if self.threshold is None:
             super().__post_init__()
             return
-        check_number("threshold", self.threshold, "None or finite and > 0", lambda x: 0 < x < math.inf)
+        check_options(self)
         if self.density is not None or self.k is not None:
             raise ArgumentError(
                 f"give threshold alone, or density or k to compute it from, got threshold={self.threshold}, "
                 f"density={self.density}, k={self.k}"
             )
-        check_value_code(self.value_code)
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of error feedback with a hard threshold."""
         threshold = self.threshold or 1 / (2 * math.sqrt(self.num_selected(worker)))
-        capacity = max(1, round(self.max_density * worker.numel))
-        sent = take_above_(state.residual, grad, threshold, capacity, code=self.value_code)
+        sent = take_above_(state.residual, grad, threshold, worker.numel, code=self.value_code)
         return (yield from SparseSum(sent, worker.weight))

@@ -1,29 +1,23 @@
 """A stand-in for MIPD: every layer gets the share of the entries that its gradient makes significant."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    Layer,
-    Promises,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    check_number,
-    exact_sum,
-    take_where_,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import option, within
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_where_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Layer, Worker
 
 _INSIGNIFICANT = 2.0**-500  # the significance of a layer of zeros, which gets what the others leave
 
 
 @dataclass(frozen=True, kw_only=True)
-class MIPDStyle(Sparsifier[ResidualState]):
+class MIPDStyle(ErrorFeedback, Sparsifier[ResidualState]):
     """A stand-in in the style of MIPD (Zhang and Wang 2022): Top-k with a budget for every layer.
 
     a_n = e_n + g_n
@@ -32,30 +26,20 @@ class MIPDStyle(Sparsifier[ResidualState]):
     s_n = the k_l largest |a_n| of every layer, k_l = J_l d_l rounded so that they add up to k
     send s_n * a_n, receive g = sum_n w_n (s_n * a_n), e_n := decay (a_n - s_n * a_n)
 
-    So the residual is an exponentially weighted sum of the dropped gradients. The budgets lie between those
-    of Top-k, where a layer of large gradients may take all entries, and an equal density for all layers.
-
     Use it for: layers of very different importance.
 
     Args:
         density: k / J in (0, 1]; or give ``k``.
         k: entries a worker sends, of all layers together.
         value_code: how values are coded on the wire.
-        decay: the part of the residual that is kept per step, in [0, 1]; 1 keeps all of it.
+        decay: the part of the residual that is kept per step, in [0, 1].
 
-    Differs from the paper, of which only the abstract was at hand, so this is not MIPD: in the paper
-    significance comes from model interpretability, not from gradients; a parameter server smooths dropped
-    gradients in asynchronous training; values are coded by their distribution; half of the parameters change
-    per step. By default nothing fades here, since a fading residual loses part of the gradient.
+    Differs from the paper, of which only the abstract was at hand: there significance comes from model
+    interpretability, and a parameter server smooths dropped gradients. This is not MIPD.
     """
 
-    name: ClassVar[str] = "mipd-style"
-    decay: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_number("decay", self.decay, "in [0, 1]", lambda x: 0 <= x <= 1)
+    name = "mipd-style"
+    decay: float = option(1.0, within("[0, 1]"))
 
     @property
     def promises(self) -> Promises:
@@ -63,11 +47,6 @@ class MIPDStyle(Sparsifier[ResidualState]):
         if self.decay < 1:
             return frozenset({"exact_k", "replicates"})
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        self.num_selected(worker)  # refuses a k that does not fit
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of MIPD-style Top-k."""
@@ -77,11 +56,11 @@ class MIPDStyle(Sparsifier[ResidualState]):
         budgets = layer_budgets(accumulated, layers, k)
         is_taken = torch.empty_like(accumulated, dtype=torch.bool)
         for layer, budget in zip(layers, budgets.split(1, dim=-1), strict=True):
-            at = slice(layer.start, layer.start + layer.numel)
             most = min(k, layer.numel)
-            descending = accumulated[..., at].abs().topk(most, dim=-1).indices
+            descending = accumulated[..., layer.entries].abs().topk(most, dim=-1).indices
             is_within = torch.arange(most, device=grad.device) < budget
-            is_taken[..., at] = torch.zeros_like(is_taken[..., at]).scatter_(-1, descending, is_within)
+            part = is_taken[..., layer.entries]
+            part.copy_(torch.zeros_like(part).scatter_(-1, descending, is_within))
         sent = take_where_(accumulated, is_taken, code=self.value_code)
         return (yield from SparseSum(sent, worker.weight))
 
@@ -89,7 +68,7 @@ class MIPDStyle(Sparsifier[ResidualState]):
 def layer_budgets(accumulated: Tensor, layers: list[Layer], k: int) -> Tensor:
     """How many entries each layer sends, (..., L) int64, adding up to k, by its mean magnitude."""
     sizes = torch.tensor([layer.numel for layer in layers], device=accumulated.device)
-    parts = [accumulated[..., layer.start : layer.start + layer.numel] for layer in layers]
+    parts = [accumulated[..., layer.entries] for layer in layers]
     significance = torch.stack([exact_sum(part.abs()) for part in parts], dim=-1) / sizes + _INSIGNIFICANT
     is_full = torch.zeros_like(significance, dtype=torch.bool)
     # A layer that would send more entries than it has is full; the others share what it leaves.

@@ -1,25 +1,21 @@
 """Random candidates: the workers choose from the same random entries, and meet more often."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    check_integer,
-    random_subset,
-    take_largest_,
-    to_dense,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.options import integer, option
+from regtopk.core.random import random_subset
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import take_largest_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomCandidates(Sparsifier[ResidualState]):
+class RandomCandidates(ErrorFeedback, Sparsifier[ResidualState]):
     """Top-k among candidates that all workers draw from one seed.
 
     a_n = e_n + g_n
@@ -27,48 +23,27 @@ class RandomCandidates(Sparsifier[ResidualState]):
     s_n = Top_k(|a_n|) among c, send s_n * a_n, receive g = sum_n w_n (s_n * a_n)
     e_n := a_n - s_n * a_n
 
-    Indices count the candidates only: they take little more than log2(factor) bits, whatever J is. Each
-    worker chooses its own best candidates. A choice by the sum, as an oracle makes it, would be better. But
-    the values of all candidates would have to travel first, and Random-k makes better use of those bytes.
-
-    With 4-bit values this is the compressor of CocktailSGD (Wang et al. 2023): a random part of the entries,
-    Top-k of this part, few bits a value, and error feedback. Its 10 % of the entries and 20 % of these are
-    ``RandomCandidates(density=0.02, factor=5, value_code="4bit")``.
+    Indices count the candidates only: they take little more than log2(factor) bits, whatever J is. With 4-bit
+    values this is the compressor of CocktailSGD (Wang et al. 2023). Its 10 % of the entries and 20 % of these
+    are ``RandomCandidates(density=0.02, factor=5, value_code="4bit")``.
 
     Use it for: cheap indices: selection within a shared random part of the vector; CocktailSGD's compressor.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         factor: candidates per entry sent, >= 1; 1 is Random-k.
-        seed: an integer; the draw is a function of (seed, t), so it is the same after a resume.
+        seed: an integer; the draw is a function of (seed, t).
 
-    Differs from CocktailSGD's code. There the candidates are every tenth entry, one further on in each step,
-    so each entry is a candidate once in ten steps; here they are drawn anew. Each worker there averages one
-    region, compresses the average a second time, with a residual of its own, and sends that to all; here the
-    sum is not compressed. The code selects from each region, not from the whole vector. Its 4-bit values are
-    16 even levels from -max to 7/8 max of a bucket; here they are a sign and one of 8 magnitudes of a block.
-    It exchanges what the local Adam changed, not gradients, and does so while the next step is computed.
+    Differs from CocktailSGD's code: there candidates are every tenth entry, and each worker compresses the
+    average of its region a second time.
 
-    Checked against the code's compressor by reading: on the same candidates the same entries are selected,
-    and what is not sent, or lost by the code, is carried. No run of the code was compared.
+    Checked against the code's compressor by reading. No run of the code was compared.
     """
 
-    name: ClassVar[str] = "random-candidates"
+    name = "random-candidates"
     promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
-    factor: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_integer("factor", self.factor, at_least=1)
-        check_integer("seed", self.seed)
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
+    factor: int = option(16, integer(at_least=1))
+    seed: int = option(0, integer())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step: Top-k of the candidates as a vector of their own."""

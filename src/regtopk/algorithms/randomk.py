@@ -1,25 +1,21 @@
 """Random-k: all workers send the same k entries, drawn from a shared seed, so no index travels."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    DenseSum,
-    ResidualState,
-    Sparsifier,
-    Worker,
-    check_integer,
-    random_subset,
-    take_at_,
-    to_dense,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.options import integer, option
+from regtopk.core.random import random_subset
+from regtopk.core.requests import DenseSum
+from regtopk.core.selection import take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(Sparsifier[ResidualState]):
+class RandomK(ErrorFeedback, Sparsifier[ResidualState]):
     """A shared random support with error feedback.
 
     a_n = e_n + g_n
@@ -29,24 +25,13 @@ class RandomK(Sparsifier[ResidualState]):
     Use it for: no index and no selection at all; good with low-bit values.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
-        seed: an integer; the draw is a function of (seed, t), so it is the same after a resume.
+        density, k, value_code: as in `Sparsifier`.
+        seed: an integer; the draw is a function of (seed, t).
     """
 
-    name: ClassVar[str] = "randomk"
+    name = "randomk"
     promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_integer("seed", self.seed)
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
+    seed: int = option(0, integer())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of Random-k."""

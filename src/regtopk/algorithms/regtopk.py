@@ -3,13 +3,13 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
-from regtopk.algorithms.posterior import PosteriorScore, Regularizer, ScoredState
-from regtopk.core import Conversation, Promises, Sparsifier, Worker, take_largest_
+from regtopk.algorithms.imputation import sum_sent, with_imputation
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState
+from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, take_largest_, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,58 +17,41 @@ class RegTopK(Sparsifier[ScoredState]):
     """Regularised Top-k (Algorithm 1).
 
     a^t = e^t + g^t
-    D^t = the posterior distortion where s^{t-1} = 1, and Q elsewhere:
-
-        "previous":  (g^{t-1} - w a^{t-1}) / (w a^{t-1}),   so 1 + D = g^{t-1} / (w a^{t-1})
-        "current":   (g^{t-1} - w a^{t-1}) / (w a^t)        (as Algorithm 1 is printed)
-
-    s^t = Top_k(|a^t| · u_mu(|1 + D^t|)), plain Top-k at t = 0        u_mu(x) = tanh(x / mu)
-
-        damping="cap":  Top_k(min(|a^t|, |g^{t-1}| / mu) where s^{t-1} = 1, and |a^t| elsewhere)
-
+    D^t = (g^{t-1} - w a^{t-1}) / (w a^{t-1})  where s^{t-1} = 1, and Q elsewhere       (reference="previous")
+    D^t = (g^{t-1} - w a^{t-1}) / (w a^t)      as Algorithm 1 is printed                (reference="current")
+    s^t = Top_k(|a^t| tanh(|1 + D^t| / mu)), plain Top-k at t = 0
+    s^t = Top_k(min(|a^t|, |g^{t-1}| / mu) where s^{t-1} = 1, and |a^t| elsewhere)      (damping="cap")
     send s^t * a^t, receive g^t = sum_n w_n (s_n^t * a_n^t)
     e^{t+1} = a^t - s^t * a^t
 
-    Over Top-k this costs O(k) operations per step, and no byte.
+    Over Top-k this costs O(k) operations per step, and no byte. With a lossy value code a^{t-1} is the value
+    as it was received. With imputation g^{t-1} is the imputed aggregate, the one that training used.
 
     Use it for: workers whose large entries cancel, at densities above one half.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
-        damping: "factor" is the paper's. With "cap" RegTop-k stays at an optimum it has reached
-            (docs/why.md); it knows no reference, q and regularizer.
-        reference: which a the distortion is measured against.
-        q: the paper's Q, > -1; inf gives entries not sent last the factor 1.
-        regularizer: u_mu: "tanh", "sigmoid" (2 sigmoid(x / mu) - 1), or a function of x and mu that is
-            finite, not negative and not decreasing in x; x is a float64 tensor, at most 10^6 mu.
-        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
-            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
-            "learned": rho is found during training.
-
-    With imputation g^{t-1} is the imputed aggregate, the one that training used: g^{t-1} - w a^{t-1} is then
-    what the others sent and what they are taken to hold.
+        damping: "factor" is the paper's; with "cap" RegTop-k stays at an optimum it reached (docs/why.md).
+        reference: which a the distortion is measured against; with "factor" only.
+        q: the paper's Q, > -1; inf gives entries not sent last the factor 1; with "factor" only.
+        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
 
     Differs from the paper: the default reference is the one that gives the published figures
-    (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent. With a lossy value code,
-    a^{t-1} is the value as it was received.
+    (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent.
     """
 
-    name: ClassVar[str] = "regtopk"
+    name = "regtopk"
     mu: float = 4.0
     damping: Literal["factor", "cap"] = "factor"
     reference: Literal["previous", "current"] = "previous"
     q: float = math.inf
-    regularizer: str | Regularizer = "tanh"
-    impute: Impute = 0.0
+    impute: float = option(0.0, within("[0, 1]"))
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         _ = self.score  # checks its own
-        check_impute(self.impute)
 
     @property
     def promises(self) -> Promises:
@@ -79,21 +62,18 @@ class RegTopK(Sparsifier[ScoredState]):
 
     @cached_property
     def score(self) -> PosteriorScore:
-        """|a| · u_mu(|1 + D|), or min(|a|, |g| / mu): what the largest k are chosen by."""
-        return PosteriorScore(
-            mu=self.mu, damping=self.damping, reference=self.reference, q=self.q, regularizer=self.regularizer
-        )
+        """|a| tanh(|1 + D| / mu), or min(|a|, |g| / mu): what the largest k are chosen by."""
+        return PosteriorScore(mu=self.mu, damping=self.damping, reference=self.reference, q=self.q)
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
-        state = ScoredState.start(worker, num_sent=self.num_selected(worker))
-        return with_learning(self.impute, state, worker)
+        return ScoredState.start(worker, num_sent=self.num_selected(worker))
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
         scores = self.score.scores(state, residual, grad, worker)
         sent = take_largest_(residual, grad, k, code=self.value_code, damped=state.indices, scores=scores)
-        aggregate = yield from sum_sent(self.impute, sent, state, worker)
+        aggregate = yield from sum_sent(self.impute, sent, residual, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

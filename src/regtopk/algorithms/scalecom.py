@@ -1,27 +1,20 @@
 """ScaleCom: one worker's largest entries are everybody's, so that sums need no indices."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Broadcast,
-    Conversation,
-    DenseSum,
-    Promises,
-    ResidualState,
-    Sparsifier,
-    Worker,
-    check_number,
-    find_largest_,
-    take_at_,
-    to_dense,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
+from regtopk.core.options import option, within
+from regtopk.core.requests import Broadcast, DenseSum
+from regtopk.core.selection import find_largest_, take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleCom(Sparsifier[ResidualState]):
+class ScaleCom(ErrorFeedback, Sparsifier[ResidualState]):
     """Cyclic local Top-k with a low-pass filter on the residual (Chen et al. 2020).
 
     a_n = e_n + g_n
@@ -29,31 +22,19 @@ class ScaleCom(Sparsifier[ResidualState]):
     send s * a_n, receive g = sum_n w_n (s * a_n)
     e_n := (1 - beta) e_n + beta (a_n - s * a_n)
 
-    Only the leader sends indices, and the sum is a dense one of k values. This relies on workers whose
-    residuals look alike, so that the leader's large entries are large in the sum.
-
     Use it for: many workers whose gradients look alike.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
-        beta: the factor of the low-pass filter, in (0, 1]; 1 is plain error feedback. The paper uses about
-            0.1 with large batches and learning rates.
+        density, k, value_code: as in `Sparsifier`.
+        beta: the factor of the low-pass filter, in (0, 1]; 1 is plain error feedback, the paper's is 0.1.
 
-    Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk. Workers of
-    weight zero do not lead. There is no filter by default, since it loses part of the gradient.
+    Differs from the paper: the leader's Top-k is that of the whole vector, not chunk by chunk.
 
-    Checked against the equations, programmed a second time: the same to rounding, for beta < 1 and beta = 1.
+    Checked against the equations, programmed a second time: the same to rounding.
     """
 
-    name: ClassVar[str] = "scalecom"
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_number("beta", self.beta, "in (0, 1]", lambda x: 0 < x <= 1)
+    name = "scalecom"
+    beta: float = option(1.0, within("(0, 1]"))
 
     @property
     def promises(self) -> Promises:
@@ -61,10 +42,6 @@ class ScaleCom(Sparsifier[ResidualState]):
         if self.beta < 1:
             return frozenset({"exact_k", "replicates", "shared_support"})
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of ScaleCom."""

@@ -2,27 +2,20 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SparseGradient,
-    SparseSum,
-    Sparsifier,
-    Worker,
-    check_choice,
-    exact_sum,
-    find_largest_,
-    per_worker,
-    put_back_,
-    send_,
-    take_where_,
-)
+from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core.exact import exact_sum
+from regtopk.core.options import one_of, option
+from regtopk.core.requests import SparseSum
+from regtopk.core.selection import find_largest_, put_back_, send_, take_where_
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.state import ResidualState, per_worker
+from regtopk.core.worker import Worker
 
 Fit = Literal["exponential", "pareto", "gamma"]
 
@@ -53,12 +46,12 @@ class SIDCo(Sparsifier[SIDCoState]):
                 (d / d_1)^(1 / (M - 1)) of them; eta = eta_M
     s_n = {j : |a_nj| >= eta}, send s_n * a_n, receive g = sum_n w_n (s_n * a_n), e_n := a_n - s_n * a_n
 
-    With x of mean mu and variance v (or the excess, of which the least x is added back), the fits give
+    With x of mean mu and variance v, the fits give
 
-        exponential   eta = -mu ln d
-        pareto        eta = alpha (1 - d^c) / c,  c = (mu^2 / v - 1) / 2,  alpha = mu (mu^2 / v + 1) / 2
-        gamma         eta = -beta (ln d + ln Gamma(alpha)),  beta = mu / alpha,  s = ln mu - mean ln x,
-                      alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s);  pareto from the second stage on
+    exponential   eta = -mu ln d
+    pareto        eta = alpha (1 - d^c) / c,  c = (mu^2 / v - 1) / 2,  alpha = mu (mu^2 / v + 1) / 2
+    gamma         eta = -beta (ln d + ln Gamma(alpha)),  beta = mu / alpha,  s = ln mu - mean ln x,
+                  alpha = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s);  pareto from the second stage on
 
     Every 5 steps a worker compares the number of entries it found with k. If that is off by more than 20 %,
     it takes one stage more or less, whichever the last change has shown to help.
@@ -67,29 +60,20 @@ class SIDCo(Sparsifier[SIDCoState]):
 
     Args:
         density: k / J in (0, 1]; or give ``k``.
-        k: about how many entries a worker sends. If more than 2 k reach the threshold, the 2 k largest are
-            sent.
+        k: about how many entries a worker sends: at least one, at most 2 k, and no zeros.
         value_code: how values are coded on the wire.
         fit: the distribution: "exponential", "pareto" (generalised) or "gamma".
 
-    Differs from the paper, which adds a stage for too few entries and removes one for too many. Which of the
-    two helps depends on the tail, so it is learned here (the authors' code has a similar option). Each worker
-    decides on its own number of stages by what it found itself. That needs no message, and the number starts
-    from 1 when the number of ranks changes. At least the largest entry is sent, at most 2 k are, and zeros
-    never are.
+    Differs from the paper, which adds a stage for too few entries and removes one for too many: which of the
+    two helps depends on the tail, so each worker learns it here.
 
     Checked against the authors' code on the same vectors, with all three fits and several stages: thresholds
     select as many entries, or one more or less.
     """
 
-    name: ClassVar[str] = "sidco"
+    name = "sidco"
     promises = frozenset({"conserves", "replicates"})
-    fit: Fit = "exponential"
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_choice("fit", self.fit, ("exponential", "pareto", "gamma"))
+    fit: Fit = option("exponential", one_of("exponential", "pareto", "gamma"))
 
     def init(self, worker: Worker) -> SIDCoState:
         """Nothing is carried; one stage."""

@@ -3,28 +3,22 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from regtopk.algorithms.gtopk import among_largest
-from regtopk.core import (
-    VALUE_CODES,
-    Conversation,
-    DenseSum,
-    ResidualState,
-    Sparsifier,
-    Worker,
-    check_choice,
-    check_integer,
-    quantise,
-    take_at_,
-    to_dense,
-    to_integers,
-    uniform,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.codes import VALUE_CODES, quantise
+from regtopk.core.exact import to_integers
+from regtopk.core.options import integer, one_of, option
+from regtopk.core.random import uniform
+from regtopk.core.requests import DenseSum
+from regtopk.core.selection import take_at_
+from regtopk.core.sparse import to_dense
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 _COLUMNS_PER_ENTRY = 4
@@ -32,7 +26,7 @@ _MOST_ROWS = 52  # each row takes one bit of a random number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sketch(Sparsifier[ResidualState]):
+class Sketch(ErrorFeedback, Sparsifier[ResidualState]):
     """Count sketches of the accumulated gradients, summed (SketchedSGD, Ivkin et al. 2019).
 
     a_n = e_n + g_n
@@ -41,14 +35,10 @@ class Sketch(Sparsifier[ResidualState]):
     s = Top_k of |median_r sigma_r(j) S_r,h_r(j)|, an estimate of the sum, the same for all
     send s * a_n, receive g = sum_n w_n (s * a_n), e_n := a_n - s * a_n
 
-    It looks for the largest entries of the aggregate itself, as the oracle does, and no index travels. But an
-    entry is found only if it stands out from the entries that share its cells.
-
-    The hash functions are rotations. The entries are cut into blocks as long as a row of the sketch, and h_r
-    rotates each block by a random number of cells: so a sketch is made by reading memory in order. Two
-    entries of different blocks share a cell with probability 1 / columns, as if each entry drew a cell of its
-    own. Two entries of one block never do. Where two entries share a cell, their neighbours share one too, so
-    the errors of one step tend to be large or small together.
+    An entry is found only if it stands out from the entries that share its cells. The hash functions are
+    rotations: the entries are cut into blocks as long as a row of the sketch, and h_r rotates each block by a
+    random number of cells. So a sketch is made by reading memory in order. Two entries of different blocks
+    share a cell with probability 1 / columns; two entries of one block never do.
 
     Use it for: many workers and few large entries of the aggregate.
 
@@ -56,40 +46,29 @@ class Sketch(Sparsifier[ResidualState]):
         density: k / J in (0, 1], of the support; or give ``k``.
         k: entries of the support.
         value_code: how values on the support are coded on the wire.
-        rows: number of hash functions, 1 to 52. For an even number the median is the lower of the two middle
-            estimates.
+        rows: number of hash functions, 1 to 52.
         columns: cells per row, >= 1; 4 k if None.
         sketch_code: how the cells are coded; what a lossy code loses only blurs the estimate.
-        seed: an integer; hashes are a function of (seed, t), so that other entries share cells in each step.
+        seed: an integer; hashes are a function of (seed, t).
 
-    Differs from the paper, which keeps its hash functions, corrects momentum, and recovers 4 k candidates; it
-    sends the exact values of all of them but uses only the best k.
+    Differs from the paper, which keeps its hash functions, corrects momentum, and sends the exact values of
+    4 k candidates to use the best k.
 
-    Checked against a count sketch with independent hashes: both find about the same share of the largest
-    entries. The paper's full text was not at hand.
+    Checked against a count sketch with independent hashes. The paper's full text was not at hand.
     """
 
-    name: ClassVar[str] = "sketch"
+    name = "sketch"
     promises = frozenset({"conserves", "dense_at_full_density", "replicates", "shared_support"})
-    rows: int = 5
-    columns: int | None = None
-    sketch_code: str = "float32"
-    seed: int = 0
+    rows: int = option(5, integer(at_least=1))
+    columns: int | None = option(None, integer(at_least=1))
+    sketch_code: str = option("float32", one_of(*VALUE_CODES))
+    seed: int = option(0, integer())
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        check_integer("rows", self.rows, at_least=1)
         if self.rows > _MOST_ROWS:
             raise ArgumentError(f"rows must be at most {_MOST_ROWS}, got {self.rows}")
-        if self.columns is not None:
-            check_integer("columns", self.columns, at_least=1)
-        check_choice("sketch_code", self.sketch_code, VALUE_CODES)
-        check_integer("seed", self.seed)
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of SketchedSGD."""

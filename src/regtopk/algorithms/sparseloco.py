@@ -1,25 +1,21 @@
 """SparseLoCo: the largest entries of every tile of what local steps changed, averaged over their senders."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.core import (
-    Conversation,
-    ResidualState,
-    SenderSum,
-    Sparsifier,
-    Worker,
-    check_integer,
-    check_number,
-    mean_of_senders,
-)
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core.codes import VALUE_CODES
+from regtopk.core.options import integer, one_of, option, within
+from regtopk.core.requests import SenderSum
+from regtopk.core.senders import mean_of_senders
+from regtopk.core.state import ResidualState
 from regtopk.core.tiles import from_tiles, take_largest_per_tile_, tiles_of
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLoCo(Sparsifier[ResidualState]):
+class SparseLoCo(ErrorFeedback, Sparsifier[ResidualState]):
     """SparseLoCo (Sarfi et al. 2025), as its public code does it.
 
     a_n = decay e_n + g_n                          g_n: what H local steps changed, theta_start - theta_n
@@ -27,12 +23,10 @@ class SparseLoCo(Sparsifier[ResidualState]):
     e_n := a_n - q_n
     g = sum_n w_n q_n / (sum of the w_n of those that sent the entry), and zero where nobody did
 
-    The mean over the senders makes an entry that one worker sends as large as one that all send. Nobody pays
-    for that: with imputation at rho = 1 (docs/imputation.md) the aggregate is the same, and those that did
-    not send take it out of their residual.
-
-    It is meant for updates, with an outer learning rate of 1 and no outer momentum. The authors send 128
-    entries of each tile: ``SparseLoCo(density=128 / 4096)``, or 64.
+    The mean over the senders makes an entry that one worker sends as large as one that all send, and nobody
+    pays for that; imputation at rho = 1 (docs/imputation.md) has the same aggregate and pays. It is meant for
+    updates, with an outer learning rate of 1 and no outer momentum. The authors send 128 entries of each
+    tile: ``SparseLoCo(density=128 / 4096)``, or 64.
 
     Use it for: comparisons with the published method for rare exchanges of updates.
 
@@ -41,35 +35,17 @@ class SparseLoCo(Sparsifier[ResidualState]):
         k: entries of all tiles together: density = k / J.
         value_code: how values are coded on the wire; what a code loses stays in the residual.
         decay: the part of the residual that is kept per step, in [0, 1].
-        tile: the most entries a side of a tile may have, >= 1. Sides that are longer are cut into as few
-            pieces as possible, whose lengths differ by at most one. A vector is cut into runs.
+        tile: the most entries a side of a tile may have, >= 1 (`core.tiles` says how sides are cut).
 
-    Differs from the paper: that prints the sum over all workers divided by their number, whose steps are
-    up to N times shorter. Differs from the authors' code: its 2-bit values are four bins of 1.5 standard
-    deviations around the mean of a whole tensor's values, each decoded to its mean; here "2bit" is a sign and
-    one of two magnitudes, the means of the small and the large ones, of each 128 values. The code cuts a side
-    into its largest divisor of up to 64, which is the same where 64 divides it, and takes no parameters of
-    more than two dimensions; here these are matrices of their first dimension against the others. It
-    multiplies g_n by the outer learning rate, which is 1, a second time. Indices travel in the cluster's
-    index code, and in weighted means workers count by their weight.
+    Differs from the paper, which prints the sum over all workers divided by their number, and from the code:
+    its 2-bit values are four bins around the mean of a whole tensor, and sides are cut as in DeMo's.
     """
 
-    name: ClassVar[str] = "sparseloco"
+    name = "sparseloco"
     promises = frozenset({"replicates"})
-    value_code: str = "2bit"
-    decay: float = 0.95
-    tile: int = 64
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_number("decay", self.decay, "in [0, 1]", lambda x: 0 <= x <= 1)
-        check_integer("tile", self.tile, at_least=1)
-
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        self.num_selected(worker)  # refuses a k that does not fit
-        return ResidualState(residual=worker.zeros())
+    value_code: str = option("2bit", one_of(*VALUE_CODES))
+    decay: float = option(0.95, within("[0, 1]"))
+    tile: int = option(64, integer(at_least=1))
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One exchange."""

@@ -1,16 +1,19 @@
 """Top-k with error feedback: what RegTop-k corrects."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import Impute, check_impute, sum_sent, with_imputation, with_learning
-from regtopk.core import Conversation, Promises, ResidualState, Sparsifier, Worker, take_largest_
+from regtopk.algorithms.imputation import sum_sent, with_imputation
+from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
+from regtopk.core.options import option, within
+from regtopk.core.selection import take_largest_
+from regtopk.core.state import ResidualState
+from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(Sparsifier[ResidualState]):
+class TopK(ErrorFeedback, Sparsifier[ResidualState]):
     """Keep the k largest entries of the accumulated gradient; carry the rest (Section 1.1).
 
     a_n = e_n + g_n
@@ -20,21 +23,12 @@ class TopK(Sparsifier[ResidualState]):
     Use it for: the plain baseline of every comparison.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire.
-        impute: rho in [0, 1]: a worker that did not send an entry is taken to hold rho times the mean of
-            those that did, and pays it from its residual (docs/imputation.md). 0: nothing is inferred.
-            "learned": rho is found during training.
+        density, k, value_code: as in `Sparsifier`.
+        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
     """
 
-    name: ClassVar[str] = "topk"
-    impute: Impute = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        check_impute(self.impute)
+    name = "topk"
+    impute: float = option(0.0, within("[0, 1]"))
 
     @property
     def promises(self) -> Promises:
@@ -43,12 +37,8 @@ class TopK(Sparsifier[ResidualState]):
             self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
         )
 
-    def init(self, worker: Worker) -> ResidualState:
-        """The residual starts at zero."""
-        return with_learning(self.impute, ResidualState(residual=worker.zeros()), worker)
-
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of Top-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
-        return (yield from sum_sent(self.impute, sent, state, worker))
+        return (yield from sum_sent(self.impute, sent, state.residual, worker))

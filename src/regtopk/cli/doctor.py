@@ -8,7 +8,7 @@ import typer
 
 from regtopk import kernels
 from regtopk.cli.parts import Json, say_errors
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.lab.runs import versions
 
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
-from regtopk.core.codes import check_value_code
-from regtopk.core.options import check_integer, check_number
+from regtopk.core.codes import VALUE_CODES
+from regtopk.core.options import check_integer, check_number, check_options, integer, one_of, option, within
 from regtopk.core.requests import Request
-from regtopk.core.state import StateT
+from regtopk.core.state import ResidualState, StateT
 from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
@@ -44,6 +44,11 @@ class Algorithm(ABC, Generic[StateT]):
 
     name: ClassVar[str]
     listens: ClassVar[bool] = False  # whether it reads worker.report; all ranks then get rank 0's each step
+    has_own_momentum: ClassVar[bool] = False  # whether the optimizer must be plain SGD, without momentum
+
+    def __post_init__(self) -> None:
+        """Check every option by its own rule (`core.options.option`)."""
+        check_options(self)
 
     @property
     @abstractmethod
@@ -73,16 +78,15 @@ class WithDensity(Algorithm[StateT]):
     """
 
     density: float | DensitySchedule | None = None
-    k: int | None = None
+    k: int | None = option(None, integer(at_least=1))
 
     def __post_init__(self) -> None:
         """Check the options."""
+        super().__post_init__()
         if (self.density is None) == (self.k is None):
             raise ArgumentError(f"give exactly one of density and k, got density={self.density}, k={self.k}")
         if self.density is not None and not callable(self.density):
             check_density(self.density)
-        if self.k is not None:
-            check_integer("k", self.k, at_least=1)
 
     def num_selected(self, worker: Worker) -> int:
         """k of this step: the given one, or max(1, round(density · J))."""
@@ -107,12 +111,50 @@ class Sparsifier(WithDensity[StateT]):
             "2bit". What a code loses stays in the residual.
     """
 
-    value_code: str = "float32"
+    value_code: str = option("float32", one_of(*VALUE_CODES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback(Algorithm[ResidualState]):
+    """An algorithm that remembers what it has not sent, and nothing else."""
+
+    def init(self, worker: Worker) -> ResidualState:
+        """The residual starts at zero."""
+        return ResidualState(residual=worker.zeros())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """A density that falls from `start` by equal factors (Deep Gradient Compression, Section 3.4).
+
+    S_t = start (density / start)^(i / num_stages) in stage i = floor(num_stages t / num_steps), then density
+
+    From 0.25 to 0.001 in 4 stages, as the paper has it: 0.25, 0.063, 0.016, 0.004, 0.001.
+
+    Args:
+        density: k / J after the warm-up, in (0, 1].
+        num_steps: steps that the warm-up takes, >= 1.
+        start: k / J in its first stage, in (0, 1].
+        num_stages: the number of its stages, >= 1.
+    """
+
+    density: float
+    num_steps: int
+    start: float = option(0.25, within("(0, 1]"))
+    num_stages: int = option(4, integer(at_least=1))
 
     def __post_init__(self) -> None:
         """Check the options."""
-        super().__post_init__()
-        check_value_code(self.value_code)
+        check_density(self.density)
+        check_integer("num_steps", self.num_steps, at_least=1)
+        check_options(self)
+
+    def __call__(self, step: int) -> float:
+        """The density of a step."""
+        if step >= self.num_steps:
+            return self.density
+        stage = self.num_stages * step // self.num_steps
+        return float(self.start * (self.density / self.start) ** (stage / self.num_stages))
 
 
 def check_is_algorithm(algorithm: object) -> None:

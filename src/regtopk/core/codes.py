@@ -200,10 +200,8 @@ def full_message_bytes(
 ) -> int:
     """`message_bytes` of one count as a Python number, cached; not for "rice"."""
     assert index_code != "rice"
-    size = message_bytes(
-        torch.tensor(count), numel, dtype=dtype, value_code=value_code, index_code=index_code
-    )
-    return int(size)
+    counts = torch.tensor(count)
+    return int(message_bytes(counts, numel, dtype=dtype, value_code=value_code, index_code=index_code))
 
 
 def segment_bytes(count: IntOrTensor, *, dtype: torch.dtype, value_code: str) -> IntOrTensor:

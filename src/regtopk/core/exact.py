@@ -10,28 +10,22 @@ from torch import Tensor
 _SMALLEST_EXPONENT = -900  # below, entries count as zero
 
 
-def exact_sum(x: Tensor, most: int | None = None) -> Tensor:
+def exact_sum(x: Tensor) -> Tensor:
     """sum over the last dimension, (..., J) -> (...,) float64, of finite numbers of any floating dtype.
 
     Each entry is first rounded as `to_integers` does it.
-
-    Args:
-        x: what to add.
-        most: the most entries that are not zero; J if None. Given, the sum does not depend on how many zeros
-            are among the entries.
     """
-    integers, unit = to_integers(x, most)
+    integers, unit = to_integers(x)
     return integers.sum(-1).double() * unit.squeeze(-1)
 
 
-def to_integers(x: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
+def to_integers(x: Tensor) -> tuple[Tensor, Tensor]:
     """x as whole multiples of a unit: (..., J) int64, and each row's unit, (..., 1) float64.
 
     The unit is 2^-b of the power of two above the row's largest magnitude, b = 62 - the bits of J (38 with 24
-    million entries), so that no sum of entries can overflow. ``most`` stands for J if at most so many entries
-    are not zero.
+    million entries), so that no sum of entries can overflow.
     """
-    num_bits = 62 - (x.shape[-1] if most is None else most).bit_length()
+    num_bits = 62 - x.shape[-1].bit_length()
     largest = x.abs().amax(-1, keepdim=True).double()
     exponent = torch.frexp(largest).exponent.clamp(min=_SMALLEST_EXPONENT)
     integers = (x * power_of_two(num_bits - exponent)).round_().long()

@@ -1,11 +1,59 @@
-"""Checks of options and settings; every message names the option, its rule and the value."""
+"""Checks of options and settings; every message names the option, its rule and the value.
+
+An algorithm declares an option with its check, and the check runs when the algorithm is made::
+
+    decay: float = option(1.0, within("[0, 1]"))
+"""
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any
 
 from regtopk.errors import ArgumentError
+
+Check = Callable[[str, Any], None]
+
+
+def option(default: Any, check: Check) -> Any:
+    """Declare a field with its default, and the check of what is given; a default of None is allowed."""
+    return field(default=default, metadata={"check": check})
+
+
+def check_options(options: Any) -> None:
+    """Run the checks that the fields of a dataclass declare."""
+    for f in fields(options):
+        given = getattr(options, f.name)
+        if "check" in f.metadata and not (given is None and f.default is None):
+            f.metadata["check"](f.name, given)
+
+
+def within(interval: str) -> Check:
+    """A number in an interval such as "[0, 1)"; "(0, inf)" are the positive and finite numbers."""
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    has_low, has_high = interval[0] == "[", interval[-1] == "]"
+
+    def is_inside(x: float) -> bool:
+        return (low <= x if has_low else low < x) and (x <= high if has_high else x < high)
+
+    return lambda name, given: check_number(name, given, f"in {interval}", is_inside)
+
+
+def integer(at_least: int | None = None) -> Check:
+    """An integer, of any size or with a least value."""
+    return lambda name, given: check_integer(name, given, at_least=at_least)
+
+
+def one_of(*words: str) -> Check:
+    """One of a few words."""
+    return lambda name, given: check_choice(name, given, words)
+
+
+def true_or_false(name: str, given: Any) -> None:
+    """True or False itself: 1 may be a mistake."""
+    if type(given) is not bool:
+        raise ArgumentError(f"{name} must be True or False, got {given!r}")
 
 
 def check_number(name: str, number: Any, rule: str, is_allowed: Callable[[float], bool]) -> None:
@@ -40,3 +88,8 @@ def did_you_mean(word: Any, words: Iterable[str]) -> str:
     """A question that names the closest of some words, in brackets; nothing if none is close."""
     close = get_close_matches(str(word), words, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 seed", "2 seeds", "1,000 steps"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -38,44 +38,29 @@ def aggregate_from_parameters(
     Differs from the paper: it prints w^{t+1} - w^t, which has the wrong sign.
     """
     check_positive("lr", lr)
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        _check_pair(before, after)
-        return (before - after) / lr
-    for name, given in (("before", before), ("after", after)):
-        if not isinstance(given, Iterable):
-            raise ArgumentError(f"{name} must be a tensor or parameters, got {type(given).__name__}")
-    pairs = _pairs_of(before, after)
-    return torch.cat([((old - new) / lr).flatten() for old, new in pairs])
-
-
-def _pairs_of(before: Iterable[Tensor], after: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Both lists side by side, checked before anything is computed."""
-    for name, given in (("before", before), ("after", after)):
-        if isinstance(given, Tensor):
-            raise ArgumentError(
-                f"before and after must both be tensors or both lists, got one tensor: {name}"
-            )
-    old, new = list(before), list(after)
+    is_one = isinstance(before, Tensor)
+    if is_one != isinstance(after, Tensor):
+        name = "before" if is_one else "after"
+        raise ArgumentError(f"before and after must both be tensors or both lists, got one tensor: {name}")
+    old, new = ([given] if isinstance(given, Tensor) else list(given) for given in (before, after))
     if len(old) != len(new) or not old:
         raise ArgumentError(
             "before and after must hold the same parameters, at least one, "
             f"got {len(old)} before and {len(new)} after"
         )
-    pairs = list(zip(old, new, strict=True))
-    for pair in pairs:
+    for pair in zip(old, new, strict=True):
         _check_pair(*pair)
-    return pairs
+    found = [(x - y) / lr for x, y in zip(old, new, strict=True)]
+    return found[0] if is_one else torch.cat([g.flatten() for g in found])
 
 
 def _check_pair(before: Tensor, after: Tensor) -> None:
     for name, given in (("before", before), ("after", after)):
-        if not isinstance(given, Tensor):
-            raise ArgumentError(f"{name} must hold tensors, got {type(given).__name__}")
-    if not before.is_floating_point():
-        raise ArgumentError(f"before must be floating point, got {before.dtype}")
-    ours, theirs = ((tuple(x.shape), x.dtype, x.device) for x in (before, after))
+        if not isinstance(given, Tensor) or not given.is_floating_point():
+            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+            raise ArgumentError(f"{name} must hold floating point tensors, got {kind}")
+    ours, theirs = (f"{tuple(x.shape)} {x.dtype} {x.device}" for x in (before, after))
     if ours != theirs:
-        wanted, got = (" ".join(map(str, kind)) for kind in (ours, theirs))
-        raise ArgumentError(f"after must have the shape, dtype and device of before, {wanted}, got {got}")
+        raise ArgumentError(f"after must have the shape, dtype and device of before, {ours}, got {theirs}")
     if before.numel() and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr():
         raise ArgumentError("before must be a copy made before the step, got the same memory as after")

@@ -43,14 +43,7 @@ class SenderSum(SparseSum):
 
     Everybody's messages tell that already, so it moves no more bytes than a `SparseSum`. Only where the sum
     is split by region, the owner of a region must say it.
-
-    Args:
-        sparse: x_n.
-        weight: w_n.
-        numbers: (m,), a few numbers that travel along; their weighted sum comes back.
     """
-
-    numbers: Tensor | None = None
 
     def __iter__(self) -> Generator[Any, Any, OfSenders]:  # type: ignore[override]
         """Ask, and receive the answer."""

@@ -111,12 +111,7 @@ def send_instead_(residual: Tensor, taken: SparseGradient, values: Tensor, code:
 
 
 def find_largest_(
-    residual: Tensor,
-    grad: Tensor,
-    k: int,
-    *,
-    damped: Tensor | None = None,
-    scores: Tensor | None = None,
+    residual: Tensor, grad: Tensor, k: int, *, damped: Tensor | None = None, scores: Tensor | None = None
 ) -> Tensor:
     """residual := residual + grad; the indices of the k largest scores, (..., k), which are left there."""
     kernel = kernels.kernel_for(residual, grad)

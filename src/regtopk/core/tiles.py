@@ -1,8 +1,7 @@
 """Parameters cut into tiles: pieces of a matrix that some algorithms treat as units.
 
-A parameter of two dimensions is a matrix. One of more dimensions is a matrix of its first dimension against
-the others, and a vector is a matrix of one row. Each side is cut into as few pieces as possible, none longer
-than the side of a tile. Pieces are equally long, or some are longer than the others by one entry.
+A parameter is a matrix (`Layer.sides`). Each side is cut into as few pieces as possible, none longer than the
+side of a tile. Pieces are equally long, or some are longer than the others by one entry.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,104 +14,77 @@ from torch import Tensor
 
 from regtopk.core.selection import send_instead_, take_largest_per_chunk_
 from regtopk.core.sparse import SparseGradient
-from regtopk.core.worker import Layer, Layout
+from regtopk.core.worker import Layout
 
 
-class Pieces(NamedTuple):
-    """Equal pieces of a side that follow one another."""
-
-    start: int
-    number: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """Where the last of them ends."""
-        return self.start + self.number * self.length
-
-
-class Block(NamedTuple):
+class TileBlock(NamedTuple):
     """Tiles of one shape that lie side by side in a matrix."""
 
-    layer: Layer
-    rows: Pieces
-    columns: Pieces
+    start: int  # of the first tile's first entry in the flat vector
+    size: tuple[int, int, int, int]  # rows and columns of tiles, height and width of a tile
+    row_numel: int  # entries of a row of the matrix
 
     @property
     def num_tiles(self) -> int:
         """How many tiles the block has."""
-        return self.rows.number * self.columns.number
+        return self.size[0] * self.size[1]
 
     def of(self, vector: Tensor) -> Tensor:
-        """The block's tiles in a flat vector, (..., J), as a view: (..., rows, columns, height, width)."""
-        layer, rows, columns = self.layer, self.rows, self.columns
-        matrix = vector[..., layer.start : layer.start + layer.numel].unflatten(-1, _sides(layer))
-        block = matrix[..., rows.start : rows.end, columns.start : columns.end]
-        in_rows = block.unflatten(-2, (rows.number, rows.length))
-        in_tiles: Tensor = in_rows.unflatten(-1, (columns.number, columns.length))
-        return in_tiles.transpose(-3, -2)
+        """The block's tiles in a flat vector, (..., J), as a view: (..., *size)."""
+        _, _, height, width = self.size
+        *batch_strides, one = vector.stride()
+        strides = height * self.row_numel * one, width * one, self.row_numel * one, one
+        start = vector.storage_offset() + self.start * one
+        return vector.as_strided((*vector.shape[:-1], *self.size), (*batch_strides, *strides), start)
 
 
 @dataclass(frozen=True)
 class TileGroup:
     """All tiles of one shape, of all parameters."""
 
-    height: int
-    width: int
-    blocks: tuple[Block, ...]
-
-    @property
-    def num_tiles(self) -> int:
-        """How many tiles have this shape."""
-        return sum(block.num_tiles for block in self.blocks)
+    shape: tuple[int, int]
+    blocks: tuple[TileBlock, ...]
 
     @property
     def tile_numel(self) -> int:
         """How many entries a tile has."""
-        return self.height * self.width
+        return self.shape[0] * self.shape[1]
 
     @property
     def numel(self) -> int:
         """How many entries all of them have."""
-        return self.num_tiles * self.tile_numel
+        return sum(block.num_tiles for block in self.blocks) * self.tile_numel
 
     def as_tiles(self, flat: Tensor) -> Tensor:
-        """Tiles that lie one after the other, (..., numel), as (..., num_tiles, height, width)."""
-        tiles: Tensor = flat.unflatten(-1, (self.num_tiles, self.height, self.width))
+        """Tiles that lie one after the other, (..., numel), as (..., number, height, width)."""
+        tiles: Tensor = flat.unflatten(-1, (-1, *self.shape))
         return tiles
 
     def read(self, vector: Tensor) -> Tensor:
-        """A copy of the tiles of a flat vector: (..., J) gives (..., num_tiles, height, width)."""
-        tiles = vector.new_empty(*vector.shape[:-1], self.num_tiles, self.height, self.width)
-        for block, part in self._blocks_and_parts(tiles):
-            part.copy_(block.of(vector))
-        return tiles
+        """A copy of the tiles of a flat vector: (..., J) gives (..., number, height, width)."""
+        return torch.cat([block.of(vector).flatten(-4, -3) for block in self.blocks], dim=-3)
 
     def write_(self, vector: Tensor, tiles: Tensor) -> None:
-        """Write tiles, (..., num_tiles, height, width), to their places in a flat vector, (..., J)."""
-        for block, part in self._blocks_and_parts(tiles):
-            block.of(vector).copy_(part)
-
-    def _blocks_and_parts(self, tiles: Tensor) -> list[tuple[Block, Tensor]]:
-        parts = torch.split(tiles, [block.num_tiles for block in self.blocks], dim=-3)
-        return [
-            (block, part.unflatten(-3, (block.rows.number, block.columns.number)))
-            for block, part in zip(self.blocks, parts, strict=True)
-        ]
+        """Write tiles, (..., number, height, width), to their places in a flat vector, (..., J)."""
+        parts = tiles.split([block.num_tiles for block in self.blocks], dim=-3)
+        for block, part in zip(self.blocks, parts, strict=True):
+            block.of(vector).copy_(part.unflatten(-3, block.size[:2]))
 
 
 @lru_cache(maxsize=256)
 def tiles_of(layout: Layout, side: int) -> tuple[TileGroup, ...]:
     """The tiles of a layout, of up to side x side entries, grouped by their shape."""
-    groups: dict[tuple[int, int], list[Block]] = {}
+    groups: dict[tuple[int, int], list[TileBlock]] = {}
     for layer in layout.layers:
         if layer.numel == 0:
             continue
-        height, width = _sides(layer)
-        for rows in pieces(height, side):
-            for columns in pieces(width, side):
-                groups.setdefault((rows.length, columns.length), []).append(Block(layer, rows, columns))
-    return tuple(TileGroup(*shape, tuple(blocks)) for shape, blocks in groups.items())
+        height, width = layer.sides
+        for top, num_rows, row_length in pieces(height, side):
+            for left, num_columns, column_length in pieces(width, side):
+                size = num_rows, num_columns, row_length, column_length
+                block = TileBlock(layer.start + top * width + left, size, width)
+                groups.setdefault((row_length, column_length), []).append(block)
+    return tuple(TileGroup(shape, tuple(blocks)) for shape, blocks in groups.items())
 
 
 def take_largest_per_tile_(
@@ -122,7 +94,7 @@ def take_largest_per_tile_(
 
     Args:
         residual: (..., J), changed in place.
-        changes: what is added to each group's tiles, (..., num_tiles, height, width).
+        changes: what is added to each group's tiles, (..., number, height, width).
         groups: all tiles.
         density: share of a tile's entries that is sent: max(1, round(density entries)).
         code: how values are coded; the residual gets back what it loses.
@@ -148,25 +120,18 @@ def take_largest_per_tile_(
 
 
 def from_tiles(
-    flat: Tensor, groups: Sequence[TileGroup], transform: Callable[[Tensor], Tensor] | None = None
+    flat: Tensor, groups: Sequence[TileGroup], transform: Callable[[Tensor], Tensor] = lambda tiles: tiles
 ) -> Tensor:
-    """A vector in the order of tiles, (..., J), put back in place; each group is transformed if asked."""
+    """A vector in the order of tiles, (..., J), put back in place; each group's tiles are transformed."""
     vector = torch.empty_like(flat)
     for group, part in zip(groups, flat.split([group.numel for group in groups], -1), strict=True):
-        tiles = group.as_tiles(part)
-        group.write_(vector, tiles if transform is None else transform(tiles))
+        group.write_(vector, transform(group.as_tiles(part)))
     return vector
 
 
-def pieces(numel: int, longest: int) -> list[Pieces]:
-    """A side of `numel` entries cut into as few pieces as possible: the longer ones, then the shorter."""
+def pieces(numel: int, longest: int) -> list[tuple[int, int, int]]:
+    """A side cut into as few pieces as possible: start, number and length of the longer, then the shorter."""
     number = -(-numel // longest)
     shorter, num_longer = divmod(numel, number)
-    cut = [Pieces(0, num_longer, shorter + 1)] if num_longer else []
-    return [*cut, Pieces(num_longer * (shorter + 1), number - num_longer, shorter)]
-
-
-def _sides(layer: Layer) -> tuple[int, int]:
-    if len(layer.shape) < 2:
-        return 1, layer.numel
-    return layer.shape[0], layer.numel // layer.shape[0]
+    longer = [(0, num_longer, shorter + 1)] if num_longer else []
+    return [*longer, (num_longer * (shorter + 1), number - num_longer, shorter)]

@@ -9,14 +9,14 @@ Three byte counts, never mixed:
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regtopk.core.codes import full_message_bytes, message_bytes, segment_bytes
+from regtopk.core.codes import full_message_bytes, message_bytes
 from regtopk.core.regions import region_bytes
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
 from regtopk.core.worker import Worker
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
@@ -28,6 +28,16 @@ LONGEST_DIRECT_BYTES = 1 << 17
 LONGEST_BYTES_OF_TWO = 1 << 24
 
 NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
+
+
+class _Count:
+    """One of the counts of `Traffic`, (..., N), as an attribute."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, traffic: "Traffic", kind: type) -> Tensor:
+        return traffic.counts[..., self.place]
 
 
 class Traffic:
@@ -42,19 +52,10 @@ class Traffic:
         self.counts = counts
 
     @classmethod
-    def of(
-        cls,
-        payload_bytes: Tensor,
-        sent_bytes: Tensor,
-        received_bytes: Tensor,
-        num_entries: Tensor,
-        dense_bytes: Tensor | None = None,
-    ) -> "Traffic":
-        """From the counts themselves, (..., N) each."""
-        if dense_bytes is None:
-            dense_bytes = torch.zeros_like(payload_bytes)
-        counts = payload_bytes, sent_bytes, received_bytes, num_entries, dense_bytes
-        return cls(torch.stack(torch.broadcast_tensors(*counts), dim=-1))
+    def of(cls, *counts: Tensor) -> "Traffic":
+        """From the counts in the order of `NAMES`, (..., N) each; `dense_bytes` may be left out."""
+        missing = [torch.zeros_like(counts[0])] * (len(NAMES) - len(counts))
+        return cls(torch.stack(torch.broadcast_tensors(*counts, *missing), dim=-1))
 
     @classmethod
     def zeros(cls, *shape: int, device: torch.device | None = None) -> "Traffic":
@@ -64,80 +65,45 @@ class Traffic:
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Tensor]) -> "Traffic":
         """The counts that `state_dict` names, copied."""
-        return cls.of(**{name: state_dict[name] for name in NAMES})
+        return cls.of(*(state_dict[name] for name in NAMES))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts by name."""
         return dict(zip(NAMES, self.counts.unbind(-1), strict=True))
 
-    @property
-    def payload_bytes(self) -> Tensor:
-        """Of the messages that each worker contributed."""
-        return self.counts[..., 0]
-
-    @property
-    def sent_bytes(self) -> Tensor:
-        """What each worker's interface sent."""
-        return self.counts[..., 1]
-
-    @property
-    def received_bytes(self) -> Tensor:
-        """What each worker's interface received."""
-        return self.counts[..., 2]
-
-    @property
-    def num_entries(self) -> Tensor:
-        """How many entries each worker sent."""
-        return self.counts[..., 3]
-
-    @property
-    def dense_bytes(self) -> Tensor:
-        """What each worker would have sent without compression."""
-        return self.counts[..., 4]
+    payload_bytes = _Count(0)
+    sent_bytes = _Count(1)
+    received_bytes = _Count(2)
+    num_entries = _Count(3)
+    dense_bytes = _Count(4)
 
     def __add__(self, other: "Traffic") -> "Traffic":
         """Both together."""
         return Traffic(self.counts + other.counts)
 
 
-class Contribution(NamedTuple):
-    """What a worker that sends contributes to a request: numbers where all send as much, else (...,)."""
+def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int | Tensor]:
+    """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,).
 
-    payload_bytes: int | Tensor
-    num_entries: int | Tensor
-
-
-def contribution(request: Request, worker: Worker) -> Contribution:
-    """The bytes of a sender's messages, and its entries; sets of indices alone have no entries.
-
-    Only the shapes of the request are looked at, unless it is padded or its indices travel in "rice".
+    Sets of indices alone have no entries. Only the shapes of the request are looked at, unless it is padded
+    or its indices travel in "rice".
     """
     if isinstance(request, SparseSum):
         sparse = request.sparse
         codes = sparse.values.dtype, sparse.code, worker.index_code
         size = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
-        if isinstance(request, SenderSum):
-            size = size + numbers_bytes(request.numbers)
-        return Contribution(size, _count(sparse.indices, sparse.count))
+        return size, _count(sparse.indices, sparse.count)
     if isinstance(request, DenseSum):
         numel = request.tensor.shape[-1]
         parts = region_bytes(numel, worker.num_workers, worker.idle, request.weight.dtype, request.code)
-        return Contribution(sum(parts), numel)
+        return sum(parts), numel
     if isinstance(request, Peek):
-        return Contribution(0, 0)
+        return 0, 0
     tensor, count = request.tensor, request.count if isinstance(request, Gather) else None
     if request.numel is None:
         num_entries = _count(tensor, count)
-        return Contribution(num_entries * tensor.element_size(), num_entries)
-    size = _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code)
-    return Contribution(size, 0)
-
-
-def numbers_bytes(numbers: Tensor | None) -> int:
-    """Bytes of the few numbers that travel along with a worker's entries: a dense message of their own."""
-    if numbers is None:
-        return 0
-    return segment_bytes(numbers.shape[-1], dtype=numbers.dtype, value_code="float32")
+        return num_entries * tensor.element_size(), num_entries
+    return _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code), 0
 
 
 def payload_bytes(request: Request, worker: Worker) -> Tensor:
@@ -146,7 +112,7 @@ def payload_bytes(request: Request, worker: Worker) -> Tensor:
         is_sender = worker.index.squeeze(-1) == request.source
     else:
         is_sender = worker.weight.squeeze(-1) > 0
-    return is_sender * contribution(request, worker).payload_bytes
+    return is_sender * _contribution(request, worker)[0]
 
 
 def moved(request: Request, worker: Worker) -> Traffic:
@@ -155,28 +121,22 @@ def moved(request: Request, worker: Worker) -> Traffic:
     if isinstance(request, DenseSum):
         codes = request.weight.dtype, request.code, request.sum_code
         return _summed_by_region(request.tensor.shape[-1], *codes, *cluster)
-    size, num_entries = contribution(request, worker)
+    size, num_entries = _contribution(request, worker)
     if isinstance(request, Broadcast):
         return _passed_on(request.source, size, num_entries, worker)
-    if isinstance(size, int) and isinstance(num_entries, int):
-        return _gathered_alike(size, num_entries, *cluster)
-    active = is_active(*cluster)
-    payload = active * size
-    return Traffic.of(payload, *all_gather_bytes(payload), active * num_entries)
+    is_known = isinstance(size, int) and isinstance(num_entries, int)
+    return (_gathered_alike if is_known else _gathered)(size, num_entries, *cluster)
 
 
 def _sparse_bytes(
     indices: Tensor, count: Tensor | None, numel: int, dtype: torch.dtype, value_code: str, index_code: str
 ) -> int | Tensor:
+    codes: Any = {"dtype": dtype, "value_code": value_code, "index_code": index_code}
     if count is None and index_code != "rice":  # the common case, and the fast one
-        return full_message_bytes(
-            indices.shape[-1], numel, dtype=dtype, value_code=value_code, index_code=index_code
-        )
+        return full_message_bytes(indices.shape[-1], numel, **codes)
     if count is None:
         count = torch.full(indices.shape[:-1], indices.shape[-1], device=indices.device)
-    return message_bytes(
-        count, numel, dtype=dtype, value_code=value_code, index_code=index_code, indices=indices
-    )
+    return message_bytes(count, numel, **codes, indices=indices)
 
 
 def _count(tensor: Tensor, count: Tensor | None) -> int | Tensor:
@@ -204,13 +164,19 @@ def before_a_step(batch_shape: tuple[int, ...], numel: int, device: torch.device
     return nothing
 
 
-@lru_cache(maxsize=256)
-def _gathered_alike(
-    size: int, num_entries: int, num_workers: int, idle: tuple[int, ...], device: torch.device
+def _gathered(
+    size: int | Tensor,
+    num_entries: int | Tensor,
+    num_workers: int,
+    idle: tuple[int, ...],
+    device: torch.device,
 ) -> Traffic:
     active = is_active(num_workers, idle, device)
-    payload = size * active
-    return Traffic.of(payload, *all_gather_bytes(payload), num_entries * active)
+    payload = active * size
+    return Traffic.of(payload, *all_gather_bytes(payload), active * num_entries)
+
+
+_gathered_alike = lru_cache(maxsize=256)(_gathered)
 
 
 @lru_cache(maxsize=256)
@@ -230,12 +196,9 @@ def _summed_by_region(
         for c in (code, sum_code)
     )
     sums_sent, sums_received = all_gather_bytes(sums)
-    return Traffic.of(
-        payload_bytes=active * parts.sum(),
-        sent_bytes=active * (parts.sum() - parts) + sums_sent,
-        received_bytes=parts * (active.sum() - 1) + sums_received,
-        num_entries=active * numel,
-    )
+    sent = active * (parts.sum() - parts) + sums_sent
+    received = parts * (active.sum() - 1) + sums_received
+    return Traffic.of(active * parts.sum(), sent, received, active * numel)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regtopk.errors import ArgumentError
 
@@ -28,6 +28,18 @@ class Layer:
     def numel(self) -> int:
         """How many entries the parameter has."""
         return prod(self.shape)
+
+    @property
+    def entries(self) -> slice:
+        """Its entries in the last dimension of a flat vector: ``vector[..., layer.entries]``."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Its shape as a matrix: the first dimension against all others; a vector is one row."""
+        if len(self.shape) < 2:
+            return 1, self.numel
+        return self.shape[0], self.numel // self.shape[0]
 
 
 @dataclass(frozen=True)
@@ -145,3 +157,24 @@ def check_weights(weights: Sequence[float] | Tensor | None, num_workers: int) ->
     if abs(float(w.sum()) - 1) > 1e-6:
         raise ArgumentError(f"weights must sum to 1 within 1e-6, got a sum of {float(w.sum())}")
     return w
+
+
+def layer_kinds(module: nn.Module) -> dict[str, str]:
+    """Parameter name to "conv", "linear", "recurrent", "embedding", "norm", "bias" or "other"."""
+    kinds = {}
+    for module_name, part in module.named_modules():
+        for name, p in part.named_parameters(recurse=False):
+            kinds[f"{module_name}.{name}" if module_name else name] = _kind(part, name, p)
+    return kinds
+
+
+def _kind(part: nn.Module, name: str, p: nn.Parameter) -> str:
+    class_name = type(part).__name__.lower()
+    if name.startswith("bias"):
+        return "bias"
+    if isinstance(part, nn.RNNBase):
+        return "recurrent"
+    for word in ("conv", "linear", "embedding", "norm"):
+        if word in class_name:
+            return word
+    return "other" if p.dim() > 1 else "bias"

@@ -18,9 +18,6 @@ from regtopk.core.worker import Layout, Report, Worker, check_weights
 from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.simulate.driver import SimulatedDriver
 
-_IDENTITY = ("algorithm", "num_workers", "weights")
-_PROGRESS = ("num_steps", "num_rounds", "report", "weight", "grads_shape", "state", "last_step", "total")
-
 
 class Cluster:
     """N workers running one algorithm, as one batch.
@@ -62,7 +59,7 @@ class Cluster:
         self.algorithm = algorithm
         self.num_workers = num_workers
         self.weights = check_weights(weights, num_workers)
-        self._weights = tuple(self.weights.tolist())
+        self._idle = tuple((self.weights == 0).nonzero().flatten().tolist())
         self.layout = layout
         self.index_code = check_index_code(index_code)
         self.link = link
@@ -91,7 +88,7 @@ class Cluster:
         """
         self._check(grads)
         worker = self._worker_at_this_step(grads)
-        state = self._initial_state(worker) if self.state is None else self.state
+        state = self.state or initial_state(self.algorithm, worker, self.residual_dtype)
         driver = SimulatedDriver(worker)
         aggregate = self._converse(grads, state, worker, driver)
         self.last_step = driver.traffic
@@ -129,10 +126,8 @@ class Cluster:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` saved; refused as a whole if it does not fit."""
-        if set(state_dict) != {*_IDENTITY, *_PROGRESS}:
-            raise StateError(
-                f"a saved cluster must hold {sorted(_IDENTITY + _PROGRESS)}, got {sorted(state_dict)}"
-            )
+        if state_dict.keys() != (known := self.state_dict()).keys():
+            raise StateError(f"a saved cluster must hold {sorted(known)}, got {sorted(state_dict)}")
         for key, own in (("algorithm", self.algorithm.name), ("num_workers", self.num_workers)):
             if state_dict[key] != own:
                 raise StateError(f"{key} must be that of the saved state, {state_dict[key]!r}, got {own!r}")
@@ -144,7 +139,7 @@ class Cluster:
         worker, state = None, None
         if state_dict["weight"] is not None:
             worker = self._make_worker(state_dict["weight"], state_dict["grads_shape"])
-            state = self._initial_state(worker)
+            state = initial_state(self.algorithm, worker, self.residual_dtype)
             state.load_state_dict(state_dict["state"])
         self._worker, self.state = worker, state
         self.num_steps, self.num_rounds = state_dict["num_steps"], state_dict["num_rounds"]
@@ -193,27 +188,14 @@ class Cluster:
         *batch_shape, numel = grads_shape
         index = torch.arange(self.num_workers, device=weight.device).unsqueeze(-1)
         layout = self.layout or Layout.anonymous(numel)
-        idle = tuple(rank for rank, w in enumerate(self._weights) if w == 0)
-        return Worker(
-            weight,
-            index,
-            self.num_workers,
-            0,
-            layout,
-            tuple(batch_shape),
-            idle=idle,
-            index_code=self.index_code,
-        )
-
-    def _initial_state(self, worker: Worker) -> State:
-        state: State = initial_state(self.algorithm, worker, self.residual_dtype)
-        return state
+        facts = weight, index, self.num_workers, 0, layout, tuple(batch_shape)
+        return Worker(*facts, idle=self._idle, index_code=self.index_code)
 
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
         conversation = exchange(self.algorithm, grads, state, worker)
-        if min(self._weights) > 0:
+        if not self._idle:
             return converse(conversation, driver.answer)
-        idle = (self.weights == 0).nonzero().flatten().to(grads.device)
+        idle = torch.tensor(self._idle, device=grads.device)
         kept = state.copy_of_workers(idle)
         aggregate = converse(conversation, driver.answer)
         state.restore_workers_(idle, kept)

@@ -52,11 +52,10 @@ class SimulatedDriver:
         total = _received(kernels.sum_sparse_in_rank_order(indices, weight * values, sparse.numel))
         if not isinstance(request, SenderSum):
             return total
-        numbers = None if request.numbers is None else _received(_weighted_sum(request.numbers, weight))
         sent_weight = _received(
             kernels.sum_sparse_in_rank_order(indices, sparse.weight_of_each(weight), sparse.numel)
         )
-        return OfSenders.of(total, sent_weight, _received(indices.flatten(-2)), weight.flatten(), numbers)
+        return OfSenders.of(total, sent_weight, _received(indices.flatten(-2)), weight.flatten())
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
         total = _weighted_sum(request.tensor, request.weight)

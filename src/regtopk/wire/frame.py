@@ -11,51 +11,32 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK
-from regtopk.core.codes import (
-    HEADER_WORDS,
-    MAX_FIELD_BITS,
-    IndexLayout,
-    index_layout,
-    num_words,
-    value_words,
-)
+from regtopk.core.codes import HEADER_WORDS, MAX_FIELD_BITS, IndexLayout, index_layout, num_words, value_words
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire.bits import reinterpret
 
 MAGIC = int.from_bytes(b"RTKG", "little")
 VERSION = 1
 INDEX_IDS = {"dense": 0, "elias-fano": 1, "bitmap": 2, "rice": 3, "raw32": 4}
-VALUE_IDS = {
-    "none": 0,
-    "float32": 1,
-    "float64": 2,
-    "bfloat16": 3,
-    "float16": 4,
-    "int8": 5,
-    "4bit": 6,
-    "2bit": 7,
-    "sign": 8,
-}
+_BY_ID = ("none", "float32", "float64", "bfloat16", "float16", "int8", "4bit", "2bit", "sign")
+VALUE_IDS = {code: number for number, code in enumerate(_BY_ID)}
 
 # What can be wrong with a message; bit i of a status stands for entry i.
-REASONS = (
-    "magic must be 'RTKG'",
-    f"version must be {VERSION}",
-    "index and value codes must be those expected",
-    "numel must be the J expected",
-    "count must be in 0..J and within the capacity",
-    "length must be what count and codes ask for",
-    "checksum must be that of the words",
-    "indices must be below J, ascending and distinct",
-    "values and scales must be finite",
-    "the sender's indices must be below J, ascending and distinct (count is -1)",
-    "the sender's values must be finite (count is -2: its residual + gradient has overflowed, or it has "
-    "refused a message itself)",
-)
-BAD_MAGIC, BAD_VERSION, BAD_CODES, BAD_NUMEL, BAD_COUNT, BAD_LENGTH, BAD_CHECKSUM, BAD_INDICES, BAD_VALUES = (
-    1 << i for i in range(9)
-)
-BAD_INDICES_SENT, BAD_VALUES_SENT = 1 << 9, 1 << 10
+REASONS = {
+    "magic": "magic must be 'RTKG'",
+    "version": f"version must be {VERSION}",
+    "codes": "index and value codes must be those expected",
+    "numel": "numel must be the J expected",
+    "count": "count must be in 0..J and within the capacity",
+    "length": "length must be what count and codes ask for",
+    "checksum": "checksum must be that of the words",
+    "indices": "indices must be below J, ascending and distinct",
+    "values": "values and scales must be finite",
+    "indices_sent": "the sender's indices must be below J, ascending and distinct (count is -1)",
+    "values_sent": "the sender's values must be finite (count is -2: its residual + gradient has overflowed, "
+    "or it has refused a message itself)",
+}
+BITS = {reason: 1 << i for i, reason in enumerate(REASONS)}
 
 # In the place of the count: the sender itself says that nobody can use its entries.
 _COUNT_OF_BAD_INDICES, _COUNT_OF_BAD_VALUES = -1, -2
@@ -70,17 +51,7 @@ NUMBERS = {
     "MAX_FIELD_BITS": MAX_FIELD_BITS,
     "COUNT_OF_BAD_INDICES": _COUNT_OF_BAD_INDICES,
     "COUNT_OF_BAD_VALUES": _COUNT_OF_BAD_VALUES,
-    "BAD_MAGIC": BAD_MAGIC,
-    "BAD_VERSION": BAD_VERSION,
-    "BAD_CODES": BAD_CODES,
-    "BAD_NUMEL": BAD_NUMEL,
-    "BAD_COUNT": BAD_COUNT,
-    "BAD_LENGTH": BAD_LENGTH,
-    "BAD_CHECKSUM": BAD_CHECKSUM,
-    "BAD_INDICES": BAD_INDICES,
-    "BAD_VALUES": BAD_VALUES,
-    "BAD_INDICES_SENT": BAD_INDICES_SENT,
-    "BAD_VALUES_SENT": BAD_VALUES_SENT,
+    **{f"BAD_{reason.upper()}": bit for reason, bit in BITS.items()},
 }
 
 
@@ -102,7 +73,7 @@ def raise_for_status(status: Tensor) -> None:
 
 def reasons(bits: int) -> str:
     """What the bits of one status say."""
-    return "; ".join(reason for i, reason in enumerate(REASONS) if bits >> i & 1)
+    return "; ".join(text for reason, text in REASONS.items() if bits & BITS[reason])
 
 
 def make_frame(
@@ -170,22 +141,20 @@ def check_frame(words: Tensor, numel: int, capacity: int, index_code: str, value
         unary_bits = count if index_code == "rice" else layout.unary_bits
         size = size + layout.field_words + num_words(unary_bits)
     status = status_of(
-        (words[..., 0] == MAGIC, BAD_MAGIC),
-        ((kinds & 0xFF) == VERSION, BAD_VERSION),
-        (((kinds >> 8) == (index_id | VALUE_IDS[value_code] << 8)) | ~is_counted, BAD_CODES),
-        (found_numel == numel, BAD_NUMEL),
-        (is_counted | has_bad_indices | has_bad_values, BAD_COUNT),
-        (size <= words.shape[-1], BAD_LENGTH),
-        (checksum == _checksum(words), BAD_CHECKSUM),
-        (~has_bad_indices, BAD_INDICES_SENT),
-        (~has_bad_values, BAD_VALUES_SENT),
+        magic=words[..., 0] == MAGIC,
+        version=(kinds & 0xFF) == VERSION,
+        codes=((kinds >> 8) == (index_id | VALUE_IDS[value_code] << 8)) | ~is_counted,
+        numel=found_numel == numel,
+        count=is_counted | has_bad_indices | has_bad_values,
+        length=size <= words.shape[-1],
+        checksum=checksum == _checksum(words),
+        indices_sent=~has_bad_indices,
+        values_sent=~has_bad_values,
     )
     return Header(count, status, layout)
 
 
-def status_of(*checks: tuple[Tensor, int]) -> Tensor:
+def status_of(**is_met: Tensor) -> Tensor:
     """The bits of the checks that failed, added up."""
-    status = ~checks[0][0] * checks[0][1]
-    for is_met, bit in checks[1:]:
-        status = status + ~is_met * bit
-    return status
+    (first, *others) = (~met * BITS[reason] for reason, met in is_met.items())
+    return sum(others, start=first)

@@ -11,7 +11,6 @@ where gap is the number of entries skipped since the last index. So one decoder 
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,48 +20,32 @@ from regtopk.core.codes import IndexLayout, index_layout, num_words
 from regtopk.wire import bits
 
 
-class Packed(NamedTuple):
-    """Encoded indices: which code, its two sections as words, and the unary bits really used."""
+def pack_indices(indices: Tensor, numel: int, index_code: str) -> tuple[str, Tensor, Tensor]:
+    """The code used ("bitmap" where that is smaller), and the words of its fields and of its unary bits.
 
-    code: str
-    fields: Tensor
-    unary: Tensor
-    unary_bits: Tensor
-
-
-class Unpacked(NamedTuple):
-    """Decoded indices (..., capacity), whether they are sound (...,), and the word behind them (...,)."""
-
-    indices: Tensor
-    is_sound: Tensor
-    end: Tensor
-
-
-def pack_indices(indices: Tensor, numel: int, index_code: str) -> Packed:
-    """Encode indices (..., k), ascending and distinct, without padding.
-
-    The unary section of "rice" has the size of the longest there can be; `unary_bits` (...,) says how
-    much of it counts.
+    Args:
+        indices: (..., k), ascending and distinct, without padding. With "rice", whose length depends on them,
+            one number is read back from the device, and there must be no leading dimensions.
+        numel: J.
+        index_code: one of `INDEX_CODES`.
     """
-    count = indices.shape[-1]
+    count, is_rice = indices.shape[-1], index_code == "rice"
     is_bitmap, width, unary_bits = layout_of_count(count, numel, index_code)
-    place = torch.arange(count, device=indices.device)
     numbers = indices
-    if index_code == "rice":
+    if is_rice:
         before = indices.new_full((*indices.shape[:-1], 1), -1)
         numbers = indices.diff(dim=-1, prepend=before) - 1
     fields = bits.pack_fields(numbers & ((1 << width) - 1), width)
-    high = numbers >> width
-    if index_code == "rice":
-        high = high.cumsum(-1)
-    position = high if is_bitmap else high + place
+    high = (numbers >> width).cumsum(-1) if is_rice else numbers >> width
+    position = high if is_bitmap else high + torch.arange(count, device=indices.device)
     size = 32 * num_words(unary_bits)
     ones = torch.zeros(*indices.shape[:-1], size, dtype=torch.uint8, device=indices.device)
     if size > 0:  # a broken contract must not write out of bounds; the frame then says so
         ones.scatter_(-1, position.clamp(0, size - 1), 1)
-    used = position[..., -1] + 1 if count > 0 else indices.new_zeros(indices.shape[:-1])
-    code = "bitmap" if is_bitmap else index_code
-    return Packed(code, fields, bits.pack(ones, 1), used)
+    unary = bits.pack(ones, 1)
+    if is_rice:  # made for the longest that there can be
+        unary = unary[: num_words(int(position[-1]) + 1) if count > 0 else 0]
+    return "bitmap" if is_bitmap else index_code, fields, unary
 
 
 def unpack_indices(
@@ -73,7 +56,7 @@ def unpack_indices(
     numel: int,
     capacity: int,
     index_code: str,
-) -> Unpacked:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decode rows that may hold different numbers of indices.
 
     Args:
@@ -84,38 +67,31 @@ def unpack_indices(
         numel: J.
         capacity: the most indices a row may hold.
         index_code: one of `INDEX_CODES`; "elias-fano" includes the bitmap, where that is smaller.
+
+    Returns:
+        Indices (..., capacity), whether they are sound (...,), and the word behind them (...,).
     """
-    if index_code == "elias-fano" and words.dim() == 2 and kernels.unpacks(words):  # a CPU's
-        return _unpack_elias_fano(words, start, count, layout, numel, capacity)
+    middle = start + layout.field_words
+    end = middle + num_words(layout.unary_bits)
+    if index_code == "elias-fano" and words.dim() == 2 and kernels.unpacks(words):  # one compiled loop
+        inside = _words_inside(words, middle, layout.unary_bits)
+        sizes = layout.width, layout.field_words, inside, layout.is_bitmap
+        indices, is_sound = kernels.unpack_elias_fano(words, start, count, *sizes, numel, capacity)
+        return indices, is_sound, end
     place = torch.arange(capacity, device=words.device)
     is_valid = place < count.unsqueeze(-1)
     width = layout.width.unsqueeze(-1)
     field = bits.read_fields(words, start.unsqueeze(-1), width, capacity)
-    end = start + layout.field_words
     if index_code == "raw32":
-        return Unpacked(field, are_in_order(field, numel, is_valid), end)
-    position, num_ones = _find_ones(words, end, layout.unary_bits, capacity, numel)
+        return field, are_in_order(field, numel, is_valid), end
+    position, num_ones = _find_ones(words, middle, layout.unary_bits, capacity, numel)
     high = position - place * ~layout.is_bitmap.unsqueeze(-1)
     if index_code == "rice":
-        indices = (high << width) + (field * is_valid).cumsum(-1) + place
-        unary_bits = _last(position + 1, count)
-    else:
-        indices = (high << width) + field
-        unary_bits = layout.unary_bits
-    is_sound = are_in_order(indices, numel, is_valid) & (num_ones == count)
-    return Unpacked(indices, is_sound, end + num_words(unary_bits))
-
-
-def _unpack_elias_fano(
-    words: Tensor, start: Tensor, count: Tensor, layout: IndexLayout, numel: int, capacity: int
-) -> Unpacked:
-    """The same as one compiled loop, on a CPU."""
-    end = start + layout.field_words
-    unary_words = _words_inside(words, end, layout.unary_bits)
-    indices, is_sound = kernels.unpack_elias_fano(
-        words, start, count, layout.width, layout.field_words, unary_words, layout.is_bitmap, numel, capacity
-    )
-    return Unpacked(indices, is_sound, end + num_words(layout.unary_bits))
+        field = (field * is_valid).cumsum(-1) + place
+        last = torch.nn.functional.pad(position + 1, (1, 0)).gather(-1, count.unsqueeze(-1)).squeeze(-1)
+        end = middle + num_words(last)
+    indices = (high << width) + field
+    return indices, are_in_order(indices, numel, is_valid) & (num_ones == count), end
 
 
 def _words_inside(words: Tensor, start: Tensor, num_bits: Tensor) -> Tensor:
@@ -156,12 +132,6 @@ def are_in_order(indices: Tensor, numel: int, is_valid: Tensor | None = None) ->
     if is_valid is not None:
         is_rising, is_inside = is_rising | ~is_valid[..., 1:], is_inside | ~is_valid
     return is_rising.all(-1) & is_inside.all(-1)
-
-
-def _last(position: Tensor, count: Tensor) -> Tensor:
-    """The entry before count of each row (..., m); 0 where there is none."""
-    padded = torch.nn.functional.pad(position, (1, 0))
-    return padded.gather(-1, count.unsqueeze(-1)).squeeze(-1)
 
 
 @lru_cache(maxsize=1024)

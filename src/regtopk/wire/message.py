@@ -6,7 +6,7 @@ its device and without reading anything back: what is wrong is returned as a sta
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,7 @@ from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire.bits import reinterpret
 from regtopk.wire.frame import (
-    BAD_COUNT,
-    BAD_INDICES,
-    BAD_LENGTH,
-    BAD_VALUES,
+    BITS,
     INDEX_IDS,
     NUMBERS,
     VALUE_IDS,
@@ -44,12 +41,6 @@ from regtopk.wire.frame import (
 )
 from regtopk.wire.indices import are_in_order, layout_of_count, pack_indices, unpack_indices
 from regtopk.wire.values import pack_values, unpack_values
-
-
-class _Body(NamedTuple):
-    sparse: SparseGradient
-    status: Tensor
-    end: Tensor
 
 
 def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
@@ -93,13 +84,10 @@ def _encode(
     is_short = math.prod(indices.shape[:-1]) <= kernels.MAX_ROWS["cuda"]
     if programs is not None and index_code == "elias-fano" and is_short:
         return (_encode_by(programs, numel, value_code, indices, values),)
-    packed = pack_indices(indices, numel, index_code)
-    unary = packed.unary
-    if index_code == "rice":
-        unary = unary[..., : num_words(int(packed.unary_bits))]
+    used_code, fields, unary = pack_indices(indices, numel, index_code)
     is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
-    frame = make_frame(is_ascending, is_finite, numel, indices.shape[-1], packed.code, value_code)
-    return (seal([frame, pack_values(values, value_code), packed.fields, unary]),)
+    frame = make_frame(is_ascending, is_finite, numel, indices.shape[-1], used_code, value_code)
+    return (seal([frame, pack_values(values, value_code), fields, unary]),)
 
 
 def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
@@ -154,11 +142,11 @@ def decode(message: Tensor, numel: int) -> SparseGradient:
     header = check_frame(words, numel, numel, index_code, value_code)
     _raise_if(header.status)
     dtype = torch.float64 if value_code == "float64" else torch.float32
-    body = _decode_body(words, header, numel, int(header.num_entries), index_code, value_code, dtype)
-    _raise_if(body.status)
-    if int(body.end) != words.shape[-1]:
-        raise WireFormatError(f"message must be {4 * int(body.end)} bytes long, got {4 * words.shape[-1]}")
-    found = body.sparse
+    capacity = int(header.num_entries)
+    found, status, end = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
+    _raise_if(status)
+    if int(end) != words.shape[-1]:
+        raise WireFormatError(f"message must be {4 * int(end)} bytes long, got {4 * words.shape[-1]}")
     return SparseGradient(found.indices[0], found.values[0], numel, code=found.code)
 
 
@@ -239,7 +227,7 @@ def decode_segment(
     start = torch.full_like(count, HEADER_WORDS)
     values, is_sound = unpack_values(words, start, count, size, value_code, dtype)
     is_full = (count == size) | (status != 0)  # what else is wrong explains it
-    status = status + status_of((is_sound, BAD_VALUES), (is_full, BAD_COUNT))
+    status = status + status_of(values=is_sound, count=is_full)
     return values.masked_fill((status != 0).unsqueeze(-1), 0), status
 
 
@@ -256,27 +244,20 @@ def _decode_body(
     index_code: str,
     value_code: str,
     dtype: torch.dtype,
-) -> _Body:
+) -> tuple[SparseGradient, Tensor, Tensor]:
+    """The entries, (..., capacity), what is wrong with each message, and the word behind it, (...,)."""
     count, status, layout = header
     assert layout is not None
     start = torch.full_like(count, HEADER_WORDS)
     values, values_are_sound = unpack_values(words, start, count, capacity, value_code, dtype)
     start = start + value_words(count, value_code)
     indices, indices_are_sound, end = unpack_indices(words, start, count, layout, numel, capacity, index_code)
-    is_long_enough = (end <= words.shape[-1]) | (status & BAD_LENGTH != 0)  # once is enough
-    status = status + status_of(
-        (indices_are_sound, BAD_INDICES), (values_are_sound, BAD_VALUES), (is_long_enough, BAD_LENGTH)
-    )
+    is_long_enough = (end <= words.shape[-1]) | (status & BITS["length"] != 0)  # once is enough
+    status = status + status_of(indices=indices_are_sound, values=values_are_sound, length=is_long_enough)
     count = count * (status == 0)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
-    sparse = SparseGradient(
-        indices.masked_fill(is_padding, 0),
-        values.masked_fill(is_padding, 0),
-        numel,
-        count,
-        _number_code(value_code),
-    )
-    return _Body(sparse, status, end)
+    indices, values = indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0)
+    return SparseGradient(indices, values, numel, count, _number_code(value_code)), status, end
 
 
 def _number_code(value_code: str) -> str:

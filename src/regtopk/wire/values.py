@@ -1,7 +1,5 @@
 """Values as words: plain numbers, or a symbol per value and the scales of each block."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,13 +13,6 @@ _NUMBERS = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-class Unpacked(NamedTuple):
-    """Decoded values (..., capacity), zero in padding, and whether they are sound (...,)."""
-
-    values: Tensor
-    is_sound: Tensor
 
 
 def pack_values(values: Tensor, code: str) -> Tensor:
@@ -40,7 +31,7 @@ def pack_values(values: Tensor, code: str) -> Tensor:
 
 def unpack_values(
     words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str, dtype: torch.dtype
-) -> Unpacked:
+) -> tuple[Tensor, Tensor]:
     """Decode rows that may hold different numbers of values.
 
     Args:
@@ -50,16 +41,19 @@ def unpack_values(
         capacity: the most values a row may hold.
         code: a wire code.
         dtype: of the result, float32 or float64.
+
+    Returns:
+        Values (..., capacity), zero in padding, and whether they are sound (...,).
     """
     if code == "none":
         nothing = torch.zeros(*count.shape, capacity, dtype=dtype, device=words.device)
-        return Unpacked(nothing, torch.ones_like(count, dtype=torch.bool))
+        return nothing, torch.ones_like(count, dtype=torch.bool)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
     num = num_words(capacity * VALUE_BITS[code])
     if code in _NUMBERS:
         section = bits.take_words(words, start.unsqueeze(-1), num)
         values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].masked_fill(is_padding, 0)
-        return Unpacked(values.to(dtype), torch.isfinite(values).all(-1))
+        return values.to(dtype), torch.isfinite(values).all(-1)
     scales = _take_scales(words, start, count, capacity, code)
     num_scales = NUM_SCALES[code] * ((count + BLOCK - 1) // BLOCK)
     section = bits.take_words(words, (start + num_scales).unsqueeze(-1), num)
@@ -69,7 +63,7 @@ def unpack_values(
     # The two scales of "sign", minus and plus, may come in any order.
     is_ordered = torch.isfinite(lo) & (hi >= 0) if code == "sign" else lo <= hi
     is_sound = (torch.isfinite(hi) & (lo >= 0) & is_ordered).all(-1)
-    return Unpacked(values.to(dtype), is_sound)
+    return values.to(dtype), is_sound
 
 
 def _take_scales(words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str) -> Tensor:

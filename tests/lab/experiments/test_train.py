@@ -28,7 +28,7 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
         ("algorithm=topk,regtopk", "algorithm must be one of"),
         ("algorithm=topk:every=2", "every must stand with exchange=updates, got 'topk:every=2'"),
         ("algorithm=reg-topk", r"algorithm must be one of dense, .*got 'reg-topk' \(did you mean 'regtopk'"),
-        ("algorithm=regtopk:mu=0", "mu must be positive and finite, got 0"),
+        ("algorithm=regtopk:mu=0", r"mu must be .*, got 0"),
         ("density=2", r"density must be in \(0, 1\], got 2.0"),
         ("value_code=3bit", "value_code must be one of float32, .*, got '3bit'"),
         ("scope=layer", "scope must be one of model, bucket, got 'layer'"),

@@ -18,7 +18,7 @@ ROUND_NUMBERS: Line = {
 
 def all_lines() -> set[str]:
     """The names of all costs."""
-    labels = [DILOCO.format(16), *update_labels(["topk", "topk:impute=0.35", "topk:impute=learned"], 2)]
+    labels = [DILOCO.format(16), *update_labels(["topk", "topk:impute=0.35"], 2)]
     methods = planned_methods((0.01,), every=True) + planned_methods((0.01,), labels=labels)
     return set[str]().union(*(exchange_of(m, Workload.of_size(10**6), 4, "model").lines for m in methods))
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from regtopk.core.codes import longest_message_bytes
 from regtopk.core.requests import Gather, Gathered
 from regtopk.core.sparse import SparseGradient, index_set
-from regtopk.core.traffic import numbers_bytes
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.transport.collectives import as_bytes
-from regtopk.wire import decode_rows, decode_segment, encode
+from regtopk.wire import decode_rows, encode
 
 LONGEST_GATHERED_BYTES = 1 << 32  # of a vector that travels as it is: a longer one can only be damage
 
@@ -22,7 +21,7 @@ def gather(rank: Rank, request: Gather) -> Gathered:
     """Every rank's vector, (N, m), in rank order."""
     tensor = request.tensor
     if request.numel is not None:
-        ((found, _),) = gather_sparse(rank, [(index_set(tensor, request.numel, request.count), None)])
+        (found,) = gather_sparse(rank, [index_set(tensor, request.numel, request.count)])
         return Gathered(found.indices, found.counts)
     count = tensor.shape[-1] if request.count is None else int(request.count)
     sent = tensor[: 0 if rank.is_idle else count]
@@ -37,51 +36,45 @@ def gather(rank: Rank, request: Gather) -> Gathered:
     return Gathered(rows.view(tensor.dtype), torch.tensor(counts, device=rows.device))
 
 
-def gather_sparse(
-    rank: Rank, parts: Sequence[tuple[SparseGradient, Tensor | None]]
-) -> list[tuple[SparseGradient, Tensor | None]]:
-    """Every rank's sparse vectors, each (N, m), decoded, and the numbers that came along with each.
+def gather_sparse(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGradient]:
+    """Every rank's sparse vectors, each (N, m), decoded.
 
     Padding is entry 0 of value 0. What is wrong with a message is raised later: see `Rank.check_later`.
 
     Args:
         rank: this one.
         parts: this rank's sparse vectors, each (m,) or a batch of them, (U, 1, m), which comes back as
-            (U, N, m); and a few numbers or None. If all ranks' are equally long, they travel together.
+            (U, N, m). If all ranks' are equally long, they travel together.
     """
-    is_batch = any(sparse.indices.dim() > 1 for sparse, _ in parts)
-    if (len(parts) > 1 or is_batch) and all(_is_even(rank, part) for part in parts):
-        return [(rows, None) for rows in _gather_together(rank, [sparse for sparse, _ in parts])]
-    return [_gather_one(rank, *part) for part in parts]
+    is_batch = any(sparse.indices.dim() > 1 for sparse in parts)
+    if (len(parts) > 1 or is_batch) and all(_has_known_length(rank, sparse) for sparse in parts):
+        return _gather_together(rank, parts)
+    return [_gather_one(rank, sparse) for sparse in parts]
 
 
-def _gather_one(
-    rank: Rank, sparse: SparseGradient, numbers: Tensor | None
-) -> tuple[SparseGradient, Tensor | None]:
+def _gather_one(rank: Rank, sparse: SparseGradient) -> SparseGradient:
     with rank.timer.phase("encode_s"):
-        message = rank.encoded(sparse, numbers)
+        message = rank.encoded(sparse)
     capacity = sparse.indices.shape[-1]
     sizes = [message.numel()] * rank.num_workers
     with rank.timer.phase("collective_s"):
         if _has_known_length(rank, sparse):
             messages = rank.collectives.all_gather(message)
         else:
-            limits = longest_message_bytes(sparse.numel) + numbers_bytes(numbers), sparse.numel
+            limits = longest_message_bytes(sparse.numel), sparse.numel
             told = rank.collectives.all_gather_sizes((message.numel(), capacity), limits, message.device)
             sizes, capacities = ([row[i] for row in told] for i in (0, 1))
             capacity = max(capacities)
             messages = rank.collectives.all_gather_padded(message, max(sizes))
     rank.count_gather(message.numel(), sizes)
     with rank.timer.phase("decode_s"):
-        start = numbers_bytes(numbers)
-        everyones = None if numbers is None else _decode_numbers(rank, messages[:, :start], numbers)
-        found, status = _decode(rank, rank.of_active(messages[:, start:]), capacity, sparse)
+        found, status = _decode(rank, rank.of_active(messages), capacity, sparse)
         rank.check_later(status)
         indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
-        return SparseGradient(indices, values, sparse.numel, counts, sparse.code), everyones
+        return SparseGradient(indices, values, sparse.numel, counts, sparse.code)
 
 
-def _gather_together(rank: Rank, parts: list[SparseGradient]) -> list[SparseGradient]:
+def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGradient]:
     """Vectors of known lengths: one collective for all of them; those of one kind are coded as one batch."""
     kinds: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):
@@ -118,12 +111,6 @@ def _as_batch(parts: list[SparseGradient]) -> SparseGradient:
     return replace(parts[0], indices=indices, values=values)
 
 
-def _is_even(rank: Rank, part: tuple[SparseGradient, Tensor | None]) -> bool:
-    """Whether nothing but a message of known length is sent."""
-    sparse, numbers = part
-    return numbers is None and _has_known_length(rank, sparse)
-
-
 def _has_known_length(rank: Rank, sparse: SparseGradient) -> bool:
     """Whether all ranks' messages are known to have the same length."""
     return sparse.count is None and rank.index_code != "rice" and not rank.idle
@@ -134,10 +121,3 @@ def _decode(
 ) -> tuple[SparseGradient, Tensor]:
     code, dtype = sparse.code, sparse.values.dtype
     return decode_rows(messages, sparse.numel, capacity, rank.index_code, code, dtype)
-
-
-def _decode_numbers(rank: Rank, messages: Tensor, numbers: Tensor) -> Tensor:
-    """The ranks' numbers, (N, m); zeros for a rank of weight zero."""
-    found, status = decode_segment(rank.of_active(messages), numbers.numel(), dtype=numbers.dtype)
-    rank.check_later(status)
-    return rank.by_rank(found)

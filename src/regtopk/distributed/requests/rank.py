@@ -15,7 +15,7 @@ from regtopk.distributed.options import Collective
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.kernels import Support
-from regtopk.wire import encode, encode_segment, raise_for_status
+from regtopk.wire import encode, raise_for_status
 
 _WRITTEN_AT_ONCE = 16  # entries that are cleared in one go take as long as one that is cleared by its index
 
@@ -124,12 +124,11 @@ class Rank:
         """Start counting a new step."""
         self.record, self.timer, self._statuses = StepRecord(), Timer(device, self._now), []
 
-    def encoded(self, sparse: SparseGradient, numbers: Tensor | None = None) -> Tensor:
-        """This rank's message, behind one of a few numbers; nothing at all from a rank of weight zero."""
+    def encoded(self, sparse: SparseGradient) -> Tensor:
+        """This rank's message; nothing at all from a rank of weight zero."""
         if self.is_idle:
             return torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
-        message = encode(sparse, self.index_code)
-        return message if numbers is None else torch.cat([encode_segment(numbers), message])
+        return encode(sparse, self.index_code)
 
     def of_active(self, rows: Tensor) -> Tensor:
         """Rows of the ranks that have weight, out of those of all ranks."""

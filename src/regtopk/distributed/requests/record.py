@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
+from regtopk.core.options import counted
 from regtopk.core.timer import Timer
-from regtopk.core.words import counted
 from regtopk.distributed.options import Writer
 
 _log = logging.getLogger("regtopk")

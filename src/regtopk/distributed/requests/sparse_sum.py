@@ -23,15 +23,11 @@ def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> lis
     gathered = iter(
         gather_sparse(
             rank,
-            [
-                (request.sparse, request.numbers if isinstance(request, SenderSum) else None)
-                for (request, _), is_split in zip(asked, are_split, strict=True)
-                if not is_split
-            ],
+            [request.sparse for (request, _), is_split in zip(asked, are_split, strict=True) if not is_split],
         )
     )
     return [
-        _split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, *next(gathered))
+        _split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, next(gathered))
         for (request, sums), is_split in zip(asked, are_split, strict=True)
     ]
 
@@ -58,10 +54,8 @@ def _is_split(rank: Rank, request: SparseSum) -> bool:
     return rank.collective == "split"
 
 
-def _sum(
-    rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient, everyones: Tensor | None
-) -> Tensor | OfSenders:
-    """The sum of everybody's sparse vectors, (N, m), and of the numbers that came along.
+def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) -> Tensor | OfSenders:
+    """The sum of everybody's sparse vectors, (N, m).
 
     Of a batch, (U, N, m), the sums are (U, 1, J), as the simulator answers for U clusters.
     """
@@ -76,5 +70,4 @@ def _sum(
             return total if total.dim() == 1 else total.unsqueeze(1)
         weight_of_each = rows.weight_of_each(weights.unsqueeze(-1))
         sent_weight = kernels.sum_sparse_in_rank_order(indices, weight_of_each, sparse.numel)
-        added = None if everyones is None else kernels.sum_dense_in_rank_order(everyones, weights)
-        return OfSenders.of(total, sent_weight, indices.flatten(), weights, added)
+        return OfSenders.of(total, sent_weight, indices.flatten(), weights)

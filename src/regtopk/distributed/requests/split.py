@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk import kernels
 from regtopk.core.blocks import BLOCK, NUM_SCALES
 from regtopk.core.codes import longest_message_bytes
 from regtopk.core.regions import sender_code, split_of
@@ -136,13 +135,11 @@ def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: 
 
 
 def _encoded(rank: Rank, region: _Region, request: SparseSum) -> list[Tensor]:
-    """What a rank sends to all: its sums, their senders, and its own few numbers."""
+    """What a rank sends to all: its sums and their senders."""
     parts = [encode(region.sums, rank.index_code)]
     if isinstance(request, SenderSum):
         assert region.senders is not None
         parts.append(encode_segment(region.senders, sender_code(rank.weights.tolist())))
-        if request.numbers is not None:
-            parts.append(encode_segment(request.numbers))
     return parts
 
 
@@ -169,14 +166,7 @@ def _joined(
         senders.append(found)
     raise_for_status(status)
     sent_weight = torch.zeros_like(total).index_copy_(0, indices, _weight_of(rank, torch.cat(senders)))
-    weights, numbers = rank.weights.to(total), None
-    if request.numbers is not None:
-        rows, status = decode_segment(
-            torch.stack([theirs[-1] for theirs in gathered]), request.numbers.numel(), dtype=dtype
-        )
-        raise_for_status(status)
-        numbers = kernels.sum_dense_in_rank_order(rows, weights)
-    return OfSenders.of(total, sent_weight, indices, weights, numbers)
+    return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))
 
 
 def _weight_of(rank: Rank, senders: Tensor) -> Tensor:

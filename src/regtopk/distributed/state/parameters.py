@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk.core.layers import layer_kinds
+from regtopk.core.worker import layer_kinds
 from regtopk.errors import ArgumentError, ClusterError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[nn.Parameter]  # as optimizers take them

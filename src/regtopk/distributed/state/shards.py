@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regtopk.core.layers import layer_kinds
+from regtopk.core.worker import layer_kinds
 from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,

@@ -194,7 +194,7 @@ def _echo(request: SparseSum | DenseSum | Gather | Broadcast) -> Any:
         if not isinstance(request, SenderSum):
             return total
         one = torch.ones(1, dtype=total.dtype, device=total.device)
-        return OfSenders.of(total, torch.ones_like(total), indices, one, request.numbers)
+        return OfSenders.of(total, torch.ones_like(total), indices, one)
     if isinstance(request, Gather):
         rows = request.tensor.unsqueeze(0)
         count = torch.tensor(rows.shape[-1]) if request.count is None else request.count

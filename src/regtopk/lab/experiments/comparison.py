@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from regtopk._version import __version__
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.errors import ArgumentError, OutputError
 from regtopk.lab.experiments.budget import runs_at_densities, runs_at_equal_bytes
 from regtopk.lab.experiments.checkpoints import Checkpoints

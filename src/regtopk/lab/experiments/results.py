@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.lab.experiments.experiment import Summary
 from regtopk.lab.experiments.protocol import Protocol, Run
 from regtopk.lab.experiments.student import student_t

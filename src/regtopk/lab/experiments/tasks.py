@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
-from regtopk.core.layers import layer_kinds
-from regtopk.core.worker import Layout
+from regtopk.core.worker import Layout, layer_kinds
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments import toy
 from regtopk.lab.experiments.compared_task import ComparedTask, Defaults

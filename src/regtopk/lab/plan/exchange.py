@@ -13,7 +13,7 @@ import torch
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.core.requests import Broadcast, DenseSum, Peek, Request, SenderSum, SparseSum
-from regtopk.core.traffic import LONGEST_DIRECT_BYTES, numbers_bytes
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 
 Units = dict[str, float]
 INDEX_CODE = "elias-fano"
@@ -85,8 +85,6 @@ def answer(
             return _split_sum(request, length, numel, N)
         code, dtype = request.sparse.code, request.sparse.values.dtype
         size = full_message_bytes(length, numel, dtype=dtype, value_code=code, index_code=INDEX_CODE)
-        if isinstance(request, SenderSum):
-            size += numbers_bytes(request.numbers)
         work = _coding(code, length, N, numel, _senders(request))
     elif request.numel is None:  # it travels as it is
         size, work, is_ragged = length * request.tensor.itemsize, [], True
@@ -126,10 +124,8 @@ def _dense_sum(request: DenseSum, length: int, N: int) -> Exchange:
 
 def _split_sum(request: SparseSum, length: int, numel: int, N: int) -> Exchange:
     """Pieces to the owners of the regions, and the sums from them; sizes are told before both."""
-    code, dtype, senders = request.sparse.code, request.sparse.values.dtype, None
-    extra_bytes = 0
-    if isinstance(request, SenderSum):
-        senders, extra_bytes = sender_code([1 / N] * N), numbers_bytes(request.numbers)
+    code, dtype = request.sparse.code, request.sparse.values.dtype
+    senders = sender_code([1 / N] * N) if isinstance(request, SenderSum) else None
     size = split_of(
         length, numel, N, dtype=dtype, value_code=code, index_code=INDEX_CODE, sender_code=senders
     )
@@ -137,7 +133,7 @@ def _split_sum(request: SparseSum, length: int, numel: int, N: int) -> Exchange:
         all_gather(8 * N, N),
         all_to_all(size.piece_bytes, N),
         all_gather(8, N),
-        all_to_all(size.sums_bytes + extra_bytes, N),
+        all_to_all(size.sums_bytes, N),
     ]
     decoded: Units = {"messages": N, "entries": length + size.union, "numel": numel}
     work = [

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.lab.plan.asked import make_algorithm, probe
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.learning import about

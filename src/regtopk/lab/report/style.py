@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.lab.method import Method
 
 

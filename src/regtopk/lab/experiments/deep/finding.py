@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from regtopk.core.words import counted
+from regtopk.core.options import counted
 from regtopk.lab.experiments.deep.config import DeepConfig
 from regtopk.lab.experiments.published import published_figure
 from regtopk.lab.experiments.results import LEAST_SEEDS

@@ -7,8 +7,7 @@ layer are in the order (out, height, width, in).
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.layers import layer_kinds
-from regtopk.core.worker import Layout
+from regtopk.core.worker import Layout, layer_kinds
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 

@@ -1,0 +1,150 @@
+"""What every option refuses. Messages name the option, its rule and the value."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from regtopk import ALGORITHMS, EF21, Dense, FairTopK, PosteriorScore, Strom, TopK, WarmUp
+from regtopk.core import VALUE_CODES
+from regtopk.errors import ArgumentError
+
+COUNT = "an integer of at least 1"
+CODE = f"one of {', '.join(VALUE_CODES)}"
+SCORE = "None (magnitude) or a PosteriorScore"
+
+# Values that break each rule. Options whose default is None take None.
+BREAKS: dict[str, list[Any]] = {
+    "in [0, 1]": [-0.1, 1.1, math.nan, math.inf, True, None, "1"],
+    "in (0, 1]": [0, 1.5, math.nan, "0.5", True],
+    "in (0, 1)": [0.0, 1.0, math.nan],
+    "in [0, 1)": [1.0, -0.1, math.nan, True],
+    "in (0, inf)": [0, -1.0, math.nan, math.inf, True, "4"],
+    "in (-1, inf]": [-1.0, math.nan, -math.inf],
+    "in 1.18e-38..3.4e+38": [0, -1.0, math.nan, math.inf, "1", True, 1e-50, 1e39],
+    COUNT: [0, -1, 2.0, "2", True],
+    "an integer of at least 2": [0, 1, 2.0],
+    "an integer": [1.5, "1", None, True],
+    "True or False": [1, 0, None, "yes"],
+    CODE: ["3bit", None, "sign"],
+    SCORE: [4.0, "regtopk", PosteriorScore],
+    "one of factor, cap": ["caps"],
+    "one of previous, current": ["next"],
+    "one of exponential, pareto, gamma": ["normal"],
+}
+OPTIONS: dict[str, dict[str, str]] = {
+    "dense": {"value_code": CODE},
+    "topk": {"impute": "in [0, 1]"},
+    "regtopk": {
+        "impute": "in [0, 1]",
+        "mu": "in (0, inf)",
+        "damping": "one of factor, cap",
+        "reference": "one of previous, current",
+        "q": "in (-1, inf]",
+    },
+    "adaptive": {
+        "target_error": "in (0, 1)",
+        "bytes_per_step": "in (0, inf)",
+        "min_density": "in (0, 1]",
+        "max_density": "in (0, 1]",
+        "every": COUNT,
+    },
+    "consensus": {"sum_code": CODE, "score": SCORE, "seed": "an integer"},
+    "dgc": {"momentum": "in [0, 1)", "clip": "in (0, inf)", "score": SCORE, "impute": "in [0, 1]"},
+    "ef21": {"eta": "in (0, 1]"},
+    "scalecom": {"beta": "in (0, 1]"},
+    "fair-topk": {
+        "min_density": "in (0, 1]",
+        "max_density": "in (0, 1]",
+        "trial": "an integer of at least 2",
+    },
+    "sketch": {"rows": COUNT, "columns": COUNT, "sketch_code": CODE, "seed": "an integer"},
+    "mipd-style": {"decay": "in [0, 1]"},
+    "chunked-topk": {"chunk": COUNT, "decay": "in [0, 1]", "score": SCORE, "impute": "in [0, 1]"},
+    "sparseloco": {"decay": "in [0, 1]", "tile": COUNT},
+    "demo": {"decay": "in [0, 1]", "tile": COUNT, "sign": "True or False"},
+    "strom": {"tau": "in 1.18e-38..3.4e+38"},
+    "gradient-dropping": {"per_layer": "True or False", "sample": "in (0, 1]"},
+    "adacomp": {"bin_conv": COUNT, "bin_other": COUNT},
+    "hard-threshold": {"threshold": "in (0, inf)"},
+    "sidco": {"fit": "one of exponential, pareto, gamma"},
+    "atomo": {"seed": "an integer"},
+    "atomo-svd": {"seed": "an integer"},
+    "randomk": {"seed": "an integer"},
+    "random-candidates": {"factor": COUNT, "seed": "an integer"},
+}
+
+
+def make(name: str, **options: Any) -> Any:
+    kind = ALGORITHMS[name]
+    has_k = "k" in {f.name for f in fields(kind)} and not {"density", "threshold"} & set(options)
+    return kind(**({"k": 1} if has_k else {}), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "rule"), [(n, o, rule) for n, rules in OPTIONS.items() for o, rule in rules.items()]
+)
+def test_a_value_that_breaks_the_rule_is_refused(name: str, option: str, rule: str) -> None:
+    for value in BREAKS[rule]:
+        with pytest.raises(ArgumentError) as refused:
+            make(name, **{option: value})
+        message = str(refused.value).partition(" (did you mean")[0]
+        assert message == f"{option} must be {rule}, got {value!r}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_option_is_left_out(name: str) -> None:
+    of_all = {"density", "k", "algorithm"} | ({"value_code"} if name != "dense" else set())
+    assert {f.name for f in fields(ALGORITHMS[name])} - of_all == set(OPTIONS.get(name, {}))
+    for option in ("density", "value_code"):
+        if option in {f.name for f in fields(ALGORITHMS[name])}:
+            with pytest.raises(ArgumentError, match=f"{option} must be .*, got 7"):
+                make(name, **{option: 7})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("regtopk", {"damping": "cap", "q": 1.0}, "q belongs to damping='factor' .*, got 1.0"),
+        ("regtopk", {"damping": "cap", "reference": "current"}, "reference belongs to .*, got 'current'"),
+        ("sketch", {"rows": 53}, "rows must be at most 52, got 53"),
+        ("demo", {"tile": 65}, "tile must be at most 64, got 65"),
+        ("fair-topk", {"trial": 3}, "trial must be even, got 3"),
+        ("fair-topk", {"density": lambda step: 0.1}, "density must be a number, .*, got <function"),
+        (
+            "hard-threshold",
+            {"threshold": 1.0, "density": 0.1},
+            "give threshold alone, .* density=0.1",
+        ),
+        ("hard-threshold", {"density": None}, "give exactly one of density and k"),
+        ("adaptive", {"target_error": 0.5, "bytes_per_step": 9.0}, "at most one of .*, got 0.5, 9.0"),
+        (
+            "adaptive",
+            {"min_density": 0.5, "max_density": 0.1},
+            "min_density must be at most .* 0.5 > 0.1",
+        ),
+        ("adaptive", {"algorithm": Dense()}, r"must have a density and not adapt it itself, got Dense\("),
+        ("adaptive", {"algorithm": Strom()}, "must have a density and not adapt it itself, got Strom"),
+        ("adaptive", {"algorithm": FairTopK(k=1)}, "not adapt it itself, got FairTopK"),
+        (
+            "adaptive",
+            {"algorithm": TopK(density=lambda step: 0.1)},
+            "a number as density, .* got TopK",
+        ),
+        ("adaptive", {"algorithm": EF21(k=1)}, "keep all that it does not send .*, got EF21"),
+    ],
+)
+def test_options_that_do_not_fit_each_other_are_refused(name: str, options: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("density", 0.0), ("start", 1.5), ("num_steps", 0), ("num_stages", 2.0)]
+)
+def test_a_warm_up_that_breaks_its_rule_is_refused(option: str, value: Any) -> None:
+    warm_up: Callable[..., WarmUp] = WarmUp
+    with pytest.raises(ArgumentError, match=f"{option} must be .*, got {value}"):
+        warm_up(**{"density": 0.001, "num_steps": 10, option: value})
