@@ -5,7 +5,7 @@ or split as `collective="auto"` does it. Nothing here depends on a machine or a 
 with their costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.workload import Workload
 
-Units = dict[str, float]
+Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
@@ -172,6 +172,7 @@ def _sparse_sum(code: str, k: int, numel: int, N: int, senders: str) -> PlannedE
         all_gather(8, N),
         all_to_all(size.sums_bytes, N),
     ]
-    units = {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel}
-    work = [Work(f"sparse {code}{senders}", units), *SPLIT_PASSES * [Work("pass", numel_units(numel))]]
-    return PlannedExchange("split", N * size.piece_bytes, moves, work)
+    entries = 2 * k + (1 + 1 / N) * size.union
+    work = Work(f"sparse {code}{senders}", {"calls": N, "entries": entries, "numel": numel})
+    passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
+    return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])

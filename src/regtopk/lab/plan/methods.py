@@ -21,6 +21,7 @@ EVERY = (1, 2)  # steps of a round of updates, unless told
 ADVISED_EVERY = (1, 2, 4, 8)  # of `ADVISED_UPDATES`, whole and in as many fragments
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
+MOST_FRAGMENTS = 8
 
 
 class PlannedMethod(NamedTuple):
@@ -102,15 +103,20 @@ def update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
         every: steps of a round; None: several.
     """
     if labels is None:
-        parts = [(n, fragments) for n in ([every] if every else ADVISED_EVERY) for fragments in {1, n}]
-        ours = [f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments={f}" for n, f in sorted(parts)]
+        own = [(n, parts) for n in _steps(every, ADVISED_EVERY) for parts in {1, min(n, MOST_FRAGMENTS)}]
+        ours = [f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments={parts}" for n, parts in sorted(own)]
         return [DILOCO.format(every or DILOCO_EVERY), *ours]
     told = [label for label in labels if "exchange=" in label]
     split = [label.partition(":") for label in labels if label not in told]
-    steps = EVERY if every is None else [every]
     return told + [
-        f"{name}:exchange=updates:every={n}{colon}{rest}" for name, colon, rest in split for n in steps
+        f"{name}:exchange=updates:every={n}{colon}{rest}"
+        for name, colon, rest in split
+        for n in _steps(every, EVERY)
     ]
+
+
+def _steps(every: int | None, usual: Sequence[int]) -> Sequence[int]:
+    return usual if every is None else [every]
 
 
 def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:
