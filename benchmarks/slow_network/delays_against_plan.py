@@ -1,17 +1,13 @@
 """Does `regtopk plan` say what updates cost on slow links? The table of docs/planning.md, from records.
 
 slow-network-delays.json has the measured steps, and the step without an exchange that the planner is told.
-The costs of work on that machine, when four workers share it, were measured by
-
-    regtopk plan --params 3598848 --workers 4 --bandwidth 1000T --step-time 310ms --local-workers 4 \
-        --threads 1 --algorithms topk:density=0.0214:value_code=4bit:impute=0.35:exchange=updates:every=4 \
-        --recalibrate --calibration benchmarks/results/slow-network-delays-calibration.json
+The costs of work on that machine, when four workers share it, are in slow-network-delays-calibration.json: an
+earlier planner measured them, and they are there by the units of today's.
 
     python -m benchmarks.slow_network.delays_against_plan
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from benchmarks.slow_network.gpt_methods import IMPUTE, VALUE_CODE, every_of, nu
 from regtopk.core.link import Link
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.methods import TORCH, planned_methods
-from regtopk.lab.plan.predict import Situation, make_plan
+from regtopk.lab.plan.predict import Situation, predict
 from regtopk.lab.plan.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -46,9 +42,8 @@ def table(steps: list[dict[str, Any]], costs: Calibration) -> str:
         cells = []
         for bandwidth, latency_s in LINKS:
             link = Link(bandwidth or UNSHAPED_BITS_PER_S, latency_s, measured[ALONE, None])
-            situation = Situation(Workload.of_size(numel), workers, link, "model")
-            plan = make_plan(situation, costs, [*TORCH, *ways], math.inf)
-            predicted = min(p.step_time_s for p in plan.predictions if p.method in ways)
+            situation = Situation(Workload.of_size(numel), workers, link)
+            predicted = min(predict(way, situation, costs).step_time_s for way in ways)
             own = measured[method, bandwidth]
             cells.append(f"{1e3 * own:.0f} ms / {1e3 * predicted:.0f} ms ({predicted / own - 1:+.0%})")
         lines.append(f"| {method} | {' | '.join(cells)} |")

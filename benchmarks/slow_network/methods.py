@@ -15,8 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
-from regtopk.lab.plan.methods import POWERSGD_RANK, powersgd_bytes
-from regtopk.lab.plan.workload import Workload
+from regtopk.lab.plan.workload import POWERSGD_RANK, Workload
 
 POWERSGD_DENSE_STEPS = 2  # the fewest torch allows
 ONE_BUCKET_MB = 1000  # torch's PowerSGD hangs on gloo with two buckets
@@ -142,5 +141,6 @@ def with_powersgd(model: nn.Module, dense_steps: int) -> tuple[DistributedDataPa
         None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=dense_steps
     )
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    moved = all_reduce_bytes(sum(powersgd_bytes(Workload.of_model(model))), dist.get_world_size())
+    workload = Workload.of_shapes([p.shape for p in model.parameters() if p.requires_grad])
+    moved = all_reduce_bytes(sum(workload.powersgd_bytes), dist.get_world_size())
     return ddp, lambda: (moved, moved)

@@ -7,24 +7,6 @@ from benchmarks.slow_network.__main__ import main
 from benchmarks.slow_network.results import with_headers
 from tests.slow_network.network import needs_namespaces
 
-FIELDS = {
-    "workers",
-    "bandwidth_bits_per_s",
-    "latency_s",
-    "params",
-    "method",
-    "density",
-    "value_code",
-    "collective",
-    "step_s",
-    "step_s_all",
-    "compute_s",
-    "sent_bytes",
-    "received_bytes",
-    "interface_sent_bytes",
-    "interface_received_bytes",
-}
-
 
 @needs_namespaces
 def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
@@ -36,7 +18,6 @@ def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
     assert content["time_to_accuracy"] == []
     dense, sparse = content["steps"]
     for row in (dense, sparse):
-        assert set(row) == FIELDS
         assert (row["workers"], row["bandwidth_bits_per_s"], row["params"]) == (2, 1e8, 244_410)
         # fewer than 3 where other processes disturb the others
         assert 1 <= len(row["step_s_all"]) <= 3 and min(row["step_s_all"]) > 0

@@ -1,7 +1,5 @@
 """Top-k as peers send it does what Top-k does: nothing is lost, and everything sent is DDP without a hook."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,16 +10,13 @@ from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, loss_of, make_net
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
+def test_peer_topk() -> None:
     ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-def test_peer_topk(ranks: Ranks) -> None:
-    ranks.run(compare_with_no_hook)
-    ranks.run(add_up)
+    try:
+        ranks.run(compare_with_no_hook)
+        ranks.run(add_up)
+    finally:
+        ranks.stop()
 
 
 def hooked(density: float) -> tuple[DistributedDataParallel, PeerTopK]:

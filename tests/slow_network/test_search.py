@@ -1,4 +1,4 @@
-"""How the learning rates are chosen, and how the recorded file grows."""
+"""How the learning rates are chosen, how the recorded file grows, and what counts as a peak."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.slow_network.methods import Method
+from benchmarks.slow_network.rank import busiest
 from benchmarks.slow_network.results import Results, with_headers
 from benchmarks.slow_network.search import best_lr, reached_accuracy, rows_of, steps_to, target_of
 
@@ -61,3 +62,10 @@ def test_bytes_with_headers() -> None:
     assert with_headers(1448, 0) == 1448 + 66
     assert with_headers(0, 2896) == 66
     assert with_headers(14_480, 14_480) == pytest.approx(14_480 * 1.0684, rel=1e-4)
+
+
+def test_the_busiest_window() -> None:
+    assert busiest([]) == 0
+    counts = [(0.0, 0), (0.05, 10), (0.1, 20), (0.15, 120), (0.3, 130), (0.35, 130)]
+    assert busiest(counts) == 110  # from 0.05 to 0.15
+    assert busiest(counts, window_s=1.0) == 130

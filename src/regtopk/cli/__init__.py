@@ -2,7 +2,9 @@
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import MISSING, fields
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,22 +67,17 @@ def list_algorithms(as_json: Json = False) -> None:
         return
     table = Table("name", "what it does", "options", box=SIMPLE_HEAD)
     for row in rows:
-        options = ", ".join(
-            name if default is None else f"{name}={default}" for name, default in row["options"].items()
-        )
-        table.add_row(row["name"], row["summary"], options)
+        options = [name if value is None else f"{name}={value}" for name, value in row["options"].items()]
+        table.add_row(row["name"], row["summary"], ", ".join(options))
     Console().print(table)
 
 
 def _describe(name: str) -> dict[str, Any]:
     algorithm = ALGORITHMS[name]
     summary = (algorithm.__doc__ or "").partition("\n")[0]
-    options = {f.name: None if f.default is MISSING else _plain(f.default) for f in fields(algorithm)}
+    options = {f.name: None if f.default is MISSING else f.default for f in fields(algorithm)}
+    options |= {key: "inf" for key, value in options.items() if value == inf}  # JSON has no infinity
     return {"name": name, "class": algorithm.__name__, "summary": summary, "options": options}
-
-
-def _plain(default: Any) -> Any:
-    return str(default) if default == float("inf") else default
 
 
 @app.command()
@@ -91,7 +88,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train with two processes, run the paper's small experiments, print one table and write one page."""
-    force = force or _holds_demo(out)  # a demo may replace a demo
+    with suppress(OutputError):
+        force = force or "parts" in read_header(out)  # a demo may replace a demo
     claim_folder(out, force=force)
     write_json(out / CONFIG, {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)})
     summaries = {name: _run_part(name, out / name, force=force) for name in DEMO_PARTS}
@@ -107,8 +105,7 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run
 
 
 def _run_part(name: str, folder: Path, *, force: bool) -> dict[str, Any]:
-    experiment = {**EXPERIMENTS, TRAIN.name: TRAIN}[name]
-    settings = DEMO_PARTS[name]
+    experiment, settings = {**EXPERIMENTS, TRAIN.name: TRAIN}[name], DEMO_PARTS[name]
     words = ["train"] if experiment is TRAIN else ["reproduce", name]
     command = shlex.join(["regtopk", *words, *as_typed({}, settings)])
     config = parse_settings(experiment.config, settings)
@@ -116,15 +113,5 @@ def _run_part(name: str, folder: Path, *, force: bool) -> dict[str, Any]:
         return experiment.record(config, folder, command=command, force=force, progress=progress)
 
 
-def _holds_demo(folder: Path) -> bool:
-    try:
-        return "parts" in read_header(folder)
-    except OutputError:
-        return False
-
-
-app.command()(reproduce)
-app.command()(train)
-app.command()(compare)
-app.command()(doctor)
-app.command()(plan)
+for _command in (reproduce, train, compare, doctor, plan):
+    app.command()(_command)

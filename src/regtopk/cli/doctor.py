@@ -18,12 +18,9 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say which kernel each device uses and why, and check it against the reference."""
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    found: dict[str, Any] = {
-        **versions(),
-        "num_threads": torch.get_num_threads(),
-        "devices": [_examine(device, seconds) for device in devices],
-    }
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    examined = [_examine(device, seconds) for device in devices]
+    found: dict[str, Any] = {**versions(), "num_threads": torch.get_num_threads(), "devices": examined}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -2,6 +2,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -11,54 +12,33 @@ from regtopk.lab.report import write_report
 from regtopk.lab.report.style import METHODS, styles_of
 from regtopk.lab.runs import CONFIG, METRICS, SUMMARY, Panel, RunWriter, make_header, write_json
 
+LINES = Panel("Lines < & >", "iteration", "loss", "iteration", "loss", {"density": 0.5}, log_y=True)
 PANELS = (
-    Panel(
-        title="Lines < & >",
-        x="iteration",
-        y="loss",
-        x_label="iteration",
-        y_label="loss",
-        where={"density": 0.5},
-        log_y=True,
-        dots="published",
-        x_max=8,
-    ),
-    Panel(
-        title="Steps",
-        x="iteration",
-        y="step",
-        x_label="iteration",
-        y_label="length",
-        log_y=True,
-        marks="stems",
-        y_min=0.1,
-    ),
+    replace(LINES, dots="published", x_max=8),
+    Panel("Steps", "iteration", "step", "iteration", "length", log_y=True, marks="stems", y_min=0.1),
 )
-HEADER = make_header(
-    "e",
-    title="A <title>",
-    about="What & why.",
-    command="regtopk reproduce e",
-    config={"lr": 0.1},
-    panels=PANELS,
-)
+WORDS = {"title": "A <title>", "about": "What & why.", "command": "regtopk reproduce e"}
+HEADER = make_header("e", **WORDS, config={"lr": 0.1}, panels=PANELS)
+POINT = {"iteration": 0, "density": 0.5, "loss": 1.0, "step": 1}
 
 
 def write_run(folder: Path) -> None:
     with RunWriter(folder, HEADER) as writer:
         for method in ("topk", "regtopk", "brand-new"):
             for t in range(10):
+                measured = {"loss": [2.0**-t, 3.0**-t], "step": t % 2, "published": 2.0**-t}
                 for density in (0.5, 0.6):
-                    loss = [2.0**-t, 3.0**-t]
-                    record = {
-                        "method": method,
-                        "iteration": t,
-                        "density": density,
-                        "loss": loss,
-                        "step": t % 2,
-                    }
-                    writer.add(record | {"published": 2.0**-t})
+                    writer.add({"method": method, "iteration": t, "density": density, **measured})
         writer.finish({"table": [{"measure": "final loss", "topk": 1.34e-9, "regtopk": 0.5}]})
+
+
+def page_of(folder: Path, header: dict[str, Any], summary: dict[str, Any], *methods: str) -> str:
+    """The page of a run with one point of each method."""
+    with RunWriter(folder, header) as writer:
+        for method in methods or ("topk",):
+            writer.add({"method": method, **POINT})
+        writer.finish(summary)
+    return write_report(folder).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +49,23 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def page(run_folder: Path) -> str:
+    return (run_folder / "index.html").read_text(encoding="utf-8")
+
+
 def test_figures_are_written(run_folder: Path) -> None:
     assert (run_folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     ElementTree.fromstring((run_folder / "figure.svg").read_text(encoding="utf-8"))
 
 
-def test_page_needs_nothing_else(run_folder: Path) -> None:
-    page = (run_folder / "index.html").read_text(encoding="utf-8")
+def test_page_needs_nothing_else(page: str) -> None:
     assert not re.search(r"<(script|link|img|iframe)\b|@import|src=", page)
     outside = re.findall(r'(?:href|url)\s*[=(]\s*"?([^")]*)', page)
     assert outside and all(target.startswith("#") for target in outside)
 
 
-def test_page_shows_the_run(run_folder: Path) -> None:
-    page = (run_folder / "index.html").read_text(encoding="utf-8")
+def test_page_shows_the_run(page: str) -> None:
     assert "<h1>A &lt;title&gt;</h1>" in page
     assert "What &amp; why." in page
     assert "<pre>regtopk reproduce e</pre>" in page
@@ -91,8 +74,7 @@ def test_page_shows_the_run(run_folder: Path) -> None:
     assert "RegTop-k" in page and "brand-new" in page
 
 
-def test_drawings_follow_the_readers_colours(run_folder: Path) -> None:
-    page = (run_folder / "index.html").read_text(encoding="utf-8")
+def test_drawings_follow_the_readers_colours(page: str) -> None:
     assert "prefers-color-scheme:dark" in page
     drawings = re.findall(r"<figure>.*?</figure>", page, flags=re.DOTALL)
     assert len(drawings) == len(PANELS)
@@ -104,8 +86,7 @@ def test_drawings_follow_the_readers_colours(run_folder: Path) -> None:
         assert "var(--ink)" in drawing and "var(--grid)" in drawing
 
 
-def test_inner_names_of_drawings_do_not_clash(run_folder: Path) -> None:
-    page = (run_folder / "index.html").read_text(encoding="utf-8")
+def test_inner_names_of_drawings_do_not_clash(page: str) -> None:
     drawings = re.findall(r"<figure>.*?</figure>", page, flags=re.DOTALL)
     clips = [set(re.findall(r'clipPath id="(\w+)"', drawing)) for drawing in drawings]
     assert all(clips) and not clips[0] & clips[1]
@@ -130,8 +111,7 @@ def test_page_of_several_runs(tmp_path: Path) -> None:
     assert (tmp_path / "two" / "figure.png").exists()
 
 
-def test_drawings_are_labelled(run_folder: Path) -> None:
-    page = (run_folder / "index.html").read_text(encoding="utf-8")
+def test_drawings_are_labelled(page: str) -> None:
     labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', page)
     assert labels == ["Lines &lt; &amp; &gt;", "Steps"]
     ends = "; ".join(f"{method}: 0.00203" for method in ("Top-k", "RegTop-k", "brand-new"))
@@ -141,48 +121,37 @@ def test_drawings_are_labelled(run_folder: Path) -> None:
 def test_the_figures_file_is_labelled(run_folder: Path) -> None:
     figure = ElementTree.fromstring((run_folder / "figure.svg").read_text(encoding="utf-8"))
     assert (figure.get("role"), figure.get("aria-label")) == ("img", "A <title>")
-    assert (figure[0].tag, (figure[0].text or "")[:30]) == (
-        "{http://www.w3.org/2000/svg}desc",
-        "Lines < & >: loss against iter",
-    )
+    assert (figure[0].text or "").startswith("Lines < & >: loss against iter")
 
 
 def test_a_place_is_marked(tmp_path: Path) -> None:
     panels = [replace(PANELS[1], mark=4.0, mark_label="you are here")]
-    header = make_header("e", title="t", about="a", command="c", config={}, panels=panels)
-    with RunWriter(tmp_path, header) as writer:
-        writer.add({"method": "topk", "iteration": 3, "step": 1.0})
-        writer.finish({"table": [{"measure": "topk"}], "notes": ["Note <this>."]})
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    header = make_header("e", **WORDS, config={}, panels=panels)
+    page = page_of(tmp_path, header, {"table": [{"measure": "topk"}], "notes": ["Note <this>."]})
     assert "you are here" in page and "<p>Note &lt;this&gt;.</p>" in page
 
 
 def test_answers_stand_beside_the_names(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, HEADER) as writer:
-        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
-        writer.finish(
-            {"table": [{"measure": "topk", "density": 0.5, "lr": 1.0, "accuracy": 90.0, "± std": 1.0}]}
-        )
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert re.findall(r"<th>([^<]*)</th>", page) == ["", "accuracy", "± std", "density", "lr"]
+    row = {"measure": "topk", "density": 0.5, "lr": 1.0, "bytes a step": 3, "accuracy": 90.0, "± std": 1.0}
+    page = page_of(tmp_path, HEADER, {"table": [row]})
+    assert re.findall(r"<th>([^<]*)</th>", page) == [
+        "",
+        "accuracy",
+        "± std",
+        "density",
+        "lr",
+        "bytes per step",
+    ]
 
 
 def test_a_method_named_like_a_formula(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, HEADER) as writer:
-        for name in ("$\\frac$", "$a$"):
-            writer.add({"method": name, "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
-        writer.finish({"table": []})
-    assert "$\\frac$" in write_report(tmp_path).read_text(encoding="utf-8")
+    assert "$\\frac$" in page_of(tmp_path, HEADER, {"table": []}, "$\\frac$", "$a$")
     assert "$a$" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
 
 
 def test_several_commands_stand_with_the_settings(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, {**HEADER, "command": "first\nsecond"}) as writer:
-        writer.add({"method": "topk", "iteration": 0, "density": 0.5, "loss": 1.0, "step": 1})
-        writer.finish({"table": [{"measure": "topk", "bytes a step": 3}]})
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = page_of(tmp_path, {**HEADER, "command": "first\nsecond"}, {"table": []})
     assert page.count("<pre>first\nsecond</pre>") == 1
-    assert "<th>bytes per step</th>" in page
 
 
 def test_parts_outside_are_left_alone(tmp_path: Path) -> None:
@@ -217,11 +186,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_no_run_to_report(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="folder must hold a finished run"):
-        write_report(tmp_path)
-
-
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
@@ -232,8 +196,6 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_page_says_what_it_ran_on_and_keeps_the_columns_in_order(tmp_path: Path) -> None:
     table = [{"measure": "dense", "density": None, "lr": 1.0}, {"measure": "topk", "density": 0.1, "lr": 1.0}]
-    write_run(tmp_path)
-    write_json(tmp_path / SUMMARY, {"table": table, "hardware": ["A <GPU>"], "minutes": 2.6})
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = page_of(tmp_path, HEADER, {"table": table, "hardware": ["A <GPU>"], "minutes": 2.6})
     assert "A &lt;GPU&gt;; 3 minutes of finished runs." in page
     assert re.findall(r"<th>([^<]*)</th>", page) == ["", "density", "lr"]

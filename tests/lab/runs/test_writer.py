@@ -44,10 +44,6 @@ def test_a_run_reads_back(tmp_path: Path) -> None:
     assert run.summary == {"final": 0.5}
 
 
-def test_header_says_what_made_the_numbers() -> None:
-    assert set(HEADER["versions"]) == {"regtopk", "torch", "python", "machine"}
-
-
 def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
     with RunWriter(tmp_path, HEADER) as writer:
         writer.add({"iteration": 0})
@@ -177,11 +173,6 @@ def test_hardware_and_software_are_written_where_they_change(tmp_path: Path) -> 
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert lines[1] == {"step": 1} and lines[2] == {"step": 2, "hardware": "a CPU"}
     assert lines[5] == records[0] and lines[6] == {"step": 1}
-
-
-def test_a_run_that_goes_on_does_not_inherit_the_hardware_of_the_run_before(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, HEADER) as first:
-        first.add({"step": 0, "hardware": "a GPU", "software": "torch"})
-    with RunWriter(tmp_path, HEADER, resume=True) as second:
-        second.add({"step": 1})
-    assert read_records(tmp_path)[1] == {"step": 1}
+    with RunWriter(tmp_path, HEADER, resume=True) as writer:
+        writer.add({"step": 2})
+    assert read_records(tmp_path)[-1] == {"step": 2}  # it does not inherit those of the run before

@@ -17,6 +17,7 @@ from regtopk.distributed.transport.collectives import Collectives, by_rank
 from regtopk.errors import ClusterError
 from regtopk.wire import raise_for_status
 
+AGREEMENT_BYTES = 7 * 8  # what `ask` sends to every other rank: seven int64
 _MOST_KNOWN = 64
 
 

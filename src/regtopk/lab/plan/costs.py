@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ Line = dict[str, float]  # seconds per unit
 class Calibration:
     """The costs of one machine, and what they were measured on."""
 
-    machine: dict[str, Any]  # what costs depend on: processor, threads, versions, workers on the machine
+    machine: dict[str, Any]  # what costs depend on: processor, threads, versions
     lines: dict[str, Line]  # by the name of the work
 
     def seconds(self, work: Work) -> float:
@@ -46,14 +45,10 @@ class Calibration:
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            lines = {
-                name: {unit: float(seconds) for unit, seconds in line.items()}
-                for name, line in content["lines"].items()
-            }
-            costs = [seconds for line in lines.values() for seconds in line.values()]
+            costs = [seconds for line in content["lines"].values() for seconds in line.values()]
             if not all(0 <= seconds < math.inf for seconds in costs):
                 raise ValueError("a cost is negative or not finite")
-            return cls(dict(content["machine"]), lines)
+            return cls(dict(content["machine"]), content["lines"])
         except OSError as error:
             raise StateError(f"calibration must be readable, but {path} is not: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -78,13 +73,11 @@ def fit(points: Sequence[tuple[Units, float]]) -> Line:
     times = np.array([max(seconds, 1e-9) for _, seconds in points])
     amounts = np.array([[units.get(name, 0.0) for name in names] for units, _ in points]) / times[:, None]
     scale = np.maximum(amounts.max(axis=0), 1e-300)  # units differ by many powers of ten
-    best, smallest = np.zeros(len(names)), np.inf
-    for size in range(1, len(names) + 1):
-        for chosen in reversed(list(combinations(range(len(names)), size))):  # of equals, "numel" explains
-            columns = amounts[:, chosen] / scale[list(chosen)]
-            found, *_ = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)
-            error = float(np.square(columns @ found - 1).sum())
-            if (found >= 0).all() and error < smallest - 1e-12:
-                best, smallest = np.zeros(len(names)), error
-                best[list(chosen)] = found / scale[list(chosen)]
-    return dict(zip(names, best.tolist(), strict=True))
+    kept, costs = list(range(len(names))), np.zeros(len(names))
+    while kept:  # least squares, without the unit whose cost is most negative
+        found, *_ = np.linalg.lstsq(amounts[:, kept] / scale[kept], np.ones(len(points)), rcond=None)
+        if (found >= 0).all():
+            costs[kept] = found / scale[kept]
+            break
+        del kept[int(found.argmin())]
+    return dict(zip(names, costs.tolist(), strict=True))

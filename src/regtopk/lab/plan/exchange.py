@@ -1,24 +1,35 @@
-"""What an exchange takes of a worker: the work, the collectives and their bytes, and the memory.
+"""What a method asks of a worker in a step: the work, the collectives and their bytes.
 
-The collectives are those that `distributed` runs on gloo. Sizes come from `core.codes` and `core.regions`:
-where a message's size depends on J and k alone, they are those of the real messages.
+Sizes come from `core.codes` and `core.regions`: they are those of the real messages. A sparse sum is gathered
+or split as `collective="auto"` does it. Nothing here depends on a machine or a link: `predict` multiplies
+with their costs.
 """
 
-from collections.abc import Sequence
-from math import ceil, log2
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import torch
 
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.regions import region_bytes, sender_code, split_of
-from regtopk.core.requests import Broadcast, DenseSum, Peek, Request, SenderSum, SparseSum
-from regtopk.core.traffic import LONGEST_DIRECT_BYTES
+from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
+from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
+from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
+from regtopk.lab.plan.workload import Workload
 
-Units = dict[str, float]
+Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
-SIZES_BYTES = 16  # what ranks tell one another before messages of unequal size: two int64
-_BYTES_PER_DECODED_ENTRY = 64  # that decoding and summing take at the peak
+MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
+# Passes over a vector of J entries: one reads two vectors and writes a third.
+GRADIENT_PASSES = 2  # copy the gradients in and look for NaN; copy the aggregate out
+UPDATE_PASSES = 3  # theta_start - theta_n and the look for NaN; the outer step; the copy into the model
+OUTER_PASSES = 3  # of an outer optimizer with momentum
+OWN_PASSES = {"dgc": 1, "consensus": 2}  # beside a selection: DGC's velocity, consensus' sum on its support
+SPLIT_PASSES = 3  # that a sparse sum by regions makes beside one that is gathered
+SORTED_ENTRIES = {"consensus": 4}  # it sorts proposals and random entries: as long as selecting four times k
 
 
 class Work(NamedTuple):
@@ -28,27 +39,13 @@ class Work(NamedTuple):
     units: Units
 
 
-class Move(NamedTuple):
-    """One collective on a worker's interface."""
-
-    kind: str
-    num_messages: int  # that a worker sends one after another
-    num_hops: int  # one after another, until the last byte arrives: each costs the latency
-    sent_bytes: float  # through the interface, which receives as many at the same time
-
-    @property
-    def work(self) -> Work:
-        """What it takes from the processor."""
-        return Work(f"move {self.kind}", {"messages": self.num_messages, "bytes": self.sent_bytes})
-
-
-class Exchange(NamedTuple):
+class PlannedExchange(NamedTuple):
     """An exchange: equal parts one after another, each with this work and these moves."""
 
+    collective: str
     payload_bytes: int  # of the messages that a worker contributes, of all parts
     moves: Sequence[Move]
     work: Sequence[Work]
-    memory_bytes: float = 0.0  # of the messages at the peak
     num_parts: int = 1
     every: int = 1  # how many steps a worker takes from one exchange to the next
     delay: int | None = None  # steps that a part may travel beside; None: all parts but the last, a backward
@@ -58,112 +55,124 @@ class Exchange(NamedTuple):
         """Payload of a step: all of it, or its share of an exchange of updates."""
         return self.payload_bytes / self.every
 
-    @property
-    def lines(self) -> set[str]:
-        """The names of the costs that its time is computed from."""
-        return {work.line for work in (*self.work, *(move.work for move in self.moves))}
 
+def numel_units(numel: float) -> Units:
+    """A vector's entries, and how many of them lie beyond the first four million.
 
-def answer(
-    request: Request, length: int, numel: int, N: int, *, is_ragged: bool = False, is_split: bool = False
-) -> Exchange:
-    """How N workers answer a request.
-
-    Args:
-        request: as it was made on a small vector.
-        length: of what each worker sends, on the real one.
-        numel: of the vector that its entries belong to.
-        N: the number of workers, all of them sending.
-        is_ragged: whether ranks must tell one another the sizes of their messages first.
-        is_split: whether a sparse sum is split by index region, instead of gathered by all.
+    Large vectors take longer per entry: they do not fit the caches, and their memory is new every time.
     """
-    if isinstance(request, DenseSum):
-        return _dense_sum(request, length, N)
-    assert not isinstance(request, Peek), "only a simulator can answer a Peek"
-    if isinstance(request, SparseSum):
-        if is_split:
-            return _split_sum(request, length, numel, N)
-        code, dtype = request.sparse.code, request.sparse.values.dtype
-        size = full_message_bytes(length, numel, dtype=dtype, value_code=code, index_code=INDEX_CODE)
-        work = _coding(code, length, N, numel, _senders(request))
-    elif request.numel is None:  # it travels as it is
-        size, work, is_ragged = length * request.tensor.itemsize, [], True
+    return {"numel": numel, "numel beyond": max(0, numel - MIDDLE_NUMEL)}
+
+
+def move_work(move: Move) -> Work:
+    """What a collective takes from the processor."""
+    return Work(f"move {move.kind}", {"messages": move.num_messages, "bytes": move.sent_bytes})
+
+
+def num_buckets(numel: int) -> int:
+    """How many buckets DDP makes of float32 gradients."""
+    return 1 + max(0, ceil((4 * numel - FIRST_BUCKET_BYTES) / BUCKET_BYTES))
+
+
+@lru_cache(maxsize=16384)
+def exchange_of(method: PlannedMethod, workload: Workload, num_workers: int) -> PlannedExchange:
+    """What a step with a method does."""
+    if method not in TORCH:
+        return _ours(method, workload.numel, num_workers)
+    numel, num_parts = workload.numel, num_buckets(workload.numel)
+    kind, sizes, work = "all_reduce", [4 * numel], []
+    if method == FP16:
+        kind, sizes, work = "all_reduce half", [2 * numel], [Work("fp16", {"numel": numel / num_parts})]
+    if method == POWERSGD:  # three all_reduces, in one bucket (with several, torch's hook hangs on gloo)
+        num_parts, sizes = 1, [size for size in workload.powersgd_bytes if size]
+        work = [Work("powersgd", {"messages": workload.num_matrices, **numel_units(numel)})]
+    moves = [all_reduce(size / num_parts, num_workers, kind) for size in sizes]
+    ddp = Work("ddp", {"numel": numel / num_parts})
+    return PlannedExchange("all_reduce", sum(sizes), moves, [ddp, *work], num_parts)
+
+
+def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
+    """An exchange of this library: passes over the vector, a selection, and what the algorithm asks."""
+    rounds = method.rounds
+    numel = max(1, numel // rounds.fragments)
+    k = max(1, round(method.density * numel))
+    num_passes, work = OWN_PASSES.get(method.algorithm, 0), []
+    if rounds.has_updates:
+        num_passes += UPDATE_PASSES + (OUTER_PASSES if rounds.outer != "none" else 0)
     else:
-        size = full_message_bytes(
-            length, numel, dtype=torch.float32, value_code="none", index_code=INDEX_CODE
-        )
-        work = _coding("none", length, 1 if isinstance(request, Broadcast) else N)
-    if isinstance(request, Broadcast):
-        return Exchange(size, [broadcast(size, N)], work)
-    moves = [all_gather(SIZES_BYTES, N)] * is_ragged + [all_gather(size, N)]
-    decoded_bytes = _BYTES_PER_DECODED_ENTRY * N * length if work else 0
-    return Exchange(size, moves, work, sum(move.sent_bytes for move in moves) + decoded_bytes)
-
-
-def _coding(code: str, length: int, num_received: int, numel: int = 0, senders: str = "") -> list[Work]:
-    decoded: Units = {"calls": 1, "entries": num_received * length, "numel": numel}
-    return [Work(f"encode {code}", {"calls": 1, "entries": length}), Work(f"decode {code}{senders}", decoded)]
-
-
-def _senders(request: SparseSum) -> str:
-    """What the cost of decoding is called where it also finds out who sent each entry."""
-    return " senders" if isinstance(request, SenderSum) else ""
-
-
-def _dense_sum(request: DenseSum, length: int, N: int) -> Exchange:
-    """Parts to the owners of the regions, and the sums from them."""
-    codes = request.code, request.sum_code
-    parts, sums = (region_bytes(length, N, (), request.weight.dtype, code) for code in codes)
-    moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
-    work = [
-        Work(f"dense encode {request.code}", {"calls": 1, "messages": N, "entries": length + length / N}),
-        Work(f"dense decode {request.code}", {"messages": N, "entries": 2 * length}),
-    ]
-    return Exchange(sum(parts), moves, work, sum(move.sent_bytes for move in moves))
-
-
-def _split_sum(request: SparseSum, length: int, numel: int, N: int) -> Exchange:
-    """Pieces to the owners of the regions, and the sums from them; sizes are told before both."""
-    code, dtype = request.sparse.code, request.sparse.values.dtype
-    senders = sender_code([1 / N] * N) if isinstance(request, SenderSum) else None
-    size = split_of(
-        length, numel, N, dtype=dtype, value_code=code, index_code=INDEX_CODE, sender_code=senders
+        num_passes += GRADIENT_PASSES
+        work = [Work("ddp", {"numel": numel})]
+    work += num_passes * [Work("pass", numel_units(numel))]
+    if method.algorithm != "dense":
+        entries = k * SORTED_ENTRIES.get(method.algorithm, 1)
+        select = {"calls": 1, "entries": entries, **numel_units(numel)}
+        work.append(Work(f"select {method.value_code}{_senders(method)}", select))
+    answers = answers_of(method, k, numel, N)
+    return PlannedExchange(
+        answers[-1].collective,
+        rounds.fragments * sum(answer.payload_bytes for answer in answers),
+        [all_gather(AGREEMENT_BYTES, N), *(move for answer in answers for move in answer.moves)],
+        [*work, *(work for answer in answers for work in answer.work)],
+        rounds.fragments,
+        rounds.every,
+        rounds.delay if rounds.has_updates else None,
     )
+
+
+def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[PlannedExchange]:
+    """How N workers answer what an algorithm asks in a step, all of them sending k entries of J."""
+    if method.algorithm == "dense":
+        return [_dense_sum(method.value_code, numel, N)]
+    if method.algorithm == "consensus":
+        return [_gathered_indices(ceil(k / N), numel, N), _dense_sum(method.value_code, k, N)]
+    return [_sparse_sum(method.value_code, k, numel, N, _senders(method))]
+
+
+def _senders(method: PlannedMethod) -> str:
+    """What costs are called where it is also found out who sent each entry."""
+    return " senders" if method.imputes else ""
+
+
+def _gathered_indices(count: int, numel: int, N: int) -> PlannedExchange:
+    """Everybody's set of indices to everybody."""
+    size = full_message_bytes(count, numel, dtype=torch.float32, value_code="none", index_code=INDEX_CODE)
+    work = Work("sparse none", {"calls": 1, "entries": (1 + N) * count})
+    return PlannedExchange("all_gather", size, [all_gather(size, N)], [work])
+
+
+def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
+    """Parts to the owners of the regions, and the sums from them."""
+    parts, sums = (region_bytes(length, N, (), torch.float32, each) for each in (code, "float32"))
+    units = {"calls": 1, "messages": N, "entries": (3 + 1 / N) * length}
+    moves = [all_to_all(max(parts), N), all_gather(max(sums), N)]
+    return PlannedExchange("split", sum(parts), moves, [Work(f"dense {code}", units)])
+
+
+def _sparse_sum(code: str, k: int, numel: int, N: int, senders: str) -> PlannedExchange:
+    """Everybody's entries to everybody; or, where that moves less, pieces to the owners of regions.
+
+    The owners send the sums back. Sizes are told before both.
+    """
+    size = split_of(
+        k,
+        numel,
+        N,
+        dtype=torch.float32,
+        value_code=code,
+        index_code=INDEX_CODE,
+        sender_code=sender_code([1 / N] * N) if senders else None,
+    )
+    if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:
+        units = {"calls": 1, "entries": (1 + N) * k, "numel": numel}
+        work = Work(f"sparse {code}{senders}", units)
+        return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
     moves = [
         all_gather(8 * N, N),
         all_to_all(size.piece_bytes, N),
         all_gather(8, N),
         all_to_all(size.sums_bytes, N),
     ]
-    decoded: Units = {"messages": N, "entries": length + size.union, "numel": numel}
-    work = [
-        Work(f"split encode {code}", {"calls": 1, "messages": N, "entries": length + size.union / N}),
-        Work(f"split decode {code}{_senders(request)}", decoded),
-    ]
-    memory_bytes = sum(move.sent_bytes for move in moves) + _BYTES_PER_DECODED_ENTRY * size.union / N
-    return Exchange(N * size.piece_bytes, moves, work, memory_bytes)
-
-
-def all_gather(message_bytes: float, num_workers: int) -> Move:
-    """A ring: every message visits every worker. Short ones are sent to everybody at once."""
-    others = num_workers - 1
-    hops = min(1, others) if message_bytes <= LONGEST_DIRECT_BYTES else others
-    return Move("all_gather", others, hops, others * message_bytes)
-
-
-def all_reduce(vector_bytes: float, num_workers: int, kind: str = "all_reduce") -> Move:
-    """A ring: the vector's parts go round once to be summed, and once more to reach everybody."""
-    hops = 2 * (num_workers - 1)
-    return Move(kind, hops, hops, hops * vector_bytes / num_workers)
-
-
-def all_to_all(part_bytes: float, num_workers: int) -> Move:
-    """Every worker to every other, all at once."""
-    others = num_workers - 1
-    return Move("all_to_all", others, min(1, others), others * part_bytes)
-
-
-def broadcast(message_bytes: float, num_workers: int) -> Move:
-    """A tree: the number of workers that have the message doubles with every hop."""
-    hops = ceil(log2(num_workers))
-    return Move("broadcast", hops, hops, hops * message_bytes)
+    entries = 2 * k + (1 + 1 / N) * size.union
+    work = Work(f"sparse {code}{senders}", {"calls": N, "entries": entries, "numel": numel})
+    passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
+    return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])

@@ -7,27 +7,16 @@ import json
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from regtopk.core.codes import VALUE_BITS
-from regtopk.lab.method import Method as Words
-from regtopk.lab.plan.asked import make_algorithm
-from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, Method
-from regtopk.rounds import Rounds
+from regtopk.lab.method import Method
+from regtopk.lab.plan.methods import DENSE, TORCH, PlannedMethod
 
 LEARNED = Path(__file__).with_name("learned.json")
 NEAR = 0.9  # with at least so many of its entries a method is taken to learn as a recorded one
 Optimizer = Literal["sgd", "adamw"]
-
-
-class Learned(NamedTuple):
-    """A recorded method."""
-
-    name: str  # with its options
-    density: float
-    value_code: str
-    rounds: Rounds
-    relative_steps: float  # over dense's; infinite if it never reached the loss
+Row = tuple[PlannedMethod, float]  # a recorded method, and its steps over dense's; infinite: never there
 
 
 def about(optimizer: Optimizer) -> str:
@@ -36,7 +25,7 @@ def about(optimizer: Optimizer) -> str:
 
 
 @lru_cache(maxsize=16384)
-def relative_steps(method: Method, optimizer: Optimizer) -> float | None:
+def relative_steps(method: PlannedMethod, optimizer: Optimizer) -> float | None:
     """How many times dense's steps a method takes to the same loss; infinite if it never gets there.
 
     Where there is no record of the method itself, one that sends less stands in: fewer entries or fewer bits,
@@ -45,23 +34,25 @@ def relative_steps(method: Method, optimizer: Optimizer) -> float | None:
     """
     if method == DENSE:
         return 1.0
-    found = [row for row in _rows(optimizer) if _is_same(row, method)]
-    enough = [row.relative_steps for row in found if row.relative_steps < inf and _sends_no_more(row, method)]
+    found = [(row, steps) for row, steps in _rows(optimizer) if _is_same(row, method)]
+    enough = [steps for row, steps in found if steps < inf and _sends_no_more(row, method)]
     if enough:
         return max(1.0, min(enough))
-    return inf if any(row.relative_steps == inf and _sends_no_more(method, row) for row in found) else None
+    return inf if any(steps == inf and _sends_no_more(method, row) for row, steps in found) else None
 
 
-def _is_same(row: Learned, method: Method) -> bool:
+def _is_same(row: PlannedMethod, method: PlannedMethod) -> bool:
     """Whether they differ at most in how much they send, and when."""
-    if row.rounds._replace(every=1, delay=0) != method.rounds._replace(every=1, delay=0):
+    without_times = (each.rounds._replace(every=1, delay=0) for each in (row, method))
+    if row.algorithm != method.algorithm or len(set(without_times)) > 1:
         return False
-    if {row.name, method.name} & {FP16.name, POWERSGD.name}:
-        return row.name == method.name
-    return make_algorithm(row.name, 0.5) == make_algorithm(method.name, 0.5)
+    if method in TORCH:
+        return True
+    one, other = (Method.parse(each.name).build(density=0.5, value_code=None) for each in (row, method))
+    return one == other
 
 
-def _sends_no_more(one: Learned | Method, other: Learned | Method) -> bool:
+def _sends_no_more(one: PlannedMethod, other: PlannedMethod) -> bool:
     """Whether one sends at most as many entries and bits as the other, at most as often and as soon."""
     return (
         NEAR * one.density <= other.density
@@ -77,12 +68,12 @@ def _read() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=2)
-def _rows(optimizer: Optimizer) -> list[Learned]:
+def _rows(optimizer: Optimizer) -> list[Row]:
     rows = []
     for row in _read()[optimizer]["methods"]:
-        words = Words.read(row["method"])
+        words = Method.read(row["method"])
         options = [f"{key}={text}" for key, text in words.words if key in words.options]
         name = ":".join([words.algorithm, *options])
-        steps = inf if row["relative_steps"] is None else row["relative_steps"]
-        rows.append(Learned(name, row["density"], row["value_code"], words.rounds, steps))
+        method = PlannedMethod(name, row["density"], row["value_code"], words.rounds)
+        rows.append((method, inf if row["relative_steps"] is None else row["relative_steps"]))
     return rows

@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.core.options import counted
-from regtopk.lab.plan.asked import make_algorithm, probe
+from regtopk.lab.method import Method
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.learning import about
-from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, Method
-from regtopk.lab.plan.predict import ROUND_SHARE, ROUNDS, Plan, Prediction, predict
+from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, PlannedMethod
+from regtopk.lab.plan.predict import ROUND_SHARE, LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
 
 BANDWIDTHS = [10 ** (6 + n / 8) for n in range(37)]  # 1 Mbit/s to 30 Gbit/s and more
 WORKERS = [2**n for n in range(1, 13)]
 MAX_CURVES = 8
-LINKS = "bandwidth of a link, Mbit/s"
 
 
 def write_run(
-    folder: Path, plan: Plan, costs: Calibration, summary: dict[str, Any], *, command: str, force: bool
+    folder: Path, plan: LinkPlan, costs: Calibration, summary: dict[str, Any], *, command: str, force: bool
 ) -> None:
     """Write the plan's curves and its table into a folder.
 
@@ -32,10 +31,10 @@ def write_run(
     """
     here, bandwidth = plan.situation, format_bandwidth(plan.situation.link.bandwidth)
     axes = (
-        ("bandwidth", "mbit_per_s", LINKS, f"{here.num_workers} workers, links of any bandwidth",
-         here.link.bandwidth / 1e6, bandwidth),
-        ("workers", "num_workers", "workers", f"{bandwidth}, any number of workers",
-         here.num_workers, f"{here.num_workers} workers"),
+        ("bandwidth", "mbit_per_s", "bandwidth of a link, Mbit/s",
+         f"{here.num_workers} workers, links of any bandwidth", here.link.bandwidth / 1e6, bandwidth),
+        ("workers", "num_workers", "workers",
+         f"{bandwidth}, any number of workers", here.num_workers, f"{here.num_workers} workers"),
     )  # fmt: skip
     panel = partial(
         Panel, y="speedup", y_label="speed-up to a loss, over dense", log_x=True, log_y=True, dots="here"
@@ -58,7 +57,7 @@ def write_run(
         writer.finish({**summary, "finding": verdict(plan), "table": table(plan)})
 
 
-def curves(plan: Plan, costs: Calibration) -> list[Record]:
+def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
     """Each method's speed-up to a loss on links of all bandwidths, and with all numbers of workers."""
     here, records = plan.situation, []
     bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
@@ -71,11 +70,9 @@ def curves(plan: Plan, costs: Calibration) -> list[Record]:
         dense_s = next(p.time_to_loss for p in predicted if p.method == DENSE)
         for label, drawn in labels.items():
             best = min((p for p in predicted if p.method.label == label), key=lambda p: p.rank)
-            records.append(
-                {"method": drawn, "against": against, x: value, "speedup": dense_s / best.time_to_loss}
-            )
-            if there == here:
-                records[-1]["here"] = records[-1]["speedup"]
+            speedup = dense_s / best.time_to_loss
+            record = {"method": drawn, "against": against, x: value, "speedup": speedup}
+            records.append({**record, "here": speedup} if there == here else record)
     order = list(labels.values())
     return sorted(records, key=lambda record: order.index(record["method"]))
 
@@ -85,85 +82,67 @@ def _drawn(row: Prediction) -> str:
     return row.method.label if row.relative_steps is not None else f"{row.method.label} (per step)"
 
 
-def table(plan: Plan) -> list[dict[str, str]]:
+def table(plan: LinkPlan) -> list[dict[str, str]]:
     """One row per method in its best way: dense, and then the best first."""
-    has_updates = bool(plan.affordable_rounds())
+    has_updates = any(p.method.rounds.has_updates for p in plan.predictions)
     return [
         {
             "measure": _drawn(p),
             "density": p.method.amount,
             "values": p.method.value_code,
-            "collective": p.method.collective,
+            "collective": p.exchange.collective,
             ("payload per step" if has_updates else "payload"): format_size(p.exchange.bytes_per_step),
             "step": format_time(p.step_time_s),
-            "steps": _steps(p),
-            "speed-up": _speedup(plan, p),
+            "steps": {None: "?", inf: "never"}.get(p.relative_steps) or f"{p.relative_steps:.2f}",
+            "speed-up": ("at most " if p.relative_steps is None else "")
+            + format_factor(plan.speedup_to_loss(p)),
         }
         for p in plan.best_by_label()
     ]
 
 
-def _steps(p: Prediction) -> str:
-    """Over dense's."""
-    return (
-        "?" if p.relative_steps is None else "never" if p.relative_steps == inf else f"{p.relative_steps:.2f}"
-    )
-
-
-def _speedup(plan: Plan, p: Prediction) -> str:
-    """To a loss: no more than that of a step."""
-    most = "" if p.relative_steps is not None else "at most "
-    return f"{most}{format_factor(plan.speedup_to_loss(p))}"
-
-
-def verdict(plan: Plan) -> str:
+def verdict(plan: LinkPlan) -> str:
     """The answer, in a few plain sentences."""
     where = f"{plan.situation.num_workers} workers at {format_bandwidth(plan.situation.link.bandwidth)}"
     best, step = plan.best, format_time(plan.best.step_time_s)
     if plan.pays and best.relative_steps is not None:
-        said = f"Compression pays with {where}: {_in_words(best.method)}, reaches a loss "
-        said += (
+        said = (
+            f"Compression pays with {where}: {_in_words(best.method)}, reaches a loss "
             f"{format_factor(plan.speedup_to_loss(best))} times as fast as dense. A step takes {step}, and "
+            f"{best.relative_steps:.2f} times as many are needed."
         )
-        said += f"{best.relative_steps:.2f} times as many are needed."
     elif plan.pays:
         said = (
             f"Compression pays with {where}, if as many steps are needed: {_in_words(best.method)}, makes a "
+            f"step {format_factor(plan.speedup(best))} times as fast as dense, {step}."
         )
-        said += f"step {format_factor(plan.speedup(best))} times as fast as dense, {step}."
     else:
         said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
-    said += f" {_share_of_communication(plan, best)}"
+    share = 1 - plan.situation.link.compute_s / best.step_time_s
+    said += f" The exchange takes {share:.0%} of a step."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
-    return f"{said} It pays at every bandwidth." if plan.pays else f"{said} It pays at no bandwidth."
+    if plan.pays:
+        return f"{said} It would pay at every bandwidth, if dense's all_reduce takes gloo's work."
+    return f"{said} It pays at no bandwidth."
 
 
-def _share_of_communication(plan: Plan, p: Prediction) -> str:
-    """How much of a step is not computation."""
-    share = 1 - plan.situation.link.compute_s / p.step_time_s
-    return f"The exchange takes {share:.0%} of a step."
-
-
-def _in_words(method: Method, name: str | None = None) -> str:
+def _in_words(method: PlannedMethod, name: str | None = None) -> str:
     name = name or method.label
     if method == POWERSGD:
         return f"{name} of {method.amount}"
-    return f"{name}, density {method.amount}, {method.value_code} values by {method.collective}"
+    return f"{name}, density {method.amount}, {method.value_code} values"
 
 
-def as_code(method: Method, scope: str) -> str:
+def as_code(method: PlannedMethod) -> str:
     """The line of Python that does what a method of this library does."""
-    algorithm = make_algorithm(method.name, method.density, method.value_code)
+    algorithm = Method.parse(method.name).build(density=method.density, value_code=method.value_code)
     given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
     told = {f.name: given[f.name] for f in fields(algorithm) if given[f.name] != f.default}
     made = f"regtopk.{type(algorithm).__name__}({_arguments(told)})"
-    options: dict[str, Any] = {}
-    if len(probe(method.name, method.density, method.value_code).ways) > 1:
-        options["collective"] = method.collective
     if not method.rounds.has_updates:
-        return f"exchange = regtopk.attach(model, {made}, {_arguments({'scope': scope} | options)})"
-    words = _arguments({"every": method.rounds.every} | method.turns | options)
+        return f"exchange = regtopk.attach(model, {made})"
+    words = _arguments(method.turns)
     if method.rounds.outer != "none":
         settings = _arguments(method.rounds.outer_settings._asdict())
         words += f", outer=lambda p: torch.optim.SGD(p, {settings})"
@@ -174,20 +153,17 @@ def _arguments(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
+def summary(plan: LinkPlan, inputs: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
 
     def row(p: Prediction) -> dict[str, Any]:
-        rounds = p.method.rounds
+        method, times = p.method, ("exchange", "every", "delay", "fragments")
         return {
-            "name": p.method.name,
-            "density": p.method.density,
-            "value_code": p.method.value_code,
-            "collective": p.method.collective,
-            "exchange": rounds.exchange,
-            "every": rounds.every,
-            "delay": rounds.delay,
-            "fragments": rounds.fragments,
+            "name": method.name,
+            "density": method.density,
+            "value_code": method.value_code,
+            "collective": p.exchange.collective,
+            **{name: getattr(method.rounds, name) for name in times},
             "payload_bytes": p.exchange.payload_bytes,
             "bytes_per_step": p.exchange.bytes_per_step,
             "step_time_s": p.step_time_s,
@@ -203,27 +179,27 @@ def summary(plan: Plan, inputs: dict[str, Any]) -> dict[str, Any]:
         "best": row(plan.best),
         "break_even_bits_per_s": plan.break_even_bits_per_s,
         "pays": plan.pays,
-        "notes": [assumed(inputs), *notes(plan, inputs["memory_bytes"])],
+        "notes": [assumed(inputs), *notes(plan)],
     }
 
 
 def assumed(inputs: Mapping[str, Any]) -> str:
     """What the answer rests on."""
     machine = inputs["calibration"]
-    workers, threads = machine.get("local_workers") or 1, machine.get("num_threads") or 1
+    device = machine.get("device") or "cpu"
+    where = (
+        f"{device} with {counted(machine.get('num_threads') or 1, 'thread')}" if device == "cpu" else device
+    )
     latency = format_time(inputs["latency_s"]) if inputs["latency_s"] else "0"
     said = (
         f"Assumed: latency {latency} one way; {format_time(inputs['step_time_s'])} for a step without "
-        f"communication; {counted(workers, 'worker')} per machine, with {counted(threads, 'thread')} each; "
-        f"vectors selected and coded on {machine.get('device') or 'cpu'}; gloo's collectives. fp16 and "
-        "powersgd are torch's own hooks."
+        f"communication; vectors selected and coded on {where}; gloo's collectives, not "
+        "NCCL's or RDMA. fp16 and powersgd are torch's own hooks."
     )
-    if machine.get("device") == "cuda":
-        said += " NCCL, and faster links inside a machine, are not in this model."
-    return said
+    return said if device != "cpu" else f"{said} If a GPU trains, plan on it with --device cuda."
 
 
-def notes(plan: Plan, memory_bytes: float) -> list[str]:
+def notes(plan: LinkPlan) -> list[str]:
     """What one should know beside the numbers."""
     said = [
         "A faster step is not a better one: 'steps' says how many a method needs to the loss that dense has "
@@ -233,23 +209,12 @@ def notes(plan: Plan, memory_bytes: float) -> list[str]:
     if plan.situation.optimizer == "sgd":
         said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
     if plan.best.method not in TORCH:
-        said.append(f"The best, on every rank: {as_code(plan.best.method, plan.situation.scope)}")
+        said.append(f"The best, on every rank: {as_code(plan.best.method)}")
+    if plan.best.method.algorithm == "dgc":
+        said.append("DGC has a momentum of its own: give it SGD without momentum.")
     for p, every in plan.affordable_rounds():
-        costs = f"A round of {_in_words(p.method, p.method.kind)}, costs"
         said.append(
-            f"{costs} at most {ROUND_SHARE:.0%} of the computation from --every {every} on; "
-            "with rarer rounds a step learns less (docs/transformers.md)."
-            if every
-            else f"{costs} more than {ROUND_SHARE:.0%} of the computation even with --every {ROUNDS[-1]}."
-        )
-    if plan.not_measured:
-        names = ", ".join(dict.fromkeys(method.label for method in plan.not_measured))
-        said.append(f"Left out, since this calibration has not measured all of their work: {names}.")
-    if plan.too_large:
-        worst = max(plan.too_large, key=lambda p: p.exchange.memory_bytes)
-        said.append(
-            f"Left out: {len(plan.too_large)} ways for which the messages of {plan.situation.num_workers} "
-            f"workers do not fit {format_size(memory_bytes)} of memory; the most, "
-            f"{format_size(worst.exchange.memory_bytes)}, takes {_in_words(worst.method)}."
+            f"A round of {_in_words(p.method, p.method.kind)}, costs at most {ROUND_SHARE:.0%} of the "
+            f"computation from --every {every} on; with rarer rounds a step learns less."
         )
     return said

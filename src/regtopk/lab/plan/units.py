@@ -11,10 +11,8 @@ from regtopk.errors import ArgumentError
 _NUMBER = re.compile(
     r"\s*((?:(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)\s*([^\d,.].*?|)\s*", re.I
 )
-_BANDWIDTH_UNIT = re.compile(r"([kmgt]?)(i?)(bits?|b|bytes?)?(ps|/s|/sec)?", re.I)
+_BANDWIDTH_UNIT = re.compile(r"([kmgt]?)(bits?|b|bytes?)?(ps|/s|/sec)?", re.I)
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINARY = {prefix: 1024.0**n for n, prefix in enumerate(_PREFIXES)}
-_SIZES = {f"{p}b": x for p, x in _PREFIXES.items()} | {f"{p}ib": x for p, x in _BINARY.items() if p}
 _COUNTS = _PREFIXES | {"b": 1e9}
 _PER_SECOND = {"s": 1.0, "sec": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "μs": 1e6, "ns": 1e9, "min": 1 / 60}
 _TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 999.5), ("s", 1.0, 0.9995))
@@ -28,12 +26,10 @@ def parse_bandwidth(text: str) -> float:
     """
     number, unit = _split(text)
     found = _BANDWIDTH_UNIT.fullmatch(unit)
-    prefix, binary, what, per_second = found.groups() if found else ("", "", "b", None)
+    prefix, what, per_second = found.groups() if found else ("", "b", None)
     is_byte = what == "B" or (what or "").lower().startswith("byte")
     is_unclear = per_second is None and what is not None and not what.lower().startswith("bit")
-    if not unit or is_unclear or (binary and not (is_byte and prefix)):
-        number = math.nan
-    bits = (_BINARY if binary else _PREFIXES)[prefix.lower()] * (8 if is_byte else 1)
+    bits = math.nan if not unit or is_unclear else _PREFIXES[prefix.lower()] * (8 if is_byte else 1)
     rule = "a number above 0 with a unit such as 100Mbit/s, 1.5G (bits per second) or 12.5MB/s (bytes)"
     return _checked("bandwidth", number * bits, text, rule)
 
@@ -42,25 +38,18 @@ def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
     """Seconds of "10ms", "50us" or "0.2 s"; a number without a unit is refused, but for 0."""
     rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2s, with its unit"
     number, unit = _split(text)
-    unit = "s" if number == 0 and not unit else unit
-    per_second = _PER_SECOND.get(unit, math.nan)  # dividing, 50us are 5e-5 to the bit
-    return _checked(name, number / per_second, text, rule, may_be_zero=may_be_zero)
+    if may_be_zero and number == 0 and unit in ("", *_PER_SECOND):
+        return 0.0
+    return _checked(name, number / _PER_SECOND.get(unit, math.nan), text, rule)  # 50us are 5e-5 to the bit
 
 
 def parse_count(name: str, text: str) -> int:
     """The whole number that "124M", "11173962", "11,173,962" or "1.5B" stands for."""
+    number, unit = _split(text)
+    count = number * _COUNTS.get(unit.lower(), math.nan)
+    is_whole = abs(count - round(count)) <= 1e-6 * count if math.isfinite(count) else False
     rule = "a whole number of at least 1, such as 11173962, 124M or 1.5B"
-    number, unit = _split(text)
-    count = _checked(name, number * _COUNTS.get(unit.lower(), math.nan), text, rule)
-    is_whole = abs(count - round(count)) <= 1e-6 * count and round(count) >= 1
     return round(_checked(name, count if is_whole else math.nan, text, rule))
-
-
-def parse_size(name: str, text: str) -> int:
-    """Bytes of "16GB" or "16 GiB"."""
-    number, unit = _split(text)
-    size = number * _SIZES.get(unit.lower(), math.nan)
-    return int(_checked(name, size, text, "a size above 0 such as 16GB or 16GiB"))
 
 
 def _split(text: str) -> tuple[float, str]:
@@ -69,8 +58,8 @@ def _split(text: str) -> tuple[float, str]:
     return (float(found[1].replace(",", "").replace("_", "")), found[2]) if found else (math.nan, "")
 
 
-def _checked(name: str, number: float, text: str, rule: str, *, may_be_zero: bool = False) -> float:
-    if 0 < number < math.inf or (may_be_zero and number == 0):
+def _checked(name: str, number: float, text: str, rule: str) -> float:
+    if 0 < number < math.inf:
         return number
     raise ArgumentError(f"{name} must be {rule}, got {text!r}")
 

@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regtopk.errors import MissingExtraError
 from regtopk.lab.report.frontier import TITLE, best_lr_of, describe_frontier, draw_frontier, frontier_of
-from regtopk.lab.report.panels import (
-    LETTERS,
-    NAMED,
-    curves_of,
-    describe,
-    draw_bars,
-    draw_panel,
-    is_grey,
-    line_of,
-    methods_of,
-)
+from regtopk.lab.report.panels import LETTERS, NAMED, curves_of, describe, draw_bars, draw_panel, line_of
 from regtopk.lab.report.style import GRID, INK, OTHER, Style, format_number, styles_of
 from regtopk.lab.runs import Panel, Run
 
@@ -45,22 +35,14 @@ STYLE = {
     "font.family": "sans-serif",
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
     "text.parse_math": False,  # a $ in a name is a $
-    "text.color": INK[0],
-    "axes.labelcolor": INK[0],
-    "axes.edgecolor": GRID[0],
     "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.titlesize": 11,
     "axes.axisbelow": True,
-    "grid.color": GRID[0],
     "grid.linewidth": 0.7,
-    "xtick.color": INK[0],
-    "ytick.color": INK[0],
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK[0]),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID[0]),
+    **{f"{axis}tick.{kind}.size": 0 for axis in "xy" for kind in ("major", "minor")},
 }
 
 
@@ -88,7 +70,8 @@ def styles_of_run(run: Run) -> dict[str, Style]:
 def _drawn_methods(run: Run) -> list[str]:
     """All methods in the order of the table; at equal bytes, with many, each with its best lr only."""
     rows = [row.get("measure") for row in run.summary["table"]]
-    methods = sorted(methods_of(run.records), key=lambda m: rows.index(m) if m in rows else len(rows))
+    methods = list(dict.fromkeys(record["method"] for record in run.records))
+    methods.sort(key=lambda method: rows.index(method) if method in rows else len(rows))
     if not run.header["config"].get("like") or run.summary.get("metric") != "accuracy":
         return methods
     left_out = {r["method"] for r in run.summary["results"]} - best_lr_of(run)
@@ -98,21 +81,19 @@ def _drawn_methods(run: Run) -> list[str]:
 def drawings_of(run: Run) -> list[Drawing]:
     """The panels of a run and, where bytes were measured, accuracy against bytes."""
     styles = styles_of_run(run)
-    drawings = [
-        _bars(run, panel, styles) if panel.marks == "bars" else _curves(run, panel, styles)
-        for panel in run.panels
-    ]
+    drawings = []
+    for panel in run.panels:
+        if panel.marks == "bars":
+            drawings.append(_bars(run, panel, styles))
+            continue
+        curves = curves_of(panel, run.records, styles)
+        draw = partial(draw_panel, panel, curves, styles)
+        drawings.append(Drawing(panel.title, PANEL_INCHES, draw, describe(panel, curves, styles)))
     frontier = frontier_of(run)
     if frontier is not None:
         draw = partial(draw_frontier, frontier, styles)
         drawings.append(Drawing(TITLE, PANEL_INCHES, draw, describe_frontier(frontier, styles)))
     return drawings
-
-
-def _curves(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
-    curves = curves_of(panel, run.records, styles)
-    draw = partial(draw_panel, panel, curves, styles)
-    return Drawing(panel.title, PANEL_INCHES, draw, describe(panel, curves, styles))
 
 
 def _bars(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
@@ -151,12 +132,7 @@ def save_png(figure: "Figure", path: Path) -> None:
 
 
 def draw_inline(drawing: Drawing, *, salt: str) -> str:
-    """One panel as an SVG element for a page, without background, title and legend.
-
-    Args:
-        drawing: what to draw.
-        salt: different for every drawing of a page, so that their ids do not clash.
-    """
+    """One panel as an SVG element, without title and legend; `salt` keeps the ids of a page apart."""
     matplotlib = _import_matplotlib()
     width, height = (INLINE_SCALE * inches for inches in drawing.size)
     with matplotlib.rc_context(STYLE):
@@ -191,7 +167,7 @@ def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
 
 def legend_of(styles: Sequence[Style]) -> list[Style]:
     """The looks that are told apart, and one for all that are grey."""
-    told = [style for style in styles if not is_grey(style)]
+    told = [style for style in styles if not style.is_grey]
     num_grey = len(styles) - len(told)
     return [*told, replace(OTHER, label=f"{num_grey} others")] if num_grey else told
 

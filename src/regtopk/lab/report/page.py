@@ -22,8 +22,10 @@ HEADINGS = {
 # what a reader looks for first stands beside the methods' names
 ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
-LIGHT = {"ground": "#ffffff", "raised": "#f6f7f9", "quiet": "#5b6472"}
-DARK = {"ground": "#14171c", "raised": "#1c2027", "quiet": "#98a2b0"}
+# (on light, on dark)
+PAGE_COLOURS = {
+    "ground": ("#ffffff", "#14171c"), "raised": ("#f6f7f9", "#1c2027"), "quiet": ("#5b6472", "#98a2b0")
+}  # fmt: skip
 
 CSS = """
 *{box-sizing:border-box}
@@ -64,10 +66,7 @@ footer{margin-top:3rem;padding-top:1rem;border-top:1px solid var(--grid);color:v
 
 
 def write_report(folder: Path) -> Path:
-    """Draw a recorded run (or a folder of them): figure.png, figure.svg and index.html.
-
-    Returns:
-        The page.
+    """Draw a recorded run (or a folder of them): figure.png, figure.svg and the page, whose path is returned.
 
     Raises:
         OutputError: the folder holds no finished run, or one that cannot be drawn, or it cannot be written.
@@ -124,14 +123,12 @@ def _variable(style: Style) -> str:
 
 
 def _colours(runs: Sequence[Run]) -> str:
-    styles = [style for run in runs for style in styles_of_run(run).values()]
-    light = {**LIGHT, "ink": INK[0], "grid": GRID[0]} | {_variable(style): style.light for style in styles}
-    dark = {**DARK, "ink": INK[1], "grid": GRID[1]} | {_variable(style): style.dark for style in styles}
-    return f":root{{{_variables(light)}}}@media(prefers-color-scheme:dark){{:root{{{_variables(dark)}}}}}"
-
-
-def _variables(colours: dict[str, str]) -> str:
-    return "".join(f"--{name}:{colour};" for name, colour in colours.items())
+    """The page's variables: colours on light and on dark ground."""
+    pairs = PAGE_COLOURS | {"ink": INK, "grid": GRID}
+    for run in runs:
+        pairs |= {_variable(style): (style.light, style.dark) for style in styles_of_run(run).values()}
+    light, dark = ("".join(f"--{name}:{pair[n]};" for name, pair in pairs.items()) for n in (0, 1))
+    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def _legend(run: Run) -> str:
@@ -179,8 +176,7 @@ def _panels(run: Run) -> str:
 
 def _adaptive(drawing: str, styles: Mapping[str, Style]) -> str:
     """The drawing with the page's variables for its light colours: they have a dark value too."""
-    names = {INK[0]: "ink", GRID[0]: "grid"}
-    names |= {style.light: _variable(style) for style in styles.values()}
+    names = {INK[0]: "ink", GRID[0]: "grid"} | {each.light: _variable(each) for each in styles.values()}
     for colour, name in names.items():
         drawing = drawing.replace(colour, f"var(--{name})")
     return drawing
@@ -200,12 +196,11 @@ def _table(run: Run) -> str:
 
 
 def _cell(column: str, content: object, styles: Mapping[str, Style]) -> str:
-    if isinstance(content, str) and content in styles:
-        style = styles[content]
-        return f'<td title="{escape(content)}">{_key(style)}{escape(style.label)}</td>'
-    if isinstance(content, str):  # a method that is not drawn, or any other text
-        return f'<td title="{escape(content)}">{escape(label_of(content))}</td>'
-    return f"<td>{escape(format_number(content, column))}</td>"
+    if not isinstance(content, str):
+        return f"<td>{escape(format_number(content, column))}</td>"
+    style = styles.get(content)  # None for a method that is not drawn, or any other text
+    shown = escape(label_of(content)) if style is None else f"{_key(style)}{escape(style.label)}"
+    return f'<td title="{escape(content)}">{shown}</td>'
 
 
 def heading_of(column: str) -> str:

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from regtopk.lab.report.style import INK, OTHER, Style, format_number
+from regtopk.lab.report.style import INK, Style, format_number
 from regtopk.lab.runs import Panel, Record
 
 if TYPE_CHECKING:
@@ -20,11 +20,6 @@ MAX_CIRCLES = 25  # published points on one curve
 NAMED = "named: "  # marks whose id begins so get the rest of it as their title
 
 
-def methods_of(records: Sequence[Record]) -> list[str]:
-    """The methods in order of appearance."""
-    return list(dict.fromkeys(record["method"] for record in records))
-
-
 def line_of(style: Style) -> dict[str, Any]:
     """A method's line, in the words of matplotlib."""
     dashes = (0, style.dashes or None)
@@ -36,20 +31,17 @@ def named(style: Style) -> dict[str, Any]:
 
     Grey lies below; of the rest the wide lines do, so that none hides another.
     """
-    return {"gid": f"{NAMED}{style.label}", "zorder": 2 if is_grey(style) else 3 - style.width / 10}
-
-
-def is_grey(style: Style) -> bool:
-    """Whether this is one of many."""
-    return style.light == OTHER.light
+    return {"gid": f"{NAMED}{style.label}", "zorder": 2 if style.is_grey else 3 - style.width / 10}
 
 
 def curves_of(
     panel: Panel, records: Sequence[Record], styles: Mapping[str, Style]
 ) -> dict[str, list[Record]]:
     """What the panel shows of each method, in the order of the styles."""
-    shown = [record for record in records if _is_shown(record, panel)]
-    curves = {m: [record for record in shown if record["method"] == m] for m in styles}
+    curves: dict[str, list[Record]] = {method: [] for method in styles}
+    for record in records:
+        if record["method"] in styles and _is_shown(record, panel):
+            curves[record["method"]].append(record)
     return {method: curve for method, curve in curves.items() if curve}
 
 
@@ -100,7 +92,7 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
         return
     mark = "o" if len(x) == 1 else ""
     axes.plot(x, y, marker=mark, **named(style), **line_of(style))
-    if any(len(values) > 1 for values in seeds) and not is_grey(style):
+    if any(len(values) > 1 for values in seeds) and not style.is_grey:
         low, high = [min(values) for values in seeds], [max(values) for values in seeds]
         axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
     if panel.dots is not None:
@@ -168,7 +160,7 @@ def _power_of_ten(exponent: int) -> str:
 
 def _x_of(record: Record, panel: Panel) -> float:
     values = _per_seed(record[panel.x])
-    return values[0] if len(values) == 1 else sum(values) / len(values)
+    return values[0] if len(values) == 1 else fmean(values)
 
 
 def _per_seed(value: Any) -> list[float]:

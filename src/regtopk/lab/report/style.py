@@ -10,22 +10,19 @@ from regtopk.lab.method import Method
 
 @dataclass(frozen=True)
 class Style:
-    """A method's look: its label, its colour on light and on dark ground, and its line.
+    """A method's look: its label, its colour on light and on dark ground, and its line."""
 
-    Args:
-        label: what the method is called in print.
-        light, dark: colours.
-        dashes: lengths of strokes and gaps, in line widths; none is a solid line.
-        width: of the line, in points.
-        opacity: of the line.
-    """
-
-    label: str
+    label: str  # what the method is called in print
     light: str
     dark: str
-    dashes: tuple[float, ...] = ()
-    width: float = 1.3
+    dashes: tuple[float, ...] = ()  # lengths of strokes and gaps, in line widths; none is a solid line
+    width: float = 1.3  # of the line, in points
     opacity: float = 1.0
+
+    @property
+    def is_grey(self) -> bool:
+        """Whether this is one of many."""
+        return self.light == OTHER.light
 
 
 DOTS, DASH_DOT = (1.0, 1.65), (6.4, 1.6, 1.0, 1.6)
@@ -47,17 +44,10 @@ READ_BY = ("dense", "topk", "regtopk")
 OTHER = Style("", "#aeb6c2", "#5a6472", width=0.9)
 # for methods without a look of their own: (on light, on dark)
 SPARE = (
-    ("#c2366f", "#ff86b3"),
-    ("#0b7f92", "#58cfe2"),
-    ("#6f7d12", "#c3d34f"),
-    ("#8c5a3c", "#d8a384"),
-    ("#4a3fb5", "#a9a1ff"),
-    ("#2f8f2f", "#7fdc7f"),
-    ("#b02a2a", "#ff8d8d"),
-    ("#a13fb0", "#e59af0"),
-    ("#3d6a8f", "#93bfe2"),
-    ("#7a6f00", "#d6c940"),
-)
+    ("#c2366f", "#ff86b3"), ("#0b7f92", "#58cfe2"), ("#6f7d12", "#c3d34f"), ("#8c5a3c", "#d8a384"),
+    ("#4a3fb5", "#a9a1ff"), ("#2f8f2f", "#7fdc7f"), ("#b02a2a", "#ff8d8d"), ("#a13fb0", "#e59af0"),
+    ("#3d6a8f", "#93bfe2"), ("#7a6f00", "#d6c940"),
+)  # fmt: skip
 # options whose value says enough
 SELF_EXPLAINING = ("value_code", "index_code", "reference", "exchange", "outer", "optimizer")
 
@@ -77,9 +67,8 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
         value_code: of methods whose words do not say, if that is worth telling.
     """
     families: dict[str, list[str]] = {}
-    for method in sorted(
-        coloured_of(methods, base), key=lambda method: (method != base, method not in METHODS)
-    ):
+    coloured = coloured_of(methods, base)
+    for method in sorted(coloured, key=lambda method: (method != base, method not in METHODS)):
         families.setdefault(Method.read(method).algorithm, []).append(method)
     looks, spare = {}, iter(SPARE)
     for name, family in families.items():
@@ -89,7 +78,8 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
                 first = METHODS[name]
             elif nth == 0:
                 first = Style("", *next(spare))
-            looks[method] = first if nth == 0 else _variant(first, nth)
+            others = [dashes for dashes in DASHES if dashes != first.dashes]
+            looks[method] = first if nth == 0 else Style("", first.light, first.dark, others[nth - 1])
     labels = {method: _label(method, base, value_code) for method in methods}
     return {method: replace(looks.get(method, OTHER), label=label) for method, label in labels.items()}
 
@@ -113,23 +103,17 @@ def _label(method: str, base: str | None, value_code: str) -> str:
     return f"{label} (base)" if method == base else label
 
 
-def _variant(style: Style, number: int) -> Style:
-    """The same colour, thin and with other dashes."""
-    others = [dashes for dashes in DASHES if dashes != style.dashes]
-    return Style(style.label, style.light, style.dark, others[number - 1])
-
-
 def label_of(text: str) -> str:
     """What a method is called in print, shortly; anything else is called what it is."""
     method = Method.read(text)
     label = METHODS[method.algorithm].label if method.algorithm in METHODS else method.algorithm
-    return ", ".join([label, *(_short(key, value) for key, value in method.words)])
-
-
-def _short(key: str, value: str) -> str:
-    if key == "density":
-        return f"{100 * float(value):g} %"
-    return value if key in SELF_EXPLAINING else f"{key}={value}"
+    words = [label]
+    for key, value in method.words:
+        if key == "density":
+            words.append(f"{100 * float(value):g} %")
+        else:
+            words.append(value if key in SELF_EXPLAINING else f"{key}={value}")
+    return ", ".join(words)
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -35,26 +35,7 @@ from regtopk.lab.runs.writer import (
 )
 
 __all__ = [
-    "CONFIG",
-    "FIGURE_PNG",
-    "FIGURE_SVG",
-    "METRICS",
-    "PAGE",
-    "SUMMARY",
-    "Panel",
-    "Record",
-    "Run",
-    "RunWriter",
-    "check_holds_no_run",
-    "check_same_settings",
-    "claim_folder",
-    "make_header",
-    "merge_seeds",
-    "parts_of",
-    "read_header",
-    "read_records",
-    "read_run",
-    "versions",
-    "write_json",
-    "writing_to",
-]
+    "CONFIG", "FIGURE_PNG", "FIGURE_SVG", "METRICS", "PAGE", "SUMMARY", "Panel", "Record", "Run", "RunWriter",
+    "check_holds_no_run", "check_same_settings", "claim_folder", "make_header", "merge_seeds", "parts_of",
+    "read_header", "read_records", "read_run", "versions", "write_json", "writing_to",
+]  # fmt: skip

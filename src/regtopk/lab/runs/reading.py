@@ -21,9 +21,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     Raises:
         OutputError: there is none, or it lacks a field.
     """
-    header = _read(folder / CONFIG, _parse_object)
-    _check_fields(folder / CONFIG, header, ANY_HEADER)
-    return header
+    return _read_header(folder, ANY_HEADER)
 
 
 def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
@@ -46,8 +44,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         OutputError: there is none, it was not finished, or its header lacks a field.
     """
-    header = read_header(folder)
-    _check_fields(folder / CONFIG, header, RUN_HEADER)
+    header = _read_header(folder, ANY_HEADER | RUN_HEADER)
     summary = _read(folder / SUMMARY, _parse_object)
     return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
 
@@ -77,10 +74,10 @@ def _merge(records: Sequence[Record]) -> Record:
     merged: Record = {}
     for name in records[0]:
         values = [record[name] for record in records if record.get(name) is not None]
-        differs = any(value != values[0] for value in values)
-        merged[name] = values if differs else values[0] if values else None
-        if differs and name.endswith("_bytes"):
-            merged[name] = fmean(values)
+        if all(value == values[0] for value in values):
+            merged[name] = values[0] if values else None
+        else:
+            merged[name] = fmean(values) if name.endswith("_bytes") else values
     return merged
 
 
@@ -115,7 +112,10 @@ def _parse_lines(text: str) -> list[Record]:
     return records
 
 
-def _check_fields(what: object, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
+def _read_header(folder: Path, types: Mapping[str, type]) -> dict[str, Any]:
+    header = _read(folder / CONFIG, _parse_object)
     for name, kind in types.items():
-        if not isinstance(content.get(name), kind):
-            raise OutputError(f"{what} must have {name!r} of type {kind.__name__}, got {content.get(name)!r}")
+        if not isinstance(header.get(name), kind):
+            got = f"type {kind.__name__}, got {header.get(name)!r}"
+            raise OutputError(f"{folder / CONFIG} must have {name!r} of {got}")
+    return header

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from regtopk.errors import OutputError, RunExistsError
@@ -38,7 +37,7 @@ class RunWriter:
         resume: bool = False,
         shared: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._header = folder, dict(header)
         self.is_continued = resume and (folder / CONFIG).exists()
         # of the record before; unknown, so that it is written, where a run goes on
         self._carried: Record | None = None if self.is_continued else dict.fromkeys(CARRIED)
@@ -47,35 +46,28 @@ class RunWriter:
         self._metrics = _open_locked(folder)
         try:
             with writing_to(folder):
-                self._header = self._begin(header, force, shared or {})
+                if self.is_continued:
+                    self._header = _continued(folder, header, shared or {})
+                    _drop_torn_line_(folder / METRICS)
+                else:
+                    self._clear(force=force)
                 write_json(folder / CONFIG, self._header)
         except OutputError:
             self._metrics.close()
             raise
 
-    def _begin(self, header: Mapping[str, Any], force: bool, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """With the lock held, keep or clear what the folder holds. Returns the header to write."""
-        if self.is_continued:
-            continued = _continued(self.folder, header, shared)
-            _drop_torn_line_(self.folder / METRICS)
-            return continued
+    def _clear(self, *, force: bool) -> None:
         if not force:
             check_holds_no_run(self.folder)  # again: another process may have finished one
         self._metrics.truncate(0)  # not removed: it holds the lock
         for name in FILES:
             if name != METRICS:
                 (self.folder / name).unlink(missing_ok=True)
-        return dict(header)
 
     def __enter__(self) -> "RunWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with writing_to(self.folder):  # on a full disk closing fails as the last record did
             self._metrics.close()
 
@@ -83,8 +75,7 @@ class RunWriter:
         """Append one record, at once on disk.
 
         Raises:
-            OutputError: a number in it is not finite, which JSON cannot express: the run diverged. Or the
-                folder cannot be written any more: the disk is full.
+            OutputError: a number in it is not finite: the run diverged. Or the disk is full.
         """
         carried = {name: record.get(name) for name in CARRIED}
         fields = {name: value for name, value in record.items() if name not in CARRIED}
@@ -111,19 +102,14 @@ class RunWriter:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turn errors of the file system into errors that name the output folder.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Turn errors of the file system into an `OutputError` that names the output folder."""
     try:
         yield
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(
-            f"output folder must be writable, got {folder}: {error.strerror or error}"
-        ) from error
+        reason = error.strerror or error
+        raise OutputError(f"output folder must be writable, got {folder}: {reason}") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -148,10 +134,7 @@ def check_holds_no_run(folder: Path) -> None:
 
 
 def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make sure that the folder's run has these settings; one that it does not record is not compared.
-
-    Returns:
-        The header of the run.
+    """The header of the folder's run, which must have these settings, as far as it records them.
 
     Raises:
         OutputError: a setting differs, or there is no run.

@@ -1,0 +1,68 @@
+"""What `plan` assumes of a link, and of the collectives that run on it.
+
+- The links of all workers are alike. Each carries its bandwidth in both directions at once. None loses a
+  message, varies, or carries somebody else's traffic.
+- A message takes more bytes on the wire than it has: headers, and an acknowledgement for every two segments.
+- Collectives are those that `distributed` runs on gloo, over TCP. NCCL, RDMA and faster links inside a
+  machine are not in this model: with them dense is faster than planned here.
+- Every hop of a collective costs the latency once. A worker receives a message before it adds it up and
+  passes it on, so the processor's time and the link's time are added.
+- `hidden_s` says what of it hides behind a step's own computation.
+"""
+
+from typing import NamedTuple
+
+from regtopk.core.link import Link
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES
+
+WIRE_BYTES_PER_BYTE = (1448 + 66 + 66 / 2) / 1448  # TCP over Ethernet, in segments of 1448 bytes
+BACKWARD = 2 / 3  # of a step's computation
+
+
+class Move(NamedTuple):
+    """One collective on a worker's interface."""
+
+    kind: str
+    num_messages: int  # that a worker sends one after another
+    num_hops: int  # one after another, until the last byte arrives: each costs the latency
+    sent_bytes: float  # through the interface, which receives as many at the same time
+
+    def on_link_s(self, link: Link, device: str) -> float:
+        """How long it takes on a link, the work of processors left out."""
+        is_ring = self.kind == "all_gather" and device != "cpu"  # only on CPUs do short ones go directly
+        num_hops = self.num_messages if is_ring else self.num_hops
+        return num_hops * link.latency_s + 8 * WIRE_BYTES_PER_BYTE * self.sent_bytes / link.bandwidth
+
+
+def all_gather(message_bytes: float, num_workers: int) -> Move:
+    """A ring: every message visits every worker. Short ones are sent to everybody at once."""
+    others = num_workers - 1
+    hops = min(1, others) if message_bytes <= LONGEST_DIRECT_BYTES else others
+    return Move("all_gather", others, hops, others * message_bytes)
+
+
+def all_reduce(vector_bytes: float, num_workers: int, kind: str = "all_reduce") -> Move:
+    """A ring: the vector's parts go round once to be summed, and once more to reach everybody."""
+    hops = 2 * (num_workers - 1)
+    return Move(kind, hops, hops, hops * vector_bytes / num_workers)
+
+
+def all_to_all(part_bytes: float, num_workers: int) -> Move:
+    """Every worker to every other, all at once."""
+    others = num_workers - 1
+    return Move("all_to_all", others, min(1, others), others * part_bytes)
+
+
+def hidden_s(travels_s: float, compute_s: float, num_parts: int, every: int, delay: int | None) -> float:
+    """How much of the time that messages travel hides behind a step's computation.
+
+    Args:
+        travels_s: that the messages of all parts take.
+        compute_s: of one step.
+        num_parts: of an exchange.
+        every: steps from one exchange to the next.
+        delay: steps that a part may travel beside. None: all parts but the last travel beside backward.
+    """
+    if delay is None:
+        return min(BACKWARD * compute_s, travels_s) * (num_parts - 1) / num_parts
+    return min(min(num_parts * delay, every) * compute_s, travels_s)

@@ -1,0 +1,125 @@
+"""What the plan says a step asks for, against what the real driver does when all ranks are alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.steps import driver
+from regtopk.distributed.steps.agreement import Question, ask
+from regtopk.lab.method import Method
+from regtopk.lab.plan.cases import Echo
+from regtopk.lab.plan.exchange import answers_of, exchange_of
+from regtopk.lab.plan.link import all_gather, all_reduce, all_to_all
+from regtopk.lab.plan.methods import CODES, PlannedMethod, planned_methods
+from regtopk.lab.plan.workload import Workload
+from tests.lab.plan.made_up import LINES
+
+NUMEL, K, N = 2**16, 2**10, 8  # copies need regions of equal size
+Calls = list[tuple[str, int]]
+
+
+class Listing(Echo):
+    """Lists the collectives that are called, each with its bytes."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers)
+        self.ranks, self.calls = list(range(num_workers)), Calls()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.calls.append(("all_gather", tensor.nbytes))
+        return super().all_gather(tensor)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        self.calls.append(("all_to_all", sum(part.nbytes for part in parts[1:])))
+        return super().all_to_all(parts, sizes)
+
+    def device_for_flags(self, device: torch.device) -> torch.device:
+        return device
+
+
+def run(method: PlannedMethod, num_workers: int = N) -> tuple[Any, Calls]:
+    """A step of an algorithm: what it counted, and the collectives it called."""
+    weights = torch.full((num_workers,), 1 / num_workers)
+    worker = Worker(weights[0], torch.tensor(0), num_workers, 0, Layout.of_shapes([("", (NUMEL,), "linear")]))
+    algorithm = Method.parse(method.name).build(density=method.density, value_code=method.value_code)
+    listing = Listing(num_workers)
+    rank = Rank(listing, weights.double())
+    torch.manual_seed(0)
+    conversation = algorithm.exchange(torch.randn(NUMEL), algorithm.init(worker), worker)
+    driver.converse(rank, [conversation], [SumBuffer()])
+    return rank.record, listing.calls
+
+
+def planned(method: PlannedMethod, k: int, num_workers: int = N) -> list[tuple[str, float]]:
+    """The plan's collectives, with their bytes as the copies count them: of an all_gather, one message."""
+    own = {"all_gather": num_workers - 1, "all_to_all": 1}
+    moves = [move for answer in answers_of(method, k, NUMEL, num_workers) for move in answer.moves]
+    return [(move.kind, move.sent_bytes / own[move.kind]) for move in moves]
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("name", ["topk", "topk:impute=0.35", "regtopk", "dgc", "consensus", "dense"])
+def test_messages_of_known_size(name: str, code: str) -> None:
+    density = 1.0 if name == "dense" else K / NUMEL
+    method = PlannedMethod(name, density, code)
+    record, calls = run(method)
+    answers = answers_of(method, K, NUMEL, N)
+    assert record.payload_bytes == sum(answer.payload_bytes for answer in answers)
+    assert calls == planned(method, K)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_split_sum_moves_about_what_is_planned(code: str) -> None:
+    """With many entries of many workers, the library splits the sum by itself, and so does the plan."""
+    method = PlannedMethod("topk", 0.25, code)
+    record, calls = run(method, 64)
+    (answered,) = answers_of(method, NUMEL // 4, NUMEL, 64)
+    expected = planned(method, NUMEL // 4, 64)
+    assert answered.collective == "split" and [kind for kind, _ in calls] == [kind for kind, _ in expected]
+    assert calls[0] == expected[0] and calls[2] == expected[2]  # the sizes that ranks tell one another
+    assert calls[1][1] == pytest.approx(expected[1][1], rel=0.15)  # the pieces
+    assert record.payload_bytes == pytest.approx(answered.payload_bytes, rel=0.15)
+    assert calls[3][1] < expected[3][1] < 9 * calls[3][1]  # copies choose the same: their union is smaller
+
+
+def test_the_agreement_is_as_long_as_what_ranks_tell_one_another() -> None:
+    listing = Listing(4)
+    ask(listing, Question(3, ["weight", "bias"], [7]), torch.tensor(True))
+    (move, *_) = exchange_of(PlannedMethod("topk", 0.01, "float32"), Workload.of_size(1000), 4).moves
+    assert listing.calls == [("all_gather", move.sent_bytes / 3)]
+
+
+def test_all_that_is_planned_has_a_cost_in_a_calibration() -> None:
+    updates = ["topk:impute=0.35:exchange=updates:every=2", "dense:exchange=updates:outer=nesterov"]
+    asked = set()
+    for method in planned_methods((0.01, 0.1), ["topk", "regtopk", "dgc", "consensus", "dense", *updates]):
+        for num_workers in (2, 512):
+            exchange = exchange_of(method, Workload.of_size(10**6), num_workers)
+            asked |= {work.line for work in exchange.work} | {f"move {move.kind}" for move in exchange.moves}
+    assert asked <= LINES
+
+
+def test_a_size_alone_is_square_matrices() -> None:
+    numel = 2 * 1024**2 + 3 * 1024 + 5
+    shapes = [(1024, 1024), (1024, 1024), (1024, 3), (5,)]
+    assert Workload.of_size(numel) == Workload.of_shapes(shapes) and Workload.of_size(numel).numel == numel
+    assert Workload.of_size(7) == (7, 0, (28, 0, 0))
+
+
+def test_powersgd_sends_factors_of_what_is_large_enough() -> None:
+    workload = Workload.of_shapes([(512, 512), (8, 3, 5, 5), (3, 3), (512,)])
+    left, right = 4 * 2 * (512 + 8), 4 * 2 * (512 + 75)
+    assert workload == (512**2 + 600 + 9 + 512, 3, (4 * (9 + 512), left, right))
+
+
+def test_collectives_move_what_rings_do() -> None:
+    assert all_reduce(1000, 4) == ("all_reduce", 6, 6, 1500)
+    assert all_gather(1000, 4) == ("all_gather", 3, 1, 3000)  # sent to everybody at once
+    assert all_gather(200_000, 4) == ("all_gather", 3, 3, 600_000)
+    assert all_gather(1000, 1) == ("all_gather", 0, 0, 0)
+    assert all_to_all(250, 4) == ("all_to_all", 3, 1, 750)

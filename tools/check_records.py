@@ -1,0 +1,161 @@
+"""Do the recorded measurements still hold what the pages say of them? Nothing is run or timed here.
+
+    python -m tools.check_records
+
+prints what does not hold, and then exits with 1. `make docs` runs it.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import steps_to_target
+from benchmarks.slow_network import against_plan, delays_against_plan, gpt_tables
+from benchmarks.slow_network.gpt_methods import BYTES_PER_PARAMETER, EVERY
+from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS, Method
+from benchmarks.slow_network.results import with_headers
+from regtopk.lab.plan.costs import Calibration
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NUMEL = 11_173_962
+SMALL_FRAMES_BYTES = 500  # a collective and worker, beside the messages: gloo announces each
+NUM_BUCKETS = 3
+NUM_COLLECTIVES = {"dense": NUM_BUCKETS, "fp16": NUM_BUCKETS, "powersgd": 3, "peer-topk": 2 * NUM_BUCKETS}
+NUM_COLLECTIVES |= dict.fromkeys(("topk", "regtopk", "dgc"), 2)  # an agreement, and the messages
+WITHIN = 0.3  # of a measured step, that a predicted one must lie
+
+Failures = Iterator[str]
+Rows = list[dict[str, Any]]
+
+
+def check_learned() -> Failures:
+    """learned.json is what the records of training say."""
+    if json.loads(steps_to_target.LEARNED.read_text()) != steps_to_target.make():
+        yield "learned.json must be what the records say: python -m benchmarks.steps_to_target"
+
+
+def check_plan() -> Failures:
+    """The planner's steps are near the measured ones, and the pages show both."""
+    rows = against_plan.compare()
+    for row in rows:
+        if row["is_planned"] and abs(row["off"]) > WITHIN:
+            yield f"a predicted step must be within {WITHIN:.0%}, got {row['off']:+.0%}: {_named(row)}"
+    page = (ROOT / "docs" / "when-it-pays.md").read_text(encoding="utf-8")
+    if against_plan.put_into(page, against_plan.tables(rows)) != page:
+        command = "python -m benchmarks.slow_network.against_plan --into docs/when-it-pays.md"
+        yield f"docs/when-it-pays.md must show the records: {command}"
+    steps = json.loads((RESULTS / "slow-network-delays.json").read_text())["steps"]
+    costs = Calibration.read(RESULTS / "slow-network-delays-calibration.json")
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    for line in delays_against_plan.table(steps, costs).splitlines()[2:]:
+        if line.split(" | ")[0] in page and line not in page:
+            yield f"docs/planning.md must show the records, got another line than {line}"
+
+
+def check_steps() -> Failures:
+    """All methods were measured on all links, and the kernel counted the bytes that they say they send."""
+    rows = json.loads((RESULTS / "slow-network.json").read_text(encoding="utf-8"))["steps"]
+    for workers in (2, 4):
+        for bandwidth in (10e6, 100e6, 1e9, None):
+            for text in STEP_METHODS:
+                if len(_find(rows, text, bandwidth, workers)) != 1:
+                    yield f"steps must have one row of {text}, {workers} workers, {bandwidth}"
+    for row in rows:
+        times = row["step_s_all"]
+        if row["params"] == NUMEL and not min(times) <= row["step_s"] <= max(times):
+            yield f"step_s must lie among the steps: {_named(row)}"
+        if not 0 < row["compute_s"] < row["step_s"]:
+            yield f"compute_s must be less than step_s: {_named(row)}"
+        num_collectives = NUM_COLLECTIVES[row["method"]] + 3 * (row["collective"] == "split")
+        for way, other in (("sent", "received"), ("received", "sent")):
+            said, counted = row[f"{way}_bytes"], row[f"interface_{way}_bytes"]
+            most = 1.05 * with_headers(said, row[f"{other}_bytes"])
+            if not said <= counted <= most + SMALL_FRAMES_BYTES * row["workers"] * num_collectives:
+                yield f"{way}_bytes must be what the kernel counted, {counted}, got {said}: {_named(row)}"
+    dense, fp16, ours = (_find(rows, name, 100e6)[0]["step_s"] for name in ("dense", "fp16", "regtopk:0.001"))
+    if dense < 20 * ours or fp16 < 8 * ours:
+        yield f"at 100 Mbit/s regtopk must be 20 times as fast as dense, 8 times as fp16: {dense, fp16, ours}"
+    for text in ("regtopk:0.001", "regtopk:0.001:4bit"):
+        shaped, unshaped = (_find(rows, text, bandwidth)[0] for bandwidth in (100e6, None))
+        on_link_s = 2 * 8 * shaped["sent_bytes"] / 100e6 + 2 * 5e-3  # 5 ms a round, of which there are two
+        if shaped["step_s"] - unshaped["step_s"] > on_link_s:
+            yield f"a link must cost at most twice its bytes: {text}"
+
+
+def check_accuracy() -> Failures:
+    """RegTop-k reaches the accuracy five times as soon as dense, with learning rates searched alike."""
+    rows = json.loads((RESULTS / "slow-network.json").read_text(encoding="utf-8"))["time_to_accuracy"]
+    raced = [row for row in rows if row["bandwidth_bits_per_s"] is not None]
+    if {(row["target"], row["bandwidth_bits_per_s"]) for row in raced} != {(raced[0]["target"], 100e6)}:
+        yield "all methods must race to one target, at 100 Mbit/s"
+    reached = {(row["method"], row["value_code"]): row["reached_s"] for row in raced}
+    for code in ("float32", "4bit"):
+        if reached["dense", None] < 5 * reached["regtopk", code]:
+            yield f"regtopk, {code}, must be five times as soon as dense"
+    tried: dict[tuple[str, str | None], set[float]] = defaultdict(set)
+    for row in rows:
+        tried[row["method"], row["value_code"]].add(row["lr"])
+    methods = [Method.parse(text) for text in ACCURACY_METHODS]
+    if tried != {(method.name, method.value_code): {0.1, 0.2, 0.4, 0.8} for method in methods}:
+        yield "all methods must have tried the same learning rates"
+
+
+def check_gpt() -> Failures:
+    """The race of the GPT: its summary, its page, and what it claims."""
+    content = json.loads((RESULTS / "slow-network-gpt.json").read_text(encoding="utf-8"))
+    plan, summary = content["plan"], content["summary"]
+    if summary != json.loads(json.dumps(gpt_tables.summarise(content))):
+        yield "the summary of slow-network-gpt.json must be that of its rows"
+    readme = (ROOT / "benchmarks" / "slow_network" / "README.md").read_text(encoding="utf-8")
+    yield from (
+        f"benchmarks/slow_network/README.md must have the line {line}"
+        for line in gpt_tables.tables(content).splitlines()
+        if line not in readme
+    )
+    seconds = {e["method"]: e["seconds"] for e in summary["to_losses"] if e["loss"] == plan["target"]}
+    for link, times in (("100 Mbit/s", 10), ("10 Mbit/s", 50)):
+        for method in ("updates:2", "updates:4"):
+            if seconds["dense"][link] < times * seconds[method][link]:
+                yield f"{method} must be {times} times as soon as dense at {link}"
+    if {(row["method"], row["lr"]) for row in content["search"]} != {
+        (m, lr) for m in EVERY for lr in plan["lrs"]
+    }:
+        yield "all methods of the GPT's race must have tried the same learning rates"
+    if {row["seed"] for row in content["search"]} & {row["seed"] for row in content["race"]}:
+        yield "learning rates must be searched on a seed that is not raced"
+    for row in content["race"]:
+        most = (row["workers"] - 1) * BYTES_PER_PARAMETER * row["params"]
+        if row["method"].startswith("updates") and row["sent_bytes"] > most:
+            yield f"{row['method']} must keep to {most} bytes, got {row['sent_bytes']}"
+    if summary["latency"]["ratio"] > 1.1:
+        yield f"latency must cost less than a tenth, got {summary['latency']['ratio']}"
+
+
+CHECKS: list[Callable[[], Failures]] = [check_learned, check_plan, check_steps, check_accuracy, check_gpt]
+
+
+def _find(rows: Rows, method: str, bandwidth: float | None, workers: int = 4) -> Rows:
+    wanted = vars(Method.parse(method)) | {"workers": workers, "bandwidth_bits_per_s": bandwidth}
+    wanted["method"] = wanted.pop("name")
+    return [row for row in rows if row.items() >= wanted.items() and row["latency_s"] == 0]
+
+
+def _named(row: dict[str, Any]) -> str:
+    keys = ("workers", "bandwidth_bits_per_s", "method", "value_code", "collective")
+    return ", ".join(f"{key} {row[key]}" for key in keys)
+
+
+def main() -> int:
+    """Say what does not hold."""
+    failures = [failure for check in CHECKS for failure in check()]
+    for failure in failures:
+        print(f"check_records: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
