@@ -20,11 +20,11 @@ from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
 from regtopk.core.words import counted
 from regtopk.errors import RegtopkError
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.task import DeepProblem
-from regtopk.lab.experiments.fig2 import JUMP, Fig2Config, Problems, make_problems
+from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config, Problems, make_problems
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks.fig3_task import DeepProblem
 from regtopk.lab.experiments.threads import threads_for
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
 from regtopk.lab.report.panels import label_log_axis, line_of
 from regtopk.lab.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style

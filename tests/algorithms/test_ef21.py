@@ -8,7 +8,7 @@ import torch
 
 from regtopk.algorithms import EF21, Dense
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.fig2 import Fig2Config, make_problems
+from regtopk.lab.experiments.paper.fig2 import Fig2Config, make_problems
 from regtopk.simulate import Cluster
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.lab.experiments.compare import ComparedProblem
-from regtopk.lab.experiments.deep.flat import flatten
-from regtopk.lab.experiments.gpt_on_rank import GptOnRank, save_examples
-from regtopk.lab.experiments.rank_training import RankTraining
+from regtopk.lab.experiments.compare.config import ComparedProblem
+from regtopk.lab.experiments.networks.flat import flatten
+from regtopk.lab.experiments.ranks.config import TrainConfig
+from regtopk.lab.experiments.ranks.tasks import GptOnRank, save_examples
+from regtopk.lab.experiments.ranks.training import RankTraining
 from regtopk.lab.experiments.threads import threads_for
-from regtopk.lab.experiments.train_config import TrainConfig
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from tests.distributed.ranks import Ranks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from regtopk.lab.experiments.deep.config import DeepConfig
+from regtopk.lab.experiments.paper.fig3_config import DeepConfig
 from tools.tables import as_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from regtopk.algorithms import RegTopK
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.fig2 import Fig2Config, Problems, make_problems
+from regtopk.lab.experiments.paper.fig2 import Fig2Config, Problems, make_problems
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
 from tools.why import Jump, Step, count_senders, draw_consensus, draw_score, jumps_of, watch
 
 SMALL = Fig2Config(num_seeds=2, num_iterations=30, num_workers=5, numel=12, num_points=30, lr=0.05)

@@ -16,9 +16,9 @@ from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, RunExistsError
 from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
-from regtopk.lab.experiments.comparison import Comparison
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.tasks import TASKS
+from regtopk.lab.experiments.compare.comparison import Comparison
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks.small import TASKS
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import CONFIG, check_holds_no_run
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regtopk.lab.experiments.launch import emit, join_group
+from regtopk.lab.experiments.ranks.launch import emit, join_group
 
 
 def fail(settings: Mapping[str, Any]) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments import EXPERIMENTS, parse_settings
-from regtopk.lab.experiments.adaptive import ADAPTIVE, AdaptiveConfig
 from regtopk.lab.experiments.experiment import silent
+from regtopk.lab.experiments.paper.adaptive import ADAPTIVE, AdaptiveConfig
 
 
 def test_densities_move_towards_their_aims() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS, TopK
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.budget import Probe
-from regtopk.lab.experiments.compare import COMPARE, CompareConfig, ComparedProblem
-from regtopk.lab.experiments.results import difference
-from regtopk.lab.experiments.tasks import TASKS, LinearRegression
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.compare.budget import Probe
+from regtopk.lab.experiments.compare.config import COMPARE, CompareConfig, ComparedProblem
+from regtopk.lab.experiments.compare.results import difference
+from regtopk.lab.experiments.tasks.small import TASKS, LinearRegression
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records

@@ -6,7 +6,7 @@ import torch
 from regtopk.algorithms import RegTopK, TopK
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.fig2 import FIG2, METHODS, Curves, Descent, Fig2Config, make_problems
+from regtopk.lab.experiments.paper.fig2 import FIG2, METHODS, Curves, Descent, Fig2Config, make_problems
 from regtopk.lab.runs import Record
 
 SMALL = Fig2Config(num_seeds=2, num_iterations=30, record_every=20, num_workers=5, numel=12, num_points=40)

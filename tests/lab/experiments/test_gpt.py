@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare import COMPARE, CompareConfig, ComparedProblem
-from regtopk.lab.experiments.deep.flat import flatten
-from regtopk.lab.experiments.deep.networks.gpt import GPT
-from regtopk.lab.experiments.gpt import Gpt, make_network
-from regtopk.lab.experiments.optimizers import OPTIMIZERS
-from regtopk.lab.experiments.protocol import Run
+from regtopk.lab.experiments.compare.config import COMPARE, CompareConfig, ComparedProblem
+from regtopk.lab.experiments.compare.protocol import Run
+from regtopk.lab.experiments.networks.flat import flatten
+from regtopk.lab.experiments.networks.gpt import GPT
+from regtopk.lab.experiments.tasks.deep import Gpt, make_network
 from regtopk.lab.experiments.threads import threads_for
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 

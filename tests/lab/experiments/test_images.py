@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from regtopk.errors import ArgumentError, MissingExtraError
-from regtopk.lab.experiments import images
-from regtopk.lab.experiments.images import load_images
+from regtopk.lab.experiments.data import images
+from regtopk.lab.experiments.data.images import load_images
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from regtopk.errors import ClusterError
-from regtopk.lab.experiments.launch import _paths, launch
+from regtopk.lab.experiments.ranks.launch import _paths, launch
 from tests.lab.experiments import ranks
 from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 CALLER = """
-from regtopk.lab.experiments.launch import _paths, launch
+from regtopk.lab.experiments.ranks.launch import _paths, launch
 from tests.lab.experiments import ranks
 for record in launch(ranks.sleep, {}, 2):
     print(record["pid"], flush=True)

@@ -2,7 +2,7 @@ import pytest
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments import EXPERIMENTS, parse_settings
-from regtopk.lab.experiments.fig2 import Fig2Config
+from regtopk.lab.experiments.paper.fig2 import Fig2Config
 from regtopk.lab.experiments.settings import format_seeds, parse_seeds
 
 

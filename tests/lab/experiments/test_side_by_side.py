@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from regtopk.errors import GradientError
-from regtopk.lab.experiments import side_by_side as module
-from regtopk.lab.experiments.side_by_side import side_by_side
+from regtopk.lab.experiments.paper import side_by_side as module
+from regtopk.lab.experiments.paper.side_by_side import side_by_side
 from tests.processes import ended
 
 
@@ -76,7 +76,7 @@ def test_a_caller_that_stops_ends_the_processes(is_forked: bool) -> None:
 CALLER = """
 import itertools, os, time
 import torch
-from regtopk.lab.experiments.side_by_side import side_by_side
+from regtopk.lab.experiments.paper.side_by_side import side_by_side
 torch.set_num_threads(1)
 def pids():
     while True:

@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.splits import _dirichlet_shares, batch_order, check_split, divide, weights_of
+from regtopk.lab.experiments.data.splits import (
+    _dirichlet_shares,
+    batch_order,
+    check_split,
+    divide,
+    weights_of,
+)
 
 SHUFFLE = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(10).repeat_interleave(100)[SHUFFLE]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from regtopk.lab.experiments.student import student_t
+from regtopk.lab.experiments.compare.student import student_t
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from regtopk.lab.experiments import toy
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.fig1 import FIG1
+from regtopk.lab.experiments.paper import toy
+from regtopk.lab.experiments.paper.fig1 import FIG1
+from regtopk.lab.experiments.paper.scaling import SCALING, ScalingConfig, grads, risk
+from regtopk.lab.experiments.paper.toy import ToyConfig
 from regtopk.lab.experiments.published import published_figure
-from regtopk.lab.experiments.scaling import SCALING, ScalingConfig, grads, risk
-from regtopk.lab.experiments.toy import ToyConfig
 from regtopk.lab.runs import Record
 
 

@@ -10,8 +10,8 @@ from regtopk.core.codes import full_message_bytes
 from regtopk.errors import ArgumentError, OracleError
 from regtopk.lab.experiments import parse_settings
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.train import run
-from regtopk.lab.experiments.train_config import DENSE, TrainConfig
+from regtopk.lab.experiments.ranks.config import DENSE, TrainConfig
+from regtopk.lab.experiments.ranks.train import run
 from regtopk.rounds import Rounds
 
 NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from regtopk.lab.experiments.adaptive import ADAPTIVE
-from regtopk.lab.experiments.compare import COMPARE
+from regtopk.lab.experiments.compare.config import COMPARE
 from regtopk.lab.experiments.experiment import Experiment
-from regtopk.lab.experiments.fig1 import FIG1
-from regtopk.lab.experiments.fig2 import FIG2
-from regtopk.lab.experiments.fig3 import FIG3
-from regtopk.lab.experiments.scaling import SCALING
+from regtopk.lab.experiments.paper.adaptive import ADAPTIVE
+from regtopk.lab.experiments.paper.fig1 import FIG1
+from regtopk.lab.experiments.paper.fig2 import FIG2
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.scaling import SCALING
+from regtopk.lab.experiments.ranks.train import TRAIN
 from regtopk.lab.experiments.settings import parse_settings
-from regtopk.lab.experiments.train import TRAIN
 
 EXPERIMENTS: dict[str, Experiment[Any]] = {
     "fig1": FIG1,

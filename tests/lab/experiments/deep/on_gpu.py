@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from regtopk.lab.experiments.compare import CompareConfig, ComparedProblem
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.engine import Engine
-from regtopk.lab.experiments.deep.examples import Examples
-from regtopk.lab.experiments.deep.flat import flatten
-from regtopk.lab.experiments.deep.networks import NETWORKS
-from regtopk.lab.experiments.deep.task import DeepProblem
-from regtopk.lab.experiments.fig3 import FIG3
-from regtopk.lab.experiments.gpt import Gpt
-from regtopk.lab.experiments.protocol import Run
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.compare.config import CompareConfig, ComparedProblem
+from regtopk.lab.experiments.compare.protocol import Run
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.networks.engine import Engine
+from regtopk.lab.experiments.networks.flat import flatten
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks.deep import Gpt
+from regtopk.lab.experiments.tasks.fig3_task import DeepProblem
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.runs import read_records
 
 DEVICE = "cuda"

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regtopk.algorithms import Dense
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.engine import Engine
-from regtopk.lab.experiments.deep.examples import Examples
-from regtopk.lab.experiments.deep.flat import FlatWeights, flatten
-from regtopk.lab.experiments.deep.networks import NETWORKS
-from regtopk.lab.experiments.deep.task import DeepTask
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.networks.engine import Engine
+from regtopk.lab.experiments.networks.flat import FlatWeights, flatten
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks.fig3_task import DeepTask
+from regtopk.lab.experiments.training.trainer import Trainer
 
 
 def make_examples(num: int = 60) -> Examples:

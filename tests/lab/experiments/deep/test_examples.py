@@ -2,7 +2,7 @@
 
 import torch
 
-from regtopk.lab.experiments.deep.examples import _fingerprint, load_examples
+from regtopk.lab.experiments.data.examples import _fingerprint, load_examples
 
 
 def test_fingerprints_tell_images_labels_and_tokens_apart() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.examples import Examples
-from regtopk.lab.experiments.deep.task import DeepTask, check_fits, make_network
-from regtopk.lab.experiments.fig3 import FIG3
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks.fig3_task import DeepTask, check_fits, make_network
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.task import DeepProblem
-from regtopk.lab.experiments.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.tasks.fig3_task import DeepProblem
 
 QUICK = DeepConfig(
     **{
@@ -103,7 +103,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def interrupted(*given: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("regtopk.lab.experiments.comparison.Comparison.record", interrupted)
+    monkeypatch.setattr("regtopk.lab.experiments.compare.comparison.Comparison.record", interrupted)
     words = ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)]
     nothing = CliRunner().invoke(app, words)
     assert (nothing.exit_code, nothing.stderr) == (130, "regtopk: interrupted\n")

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.deep.networks import NETWORKS
-from regtopk.lab.experiments.deep.networks.gpt import GPT
-from regtopk.lab.experiments.deep.networks.norm import GroupNorm
-from regtopk.lab.experiments.deep.networks.resnet import resnet18
+from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.networks.gpt import GPT
+from regtopk.lab.experiments.networks.norm import GroupNorm
+from regtopk.lab.experiments.networks.resnet import resnet18
 
 
 def make(name: str, num_outputs: int = 10, seed: int = 0) -> nn.Module:

@@ -1,8 +1,8 @@
 import torch
 from torch import Tensor, nn
 
-from regtopk.lab.experiments.deep.networks import NETWORKS
-from regtopk.lab.experiments.deep.networks.norm import BatchNorm, record_statistics
+from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.networks.norm import BatchNorm, record_statistics
 
 
 def images(seed: int = 0) -> Tensor:

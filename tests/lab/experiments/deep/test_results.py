@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
 from regtopk.lab.runs import Record
 
 BASE = "topk:density=0.01:index_code=raw32:value_code=float32"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.networks import NETWORKS
-from regtopk.lab.experiments.fig3 import FIG3
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.runs import read_records
 
 QUICK = DeepConfig(

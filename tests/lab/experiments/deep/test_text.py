@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.deep import text as texts
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.text import library_sources, load_text, torch_sources, windows
+from regtopk.lab.experiments.data import text as texts
+from regtopk.lab.experiments.data.text import library_sources, load_text, torch_sources, windows
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
 
 
 def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from regtopk.errors import ArgumentError, MissingExtraError, StateError
-from regtopk.lab.experiments.deep.networks import NETWORKS
-from regtopk.lab.experiments.deep.networks.efficientnet import EfficientNetLite0, published_weights
-from regtopk.lab.experiments.deep.networks.resnet import resnet18
-from regtopk.lab.experiments.deep.networks.weights import load_weights
+from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.networks.efficientnet import EfficientNetLite0, published_weights
+from regtopk.lab.experiments.networks.resnet import resnet18
+from regtopk.lab.experiments.networks.weights import load_weights
 
 
 def small() -> nn.Module:

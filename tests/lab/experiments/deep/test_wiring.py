@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
-from regtopk.lab.experiments.deep.config import PRESETS, PUBLISHED, DeepConfig
-from regtopk.lab.experiments.deep.examples import Examples
-from regtopk.lab.experiments.deep.flat import FlatWeights
-from regtopk.lab.experiments.deep.networks import NETWORKS, load_weights
-from regtopk.lab.experiments.deep.networks.efficientnet import published_weights
-from regtopk.lab.experiments.deep.networks.norm import record_statistics
-from regtopk.lab.experiments.deep.task import DeepProblem, make_network
-from regtopk.lab.experiments.fig3 import FIG3
-from regtopk.lab.experiments.protocol import Run
-from regtopk.lab.experiments.splits import batch_order, divide
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.compare.protocol import Run
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.data.splits import batch_order, divide
+from regtopk.lab.experiments.networks import NETWORKS, load_weights
+from regtopk.lab.experiments.networks.efficientnet import published_weights
+from regtopk.lab.experiments.networks.flat import FlatWeights
+from regtopk.lab.experiments.networks.norm import record_statistics
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.fig3_config import PRESETS, PUBLISHED, DeepConfig
+from regtopk.lab.experiments.tasks.fig3_task import DeepProblem, make_network
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.runs import read_records
 
 NUM_EXAMPLES = 60

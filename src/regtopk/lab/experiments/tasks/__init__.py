@@ -1,0 +1,1 @@
+"""What methods are trained on: gradients of simulated workers, and how good a model is."""
