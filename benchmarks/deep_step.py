@@ -25,7 +25,7 @@ import torch
 
 from regtopk.lab.experiments.compare.comparison import hardware
 from regtopk.lab.experiments.data.examples import Examples
-from regtopk.lab.experiments.networks import NETWORKS
+from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.method import Method

@@ -13,7 +13,7 @@ Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
 
 
-class Progress(Protocol):
+class ShowProgress(Protocol):
     """Is told the fraction done, 0 to 1, and perhaps a few words about the newest result."""
 
     def __call__(self, fraction: float, words: str = "") -> None:
@@ -30,7 +30,7 @@ class Experiment(ABC, Generic[ConfigT]):
 
     Args:
         name: on the command line.
-        title: on the page; a function where it depends on the configuration.
+        title: on the page.
         about: what it shows, in a sentence or two; a function where it depends on the configuration.
         config: a frozen dataclass; every field has a default.
         presets: settings that have a name; the first is the default.
@@ -40,7 +40,7 @@ class Experiment(ABC, Generic[ConfigT]):
     """
 
     name: str
-    title: str | Callable[[ConfigT], str]
+    title: str
     about: str | Callable[[ConfigT], str]
     config: type[ConfigT]
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Experiment(ABC, Generic[ConfigT]):
         command: str,
         force: bool = False,
         resume: bool = False,
-        progress: Progress = silent,
+        progress: ShowProgress = silent,
     ) -> Summary:
         """Run, and write the records as they come, into a folder that is claimed first.
 
@@ -69,7 +69,7 @@ class Experiment(ABC, Generic[ConfigT]):
         """
         header = make_header(
             self.name,
-            title=self.title if isinstance(self.title, str) else self.title(config),
+            title=self.title,
             about=self.about if isinstance(self.about, str) else self.about(config),
             command=command,
             config=settings_of(config),
@@ -79,7 +79,14 @@ class Experiment(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def _record(
-        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
+        self,
+        config: ConfigT,
+        folder: Path,
+        header: Header,
+        progress: ShowProgress,
+        *,
+        force: bool,
+        resume: bool,
     ) -> Summary:
         """Run under a header."""
 
@@ -92,10 +99,17 @@ class WholeExperiment(Experiment[ConfigT]):
         run: from a configuration to records; calls the given function with the fraction done, 0 to 1.
     """
 
-    run: Callable[[ConfigT, Progress], Iterator[Record]]
+    run: Callable[[ConfigT, ShowProgress], Iterator[Record]]
 
     def _record(
-        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
+        self,
+        config: ConfigT,
+        folder: Path,
+        header: Header,
+        progress: ShowProgress,
+        *,
+        force: bool,
+        resume: bool,
     ) -> Summary:
         if resume and (folder / SUMMARY).exists():
             check_same_settings(folder, header["config"])

@@ -1,7 +1,6 @@
 """Methods compared over seeds, in slices: each slice runs some methods and seeds, and adds to one folder.
 
-A (method, seed) that is finished there is never run again. One that was interrupted goes on from its last
-evaluation.
+A (method, seed) that is finished there is never run again. One that was interrupted starts over.
 """
 
 import os
@@ -19,24 +18,24 @@ import torch
 from regtopk._version import __version__
 from regtopk.core.words import counted
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.compare.budget import runs_at_densities, runs_at_equal_bytes
-from regtopk.lab.experiments.compare.protocol import Protocol, ProtocolT, Run
-from regtopk.lab.experiments.compare.results import is_finished
-from regtopk.lab.experiments.experiment import Experiment, Header, Progress, Summary
-from regtopk.lab.experiments.settings import check_device
-from regtopk.lab.experiments.tasks.task import Problem, Quality, Task
-from regtopk.lab.experiments.threads import threads_for
-from regtopk.lab.experiments.training.checkpoints import Checkpoints
+from regtopk.lab.experiments.compare.budget import at_densities, at_equal_bytes
+from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.compare.page import description_of, panels
+from regtopk.lab.experiments.compare.results import is_finished, summarise
+from regtopk.lab.experiments.experiment import Experiment, Header, ShowProgress, Summary
+from regtopk.lab.experiments.settings import check_device, threads_for
+from regtopk.lab.experiments.tasks import Problem, Task
+from regtopk.lab.experiments.tasks.task import Quality
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records
 
-Group = tuple[Run, list[int]]  # a method, and the seeds of it that are trained at once
+Group = tuple[MethodAt, list[int]]  # a method, and the seeds of it that are trained at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Experiment[ProtocolT]):
+class Comparison(Experiment[CompareConfig]):
     """An experiment that compares methods over seeds.
 
     Args:
@@ -44,15 +43,15 @@ class Comparison(Experiment[ProtocolT]):
         extras: further fields of a record, such as what was published.
     """
 
-    load: Callable[[ProtocolT], Problem]
-    extras: Callable[[ProtocolT, Method, int], Record] = field(default=lambda config, method, step: {})
+    load: Callable[[CompareConfig], Problem] = Problem
+    extras: Callable[[CompareConfig, Method, int], Record] = field(default=lambda config, method, step: {})
 
     def _record(
         self,
-        config: ProtocolT,
+        config: CompareConfig,
         folder: Path,
         header: Header,
-        progress: Progress,
+        progress: ShowProgress,
         *,
         force: bool,
         resume: bool,
@@ -68,23 +67,20 @@ class Comparison(Experiment[ProtocolT]):
             )
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
         _check_not_tuned_on(config, recorded)
-        methods = [method for method in config.plan.methods if _is_open(config, method, recorded)]
+        methods = [method for method in config.methods if _is_open(config, method, recorded)]
         check_device(config.device)
         problem = self.load(config) if methods else None
         contents = problem.contents if problem else {}
         header["config"] |= contents
         shared = {**config.shared, **contents}
-        with _kernels(config.deterministic), threads_for(problem.numel if problem else 0):
-            runs = _plan(config, methods, problem) if problem else []  # bytes may be too few for one of them
+        with _kernels(config.deterministic), threads_for(_numel(config, problem) if problem else 0):
+            runs = _runs(config, methods, problem) if problem else []  # bytes may be too few for one of them
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
-                checkpoints = Checkpoints(folder, shared)
-                if not writer.is_continued:
-                    checkpoints.clear()
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
                 groups = _groups(config, runs, done)
                 if problem:
-                    for new in self._run(config, problem, checkpoints, groups, done, progress):
+                    for new in self._run(config, problem, groups, done, progress):
                         writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
@@ -92,52 +88,55 @@ class Comparison(Experiment[ProtocolT]):
 
     def _run(
         self,
-        config: ProtocolT,
+        config: CompareConfig,
         problem: Problem,
-        checkpoints: Checkpoints,
         groups: Sequence[Group],
         done: Sequence[Record],
-        progress: Progress,
+        progress: ShowProgress,
     ) -> Iterator[Record]:
-        metric = config.plan.metric
+        metric = config.kind.metric
         for place, (run, seeds) in enumerate(groups):
             label = run.method.label
             progress(place / len(groups), f"{label}, training")
             tuned = _tune(config, problem, run, done)
-            for new in _train(config, problem.task(seeds), run, tuned.lr, checkpoints):
-                fraction = (place + new["step"] / config.plan.stops[-1]) / len(groups)
+            for new in _train(config, problem.task(seeds), run, tuned.lr):
+                fraction = (place + new["step"] / config.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
                 found = {"tuning_seed": tuned.seed, "tuning": tuned.finals}
                 yield {**new, **found, **self.extras(config, run.method, new["step"])}
 
 
-def _all_slices(config: Protocol, records: Sequence[Record]) -> dict[str, Any]:
+def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, Any]:
     """The settings that name the methods and seeds of this slice, and of the slices before."""
-    labels = [*(record["method"] for record in records), *(m.label for m in config.plan.methods)]
-    seeds = sorted({*(record["seed"] for record in records), *config.plan.seeds})
+    labels = [*(record["method"] for record in records), *(m.label for m in config.methods)]
+    seeds = sorted({*(record["seed"] for record in records), *config.chosen_seeds})
     return config.with_slices(list(dict.fromkeys(labels)), seeds)
 
 
-def _is_open(config: Protocol, method: Method, records: Sequence[Record]) -> bool:
+def _is_open(config: CompareConfig, method: Method, records: Sequence[Record]) -> bool:
     """Whether anything of a method is still to be run."""
-    runs = [Run(method, None)] if config.is_at_equal_bytes else runs_at_densities(config, [method])
+    runs = [MethodAt(method, None)] if config.is_at_equal_bytes else at_densities(config, [method])
     return bool(_groups(config, runs, records))
 
 
-def _groups(config: Protocol, runs: Sequence[Run], records: Sequence[Record]) -> list[Group]:
+def _groups(config: CompareConfig, runs: Sequence[MethodAt], records: Sequence[Record]) -> list[Group]:
     """What is still to be run: methods, each with the seeds that are trained at once."""
-    groups = []
+    groups: list[Group] = []
     for run in runs:
-        seeds = [seed for seed in config.plan.seeds if not is_finished(config, records, run, seed)]
-        for first in range(0, len(seeds), config.plan.num_at_once):
-            groups.append((run, seeds[first : first + config.plan.num_at_once]))
+        seeds = [seed for seed in config.chosen_seeds if not is_finished(config, records, run, seed)]
+        at_once = config.kind.num_at_once or len(seeds)
+        groups += [(run, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
     return groups
 
 
-def _plan(config: Protocol, methods: Sequence[Method], problem: Problem) -> list[Run]:
+def _runs(config: CompareConfig, methods: Sequence[Method], problem: Problem) -> list[MethodAt]:
     if config.is_at_equal_bytes:
-        return runs_at_equal_bytes(config, methods, problem)
-    return runs_at_densities(config, methods)
+        return at_equal_bytes(config, methods, problem)
+    return at_densities(config, methods)
+
+
+def _numel(config: CompareConfig, problem: Problem) -> int:
+    return problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
 
 
 def _tuning_seeds(records: Sequence[Record]) -> set[int]:
@@ -145,9 +144,9 @@ def _tuning_seeds(records: Sequence[Record]) -> set[int]:
     return {r["tuning_seed"] for r in records if r.get("tuning_seed") is not None}
 
 
-def _check_not_tuned_on(config: Protocol, records: Sequence[Record]) -> None:
+def _check_not_tuned_on(config: CompareConfig, records: Sequence[Record]) -> None:
     """Refuse to count a seed on which learning rates were picked."""
-    for seed in _tuning_seeds(records) & set(config.plan.seeds):
+    for seed in _tuning_seeds(records) & set(config.chosen_seeds):
         raise ArgumentError(
             "seeds must not include the one on which the learning rates of the earlier slices were picked, "
             f"got {seed}"
@@ -165,33 +164,31 @@ class Tuned(NamedTuple):
     finals: dict[str, float | None] | None = None
 
 
-def _tune(config: Protocol, problem: Problem, run: Run, done: Sequence[Record]) -> Tuned:
+def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: Sequence[Record]) -> Tuned:
     """A run's learning rate.
 
     The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
     counts, and no later slice may count it.
     """
-    if run.method.lr is not None or len(config.plan.lrs) == 1:
-        return Tuned(run.method.lr or config.plan.lrs[0])
+    if run.method.lr is not None or len(config.lr) == 1:
+        return Tuned(run.method.lr or config.lr[0])
     for record in done:
         if record["method"] == run.method.label and record["density"] == run.density:
             return Tuned(float(record["lr"]), record.get("tuning_seed"), record.get("tuning"))
-    counted_seeds = {*config.plan.seeds, *(record["seed"] for record in done)}
+    counted_seeds = {*config.chosen_seeds, *(record["seed"] for record in done)}
     seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
     finals: dict[float, float | None] = {}
-    for lr in config.plan.lrs:
+    for lr in config.lr:
         records = list(_train(config, problem.task([seed]), run, lr))
-        last = [r[config.plan.metric] for r in records[-config.plan.num_last :]]
+        last = [r[config.kind.metric] for r in records[-config.kind.num_last :]]
         finals[lr] = None if records[-1]["diverged"] else fmean(last)
-    trained = {lr: final for lr, final in finals.items() if final is not None} or {config.plan.lrs[0]: 0.0}
-    best = (max if config.plan.is_better_higher else min)(trained, key=trained.__getitem__)
+    trained = {lr: final for lr, final in finals.items() if final is not None} or {config.lr[0]: 0.0}
+    best = (max if config.kind.is_better_higher else min)(trained, key=trained.__getitem__)
     return Tuned(best, seed, {f"{lr:g}": final for lr, final in finals.items()})
 
 
-def _train(
-    config: Protocol, task: Task, run: Run, lr: float, checkpoints: Checkpoints | None = None
-) -> Iterator[Record]:
-    """Train one method's seeds to the end, from where a checkpoint of them stands."""
+def _train(config: CompareConfig, task: Task, run: MethodAt, lr: float) -> Iterator[Record]:
+    """Train one method's seeds to the end."""
     trainer = Trainer(
         task,
         config.build(run),
@@ -199,28 +196,18 @@ def _train(
         lr=lr,
         index_code=config.index_code_of(run.method),
         rounds=run.method.rounds,
-        num_steps=config.plan.stops[-1],
-        residual_dtype=run.method.residual_dtype,
+        num_steps=config.stops[-1],
+        residual_dtype=run.method.residual_dtype or "float32",
     )
-    is_exact = config.device == "cpu" or config.deterministic
-    kept = checkpoints if is_exact else None
-    spent_s = kept.load(trainer, run.name) if kept else 0.0
     start = time.perf_counter()
-    for stop in config.plan.stops:
-        if 0 < trainer.num_steps >= stop:
-            continue  # the checkpoint stands there or further
+    for stop in config.stops:
         trainer.run_until(stop)
         qualities = trainer.evaluate()
-        time_s = spent_s + time.perf_counter() - start
-        yield from _records(config, trainer, run, qualities, time_s)
-        if kept:
-            kept.save(trainer, run.name, time_s)
-    if kept:
-        kept.remove(run.name)
+        yield from _records(config, trainer, run, qualities, time.perf_counter() - start)
 
 
 def _records(
-    config: Protocol, trainer: Trainer, run: Run, qualities: list[Quality], time_s: float
+    config: CompareConfig, trainer: Trainer, run: MethodAt, qualities: list[Quality], time_s: float
 ) -> Iterator[Record]:
     """One record per seed. Seeds that are trained at once share the time evenly."""
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
@@ -234,7 +221,7 @@ def _records(
             "step": trainer.num_steps,
             **qualities[place],
             "loss": losses[place],
-            "density": config.recorded_density(run, algorithm, trainer.task.layout.numel),
+            "density": run.density,
             "value_code": getattr(algorithm, "value_code", None),
             "index_code": config.index_code_of(method),
             "lr": trainer.lr,
@@ -242,14 +229,14 @@ def _records(
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
-            "compress_s": trainer.compress_s / len(seeds),
+            "compress_s": trainer.exchange_s / len(seeds),
             "side_by_side": len(seeds),
             "hardware": hardware(config.device),
             "software": f"regtopk {__version__}, torch {torch.__version__}",
         }
 
 
-def exchanged(config: Protocol, method: Method) -> Record:
+def exchanged(config: CompareConfig, method: Method) -> Record:
     """What a method's workers exchange, the optimizer, and which gradients it clips."""
     rounds = method.rounds
     clipped = "each worker's own" if rounds.has_updates else "the aggregate"
@@ -282,3 +269,13 @@ def _kernels(deterministic: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0])
         torch.backends.cudnn.benchmark = was[1]
+
+
+COMPARE = Comparison(
+    name="compare",
+    title="Methods compared",
+    about=description_of,
+    config=CompareConfig,
+    summarise=summarise,
+    panels=panels,
+)

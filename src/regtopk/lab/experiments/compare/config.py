@@ -1,111 +1,109 @@
-"""Many methods on one task, at equal density or at equal bytes, over several seeds."""
+"""The settings of a comparison of methods on one task, checked before anything runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from regtopk.algorithms import ALGORITHMS
-from regtopk.core.algorithm import Algorithm
+from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_integer, check_number, check_positive
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.comparison import Comparison
-from regtopk.lab.experiments.compare.protocol import Plan, Run, parse_methods
-from regtopk.lab.experiments.compare.results import summarise
-from regtopk.lab.experiments.experiment import Summary
-from regtopk.lab.experiments.settings import format_seeds, parse_seeds
-from regtopk.lab.experiments.tasks.deep import Gpt, GptSettings
-from regtopk.lab.experiments.tasks.small import TASKS
-from regtopk.lab.experiments.tasks.task import Problem, Task
+from regtopk.lab.experiments.data.splits import check_split
+from regtopk.lab.experiments.settings import format_seeds, parse_seeds, settings_of
+from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import Defaults
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
-from regtopk.lab.runs import Panel, Record
+from regtopk.lab.method import Method
 
-NETWORK = ("num_layers", "width", "context")  # sizes of a network that has some to choose
-DEFAULTED = ("num_workers", "num_steps", "batch_size", "optimizer", *NETWORK)
+
+class MethodAt(NamedTuple):
+    """A method, and the density it runs at if its words leave that open."""
+
+    method: Method
+    density: float | None
 
 
 @dataclass(frozen=True)
-class CompareConfig(GptSettings):
+class CompareConfig(TaskSettings):
     """Settings of a comparison; 0 and empty words become the task's own defaults.
 
     Args:
-        task: one of `TASKS`.
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
             Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, and what is
             exchanged: exchange=updates with every, outer, outer_lr and outer_momentum.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
             exchanges updates after every second step may send twice as much then.
+        like: instead of a density, the bytes per step that another method sends, written as
+            NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
+        value_code: how values travel, for methods that do not name a code.
+        index_code: how indices travel, for methods that do not name a code.
         optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, or sgdw, which has adamw's
             schedule and weight decay. Where updates are exchanged, every worker has its own. Empty: sgd, and
             adamw for gpt.
         lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
-        num_seeds: seeds 0 to num_seeds - 1.
-        seeds: which seeds instead, such as 3,4,5 or 2-6.
-        num_steps: how many steps, T.
+        seeds: how many, from 0 on: 3. Or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
         num_evaluations: how many times models are evaluated along the way.
+        deterministic: use only bit-reproducible kernels.
     """
 
-    task: str = "digits"
     algorithms: str = ""
     densities: tuple[float, ...] = (0.01,)
     bytes_per_step: float = 0.0
-    lr: tuple[float, ...] = ()
-    num_seeds: int = 1
-    seeds: str = ""
+    like: str = ""
+    value_code: str = "float32"
+    index_code: str = "elias-fano"
     optimizer: str = ""
-    num_workers: int = 0
-    num_steps: int = 0
-    batch_size: int = 0
+    lr: tuple[float, ...] = ()
+    seeds: str = "1"
     num_evaluations: int = 15
+    deterministic: bool = False
 
-    free: ClassVar[tuple[str, ...]] = ("data", "algorithms", "num_seeds", "seeds")
+    free: ClassVar[tuple[str, ...]] = ("data", "algorithms", "seeds")  # may differ between runs of a folder
 
     def __post_init__(self) -> None:
-        """Check the settings."""
+        """Fill in the task's defaults, and check the settings."""
         check_choice("task", self.task, TASKS)
-        self._fill_in_defaults()
+        for name, default in self.defaults._asdict().items():
+            object.__setattr__(self, name, getattr(self, name) or default)
+        labels = self.algorithms or ",".join(ALGORITHMS)
+        object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
+        check_split(self.split)
+        check_value_code(self.value_code)
+        check_index_code(self.index_code)
+        parse_seeds(self.seeds)
+        for name in ("num_workers", "num_steps", "batch_size", "num_evaluations"):
+            check_integer(name, getattr(self, name), at_least=1)
+        for density in self.densities:
+            check_density(density)
         if not self.densities or len(set(self.densities)) < len(self.densities):
             raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
-        for name in ("num_seeds", "num_steps", "num_evaluations"):
-            check_integer(name, getattr(self, name), at_least=1)
-        super().__post_init__()
-        self._check_task()
         for lr in self.lr:
             check_positive("lr", lr)
+        self._check_budget()
+        self.kind.check(self)
+        self._check_methods()
+
+    def _check_budget(self) -> None:
         check_number(
             "bytes_per_step", self.bytes_per_step, "positive (0: off)", lambda x: 0 <= x < float("inf")
         )
+        if self.like:
+            Method.parse_like(self.like)
         if self.bytes_per_step and self.like:
             raise ArgumentError(
                 f"give one of bytes_per_step and like, got {self.bytes_per_step}, {self.like!r}"
             )
 
-    def _fill_in_defaults(self) -> None:
-        """Put the defaults in, so that the settings that are recorded are those that are used."""
-        defaults = TASKS[self.task].defaults
-        used: dict[str, Any] = {name: getattr(self, name) or getattr(defaults, name) for name in DEFAULTED}
-        used["algorithms"] = ",".join(m.label for m in parse_methods(self.algorithms or ",".join(ALGORITHMS)))
-        used["lr"] = self.lr or (defaults.lr,)
-        if self.seeds:
-            used["num_seeds"] = len(parse_seeds(self.seeds))
-        for name, value in used.items():
-            object.__setattr__(self, name, value)
-
-    def _check_task(self) -> None:
-        """Refuse settings that the task does not have, and rounds that do not fit it."""
-        task = TASKS[self.task]
-        if issubclass(task, Gpt):
-            self.check_network()
-        else:
-            for name in (*NETWORK, "precision"):
-                if getattr(self, name) != getattr(GptSettings, name):
-                    raise ArgumentError(
-                        f"{name} must not be given for {self.task}, whose network is fixed, "
-                        f"got {getattr(self, name)!r}"
-                    )
-        for method in self.plan.methods:
-            if method.rounds.has_updates and not task.has_own_models:
+    def _check_methods(self) -> None:
+        for name in (self.optimizer, *(self.optimizer_of(method) for method in self.methods)):
+            check_choice("optimizer", name, OPTIMIZERS)
+        if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
+            raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
+        for method in self.methods:
+            if method.rounds.has_updates and not self.kind.has_own_models:
                 can = ", ".join(name for name, own in TASKS.items() if own.has_own_models)
                 raise ArgumentError(f"exchange=updates needs one of the tasks {can}, got {self.task!r}")
             if self.num_steps % method.rounds.every:
@@ -113,118 +111,76 @@ class CompareConfig(GptSettings):
                     f"every must divide the number of steps, {self.num_steps}, got {method.label!r}"
                 )
 
-    @cached_property
-    def plan(self) -> Plan:
-        """What is run, and how it is judged. Accuracies are noisy, so the last three are averaged."""
-        seeds = parse_seeds(self.seeds or str(self.num_seeds))
-        num, task = self.num_evaluations, TASKS[self.task]
-        return Plan(
-            methods=parse_methods(self.algorithms),
-            seeds=seeds,
-            num_at_once=len(seeds),
-            densities=self.densities,
-            lrs=self.lr,
-            stops=sorted({round(self.num_steps * i / num) for i in range(num + 1)}),
-            num_last=3 if task.is_better_higher else 1,
-            metric=task.metric,
-            is_better_higher=task.is_better_higher,
-            base=task.base,
-            budget=self.bytes_per_step or None,
-        )
-
-    def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that name these methods and seeds."""
-        words = format_seeds(seeds)
-        which = "" if words.isdigit() else words
-        return {"algorithms": ",".join(labels), "num_seeds": len(seeds), "seeds": which}
-
-    def recorded_density(self, run: Run, algorithm: Algorithm[Any], numel: int) -> float | None:
-        """The density of the comparison. It is None for a method that has its own, shown at every density."""
-        return run.density
-
-
-class ComparedProblem(Problem):
-    """A task, for any seeds.
-
-    Raises:
-        ArgumentError: there is no such data, or the task takes none.
-    """
-
-    def __init__(self, config: CompareConfig) -> None:
-        super().__init__()
-        self._config = config
-        self._make = TASKS[config.task]
-        self._examples = self._make.load(config)
-        self.numel = self.task(config.plan.seeds).layout.numel
-
-    def make_task(self, seeds: Sequence[int]) -> Task:
-        """All of them on the same examples."""
-        return self._make(self._config, seeds, self._examples)
+    @property
+    def kind(self) -> type[Task]:
+        """What is learned, and how it is judged."""
+        return TASKS[self.task]
 
     @property
-    def contents(self) -> dict[str, str]:
-        """What tells its examples from others of the same name."""
-        return dict(self._make.contents_of(self._examples))
+    def defaults(self) -> Defaults:
+        """What is used where the settings say nothing."""
+        return self.kind.defaults
+
+    @cached_property
+    def methods(self) -> list[Method]:
+        """What is compared."""
+        return _parse_methods(self.algorithms)
+
+    @property
+    def chosen_seeds(self) -> list[int]:
+        """All seeds."""
+        return parse_seeds(self.seeds)
+
+    @cached_property
+    def stops(self) -> list[int]:
+        """The steps after which models are evaluated; the last one ends the training."""
+        num = self.num_evaluations
+        return sorted({round(self.num_steps * i / num) for i in range(num + 1)})
+
+    @property
+    def is_at_equal_bytes(self) -> bool:
+        """Whether densities follow from a number of bytes."""
+        return bool(self.like or self.bytes_per_step)
+
+    def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+        """The settings that name these methods and seeds: those of all slices in a folder."""
+        return {"algorithms": ",".join(labels), "seeds": format_seeds(seeds)}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """All settings that every run of a results folder shares."""
+        return {key: value for key, value in settings_of(self).items() if key not in self.free}
+
+    def build(self, run: MethodAt) -> Algorithm[Any]:
+        """The algorithm that the workers run."""
+        return run.method.build(density=run.density, value_code=self.value_code)
+
+    def index_code_of(self, method: Method) -> str:
+        """How a method's indices travel."""
+        return method.index_code or self.index_code
+
+    def optimizer_of(self, method: Method) -> str:
+        """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
+        return method.optimizer or self.optimizer
+
+    def is_like(self, method: Method) -> bool:
+        """Whether a method is the one that `like` names; its learning rate does not matter."""
+        if not self.like:
+            return False
+        like, options = Method.parse_like(self.like), method.options
+        own = method.algorithm, method.rounds, options.get("density"), self.index_code_of(method)
+        return (*own, options.get("value_code", self.value_code)) == (
+            like.algorithm, like.rounds, like.options["density"], like.index_code, like.options["value_code"],
+        )  # fmt: skip
+
+    def _identity(self, method: Method) -> tuple[Any, ...]:
+        """What two spellings of a method share. An open density is a number only if all methods share it."""
+        is_open = method.takes_density and (self.is_at_equal_bytes or len(self.densities) > 1)
+        algorithm = method.build(density=self.densities[0], value_code=self.value_code)
+        lr = method.lr or (self.lr[0] if len(self.lr) == 1 else None)
+        how = self.index_code_of(method), self.optimizer_of(method), method.residual_dtype, method.rounds
+        return algorithm, lr, is_open, *how
 
 
-def summarise_comparison(config: CompareConfig, records: Sequence[Record]) -> Summary:
-    """Where each method ended, its spread, its bytes, and the paired difference from Top-k, or from dense."""
-    better = "higher" if config.plan.is_better_higher else "smaller"
-    return {"task": config.task, "better": better, **summarise(config, records)}
-
-
-def panels(config: CompareConfig) -> Sequence[Panel]:
-    """Loss against iterations, quality against bytes, and where each method ended."""
-    task, metric = TASKS[config.task], config.plan.metric
-    words, log = task.metric_words or metric, task.has_log_axis
-    name = words.split(",")[0].capitalize()
-    at_each: list[dict[str, float]] = (
-        [{}] if config.is_at_equal_bytes else [{"density": d} for d in config.densities]
-    )
-    shown = []
-    for where in at_each:
-        suffix = f", density {where['density']:g}" if where and len(at_each) > 1 else ""
-        shown += [
-            Panel(
-                f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where, log_y=log
-            ),
-            Panel(
-                f"{name} against bytes{suffix}", "payload_bytes", metric,
-                "bytes a worker has contributed", words, where=where, log_x=True, log_y=log,
-            ),
-            Panel(
-                f"{name} at the end{suffix}", "step", metric, words, "", where=where,
-                log_x=log, marks="bars",
-            ),
-        ]  # fmt: skip
-    return shown
-
-
-def description_of(config: CompareConfig) -> str:
-    """What the page shows, and how runs are judged."""
-    task, num_last = TASKS[config.task], config.plan.num_last
-    judged = "are the last evaluation" if num_last == 1 else "average the last three evaluations"
-    unit = f" It is the {task.metric_words}: smaller is better." if task.metric_words else ""
-    recipe = OPTIMIZERS[config.optimizer]
-    clips = (
-        f" Norms above {recipe.max_norm:g} are clipped: of the aggregate where gradients are exchanged, of "
-        "each worker's own gradients where updates are. Bytes per step are those of a local step."
-        if recipe.max_norm
-        else ""
-    )
-    return (
-        "All methods start from the same models and see the same batches. Bytes are what one worker "
-        f"contributes, frames included. Final numbers {judged}."
-        f"{unit}{clips}"
-    )
-
-
-COMPARE = Comparison(
-    name="compare",
-    title="Methods compared",
-    about=description_of,
-    config=CompareConfig,
-    load=ComparedProblem,
-    summarise=summarise_comparison,
-    panels=panels,
-)
+def _parse_methods(text: str) -> list[Method]:
+    return [Method.parse(word.strip()) for word in text.split(",") if word.strip()]

@@ -4,8 +4,8 @@ Nothing is fetched. Understood layouts (docs/data.md describes them):
 
     digits         scikit-learn's, in its wheel; no path needed
     fashion-mnist  a folder with the four IDX files, gzipped or not (Debian: dataset-fashion-mnist)
-    cifar10        the folder of the official archive (data_batch_1 ... test_batch), an image folder
-                   (train/CLASS/*.png, test/CLASS/*.png), or a packed file (.npz of JPEGs)
+    cifar10        the folder of the official archive (data_batch_1 ... test_batch), or a packed file (.npz
+                   of image files)
 """
 
 import gzip
@@ -55,11 +55,10 @@ def load_images(name: str, path: Path | None, device: str | torch.device) -> Ima
     return images._replace(train=images.train.float() / 255, test=images.test.float() / 255)
 
 
-def standardised(images: Images, mean: Tensor | None = None, std: Tensor | None = None) -> Images:
-    """Pixels less their mean, over their deviation: by channel, of the training images if none are given."""
+def standardised(images: Images) -> Images:
+    """Pixels less the mean of the training images, over their deviation, by channel."""
     over = [0, *range(2, images.train.dim())] if images.train.dim() > 2 else [0, 1]
-    mean = images.train.mean(over, keepdim=True) if mean is None else mean
-    std = images.train.std(over, keepdim=True) if std is None else std
+    mean, std = images.train.mean(over, keepdim=True), images.train.std(over, keepdim=True)
     return images._replace(train=(images.train - mean) / std, test=(images.test - mean) / std)
 
 
@@ -107,21 +106,17 @@ def _read_idx(folder: Path, name: str) -> Any:
 
 
 def load_cifar10(path: Path | None) -> Images:
-    """CIFAR-10: 50,000 + 10,000 images of 3 x 32 x 32, from any of the three layouts."""
+    """CIFAR-10: 50,000 + 10,000 images of 3 x 32 x 32, from either layout."""
     if path is None:
-        raise ArgumentError(
-            "data must be given for cifar10: the archive's folder, an image folder or a packed file"
-        )
+        raise ArgumentError("data must be given for cifar10: the archive's folder or a packed file")
     if path.is_file() and path.suffix == ".npz":
         return _load_packed(path)
     for folder in (path, path / "cifar-10-batches-py"):
         if (folder / "data_batch_1").is_file():
             return _load_batches(folder)
-    if (path / "train").is_dir() and (path / "test").is_dir():
-        return _load_image_folder(path)
     raise ArgumentError(
-        "data path must be the folder of the official archive (data_batch_1 ...), an image folder "
-        f"(train/CLASS/*.png, test/CLASS/*.png) or a packed .npz file, got {path}: {_found(path)}"
+        "data path must be the folder of the official archive (data_batch_1 ...) or a packed .npz file, "
+        f"got {path}: {_found(path)}"
     )
 
 
@@ -182,28 +177,8 @@ def _load_packed(path: Path) -> Images:
         pixels = np.empty((len(labels), *CIFAR_SHAPE), np.uint8)
         for i, (start, end) in enumerate(pairwise(offsets)):
             pixels[i] = _decode(jpegs[start:end].tobytes(), f"{split} image {i} of {path}")
-        parts += [_to_channels_first(pixels), torch.tensor(labels).long()]
+        parts += [torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels).long()]
     return Images(*parts)
-
-
-def _load_image_folder(path: Path) -> Images:
-    parts = []
-    classes = sorted(folder.name for folder in (path / "train").iterdir() if folder.is_dir())
-    for split in CIFAR_COUNTS:
-        files = [
-            (label, file)
-            for label, name in enumerate(classes)
-            for file in sorted((path / split / name).glob("[!.]*"))
-        ]
-        labels = np.array([label for label, _ in files], np.int64)
-        _check_cifar(path, split, len(files), labels)
-        pixels = np.stack([_decode(file.read_bytes(), str(file)) for _, file in files])
-        parts += [_to_channels_first(pixels), torch.tensor(labels)]
-    return Images(*parts)
-
-
-def _to_channels_first(pixels: Any) -> Tensor:
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
 def _decode(image: bytes, where: str) -> Any:

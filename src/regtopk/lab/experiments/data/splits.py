@@ -8,47 +8,41 @@ from torch import Tensor
 from regtopk.core.options import did_you_mean
 from regtopk.errors import ArgumentError
 
-DEFAULTS = {"iid": None, "unequal": None, "sorted": 2.0, "dirichlet": 0.5}  # of the number after the colon
-UNEQUAL = ("unequal", "dirichlet")  # workers' sizes differ by intention, not by a remainder
+RULE = "split must be iid, sorted[:SHARDS >= 1] or dirichlet[:ALPHA > 0]"
+DEFAULTS = {"iid": 0.0, "sorted": 2.0, "dirichlet": 0.5}  # of the number after the colon
 
 
 def check_split(split: str) -> tuple[str, float]:
-    """Read "iid", "unequal", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
+    """Read "iid", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
     kind, _, text = split.partition(":")
     if kind not in DEFAULTS:
-        raise ArgumentError(
-            f"split must be iid, unequal, sorted[:SHARDS] or dirichlet[:ALPHA], got {split!r}"
-            f"{did_you_mean(kind, DEFAULTS)}"
-        )
-    default = DEFAULTS[kind]
+        raise ArgumentError(f"{RULE}, got {split!r}{did_you_mean(kind, DEFAULTS)}")
     try:
-        number = float(text) if text else default or 0.0
+        number = float(text) if text else DEFAULTS[kind]
     except ValueError:
         number = -1.0
-    is_number_fine = {
+    is_fine = {
+        "iid": not text,
         "sorted": number >= 1 and number.is_integer(),
         "dirichlet": 0 < number < float("inf"),
     }
-    if not is_number_fine.get(kind, not text):
-        raise ArgumentError(
-            f"split must be iid, unequal, sorted[:SHARDS >= 1] or dirichlet[:ALPHA > 0], got {split!r}"
-        )
+    if not is_fine[kind]:
+        raise ArgumentError(f"{RULE}, got {split!r}")
     return kind, number
 
 
 def divide(labels: Tensor, num_workers: int, split: str, seed: int) -> list[Tensor]:
     """Which examples each worker has: N lists of indices, on the CPU.
 
-    iid: the examples are shuffled and cut evenly. unequal: they are shuffled and cut in proportion to 1, 2,
-    ... N. sorted: they are sorted by label and cut into SHARDS N pieces, and each worker draws SHARDS.
-    dirichlet: each class is divided by a draw from Dirichlet(ALPHA), so sizes differ too.
+    iid: the examples are shuffled and cut evenly. sorted: they are sorted by label and cut into SHARDS N
+    pieces, and each worker draws SHARDS. dirichlet: each class is divided by a draw from Dirichlet(ALPHA), so
+    sizes differ too.
 
     Raises:
         ArgumentError: the split is not one of these, or there are too few examples for so many workers.
     """
     kind, number = check_split(split)
-    pieces = {"unequal": (num_workers + 1) / 2, "sorted": number}.get(kind, 1)
-    least = round(num_workers * pieces)
+    least = num_workers * (int(number) if kind == "sorted" else 1)
     if len(labels) < least:
         raise ArgumentError(
             f"num_workers={num_workers} and split={split!r} need at least {least} examples, got {len(labels)}"
@@ -58,10 +52,6 @@ def divide(labels: Tensor, num_workers: int, split: str, seed: int) -> list[Tens
     shuffled = torch.randperm(len(labels), generator=generator)
     if kind == "iid":
         return list(shuffled.tensor_split(num_workers))
-    if kind == "unequal":
-        upto = torch.arange(1, num_workers + 1).cumsum(0)
-        cuts = (upto[:-1] / upto[-1] * len(labels)).round().long()
-        return list(shuffled.tensor_split(cuts))
     by_label = shuffled[labels[shuffled].sort(stable=True).indices]
     if kind == "sorted":
         shards = by_label.tensor_split(int(number) * num_workers)
@@ -72,7 +62,7 @@ def divide(labels: Tensor, num_workers: int, split: str, seed: int) -> list[Tens
 
 def weights_of(parts: Sequence[Tensor], split: str) -> list[float]:
     """w_n = D_n / D where sizes differ by intention, 1/N where they only differ by a remainder."""
-    if check_split(split)[0] not in UNEQUAL:
+    if check_split(split)[0] != "dirichlet":
         return [1 / len(parts)] * len(parts)
     total = sum(len(part) for part in parts)
     return [len(part) / total for part in parts]

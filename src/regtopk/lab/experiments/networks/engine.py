@@ -31,9 +31,6 @@ class Engine:
         batch_size: B.
         dtype: what convolutions and linear layers compute in; gradients are float32.
         has_own_weights: whether every worker has weights of its own (local steps).
-        double_softmax: whether the loss takes softmax of a softmax.
-        image_size: images are resized to it; 0: as they are.
-        batch_statistics: evaluate batch norm by each test batch's own statistics.
         num_branches: how many workers run side by side on a GPU; 0: no graph, one after another.
         is_compiled: let torch.compile fuse the network's small operations first.
     """
@@ -48,17 +45,11 @@ class Engine:
         batch_size: int,
         dtype: torch.dtype = torch.float32,
         has_own_weights: bool = False,
-        double_softmax: bool = False,
-        image_size: int = 0,
-        batch_statistics: bool = False,
         num_branches: int = 8,
         is_compiled: bool = False,
     ) -> None:
         device = examples.train.device
         self.examples = examples
-        self.image_size = image_size
-        self.double_softmax = double_softmax
-        self.batch_statistics = batch_statistics
         num_in_all = num_models * num_workers
         num_owners = num_in_all if has_own_weights else num_models
         self._weights = FlatWeights(network, num_owners, dtype, device)
@@ -110,16 +101,15 @@ class Engine:
     def _evaluate(self, params: Tensor) -> dict[str, float]:
         self._weights.load_(params)
         network, apply, examples = self._networks[0], self._apply[0], self.examples
-        if not self.batch_statistics:
-            stride = max(1, len(examples.train) // NUM_RECORDED)
-            record_statistics(network, self._read(examples.train[::stride][:NUM_RECORDED]))
+        stride = max(1, len(examples.train) // NUM_RECORDED)
+        record_statistics(network, self._read(examples.train[::stride][:NUM_RECORDED]))
         num_right = torch.zeros((), device=params.device, dtype=torch.float64)
         loss = torch.zeros_like(num_right)
         parts = examples.test.split(NUM_RECORDED), examples.test_targets.split(NUM_RECORDED)
         for x, y in zip(*parts, strict=True):
             scores = apply(self._read(x)).float().flatten(0, -2)
             num_right += (scores.argmax(-1) == y.flatten()).sum()
-            loss += self._loss(scores, y.flatten()) * len(x)
+            loss += F.cross_entropy(scores, y.flatten()) * len(x)
         network.train()
         num, num_each = len(examples.test), examples.test_targets[0].numel()
         return {"accuracy": 100 * float(num_right) / (num * num_each), "test_loss": float(loss) / num}
@@ -157,13 +147,13 @@ class Engine:
         owner = worker * len(self._networks) // len(self._grads)
         with torch.enable_grad():
             scores = self._apply[owner](x).float()
-            loss = self._loss(scores.flatten(0, -2), y.flatten())
+            loss = F.cross_entropy(scores.flatten(0, -2), y.flatten())
             grads = torch.autograd.grad(loss, list(self._networks[owner].parameters()))
         torch._foreach_copy_(self._grad_views[worker], list(grads))
         self._losses[worker].copy_(loss.detach())
 
-    def _loss(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(scores.softmax(-1) if self.double_softmax else scores, targets)
-
     def _read(self, inputs: Tensor) -> Tensor:
-        return self.examples.read(inputs, self.image_size, self._weights.low.dtype)
+        """As a network takes them: images in its precision, channels first in shape and last in memory."""
+        if not inputs.is_floating_point():
+            return inputs
+        return inputs.to(self._weights.low.dtype).permute(0, 3, 1, 2)

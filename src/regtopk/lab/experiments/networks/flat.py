@@ -26,7 +26,7 @@ class FlatWeights:
     """
 
     def __init__(self, network: nn.Module, num: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = _layout_of(network)
+        self.layout = layout_of(network)
         self.full = aligned_rows(num, self.layout.numel, torch.float32, device)
         self.low = (
             self.full if dtype == torch.float32 else aligned_rows(num, self.layout.numel, dtype, device)
@@ -74,7 +74,8 @@ def flatten(network: nn.Module) -> Tensor:
     return torch.cat(parts).float()
 
 
-def _layout_of(network: nn.Module) -> Layout:
+def layout_of(network: nn.Module) -> Layout:
+    """Which parameter owns which entries of the vector."""
     kinds = layer_kinds(network)
     return Layout.of_shapes(
         (name, tuple(_channels_last(p).shape), kinds[name]) for name, p in network.named_parameters()

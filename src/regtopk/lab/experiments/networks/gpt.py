@@ -9,7 +9,7 @@ from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.networks.norm import LayerNorm
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """Causal attention, then a perceptron, each on a normalised input and added to its path.
 
     The path is in float32. Linear layers and attention compute in the precision of their weights, as under
@@ -66,7 +66,7 @@ class GPT(nn.Module):
             raise ArgumentError(f"width must be a multiple of num_heads={num_heads}, got {width}")
         self.token = nn.Embedding(num_tokens, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.Sequential(*(GptBlock(width, num_heads) for _ in range(num_layers)))
         self.norm = LayerNorm(width)
         for name, parameter in self.named_parameters():  # as GPT-2: what adds to the stream starts smaller
             if parameter.dim() > 1:

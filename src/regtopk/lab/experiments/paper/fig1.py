@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from regtopk.lab.experiments.experiment import Progress, Summary, WholeExperiment, by_method
-from regtopk.lab.experiments.paper import toy
-from regtopk.lab.experiments.paper.toy import ToyConfig
+from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
+from regtopk.lab.experiments.paper.toy import ToyConfig, descend
 from regtopk.lab.experiments.published import published_figure
+from regtopk.lab.experiments.tasks import toy
 from regtopk.lab.runs import Panel, Record
 
 # the curve of the paper that each method is held against
@@ -19,11 +19,11 @@ PUBLISHED_AS = {
 }
 
 
-def run(config: ToyConfig, progress: Progress) -> Iterator[Record]:
+def run(config: ToyConfig, progress: ShowProgress) -> Iterator[Record]:
     """Yield the empirical risk of every method at every iteration, beside the published one."""
     points = published_figure(1)
     num_iterations = config.num_iterations + 1  # the last w is looked at too
-    for method, iteration, w, _ in toy.descend(config, toy.grads, num_iterations, progress):
+    for method, iteration, w, _ in descend(config, toy.grads, num_iterations, progress):
         record: Record = {"method": method, "iteration": iteration, "risk": float(toy.risk(w))}
         curve = points[PUBLISHED_AS[method]]
         if iteration < len(curve):

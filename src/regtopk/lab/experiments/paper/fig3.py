@@ -1,152 +1,101 @@
-"""Figure 3 and its relatives: deep networks trained by simulated workers."""
+"""Figure 3: deep networks trained by simulated workers, as the paper did it and on workers that differ.
 
-import math
+Every preset is a comparison (see `regtopk compare`). `--set like=topk:0.001:raw32:float32` compares at equal
+bytes.
+"""
+
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from regtopk.lab.experiments.compare.comparison import Comparison
-from regtopk.lab.experiments.compare.results import (
-    PICKING_SEEDS,
-    Finals,
-    Key,
-    base_of,
-    best_of,
-    difference,
-    diverged_of,
-    finals_of,
-    mean_there,
-    summarise,
-)
-from regtopk.lab.experiments.experiment import Summary
-from regtopk.lab.experiments.networks import NETWORKS
-from regtopk.lab.experiments.networks.norm import BatchNorm
-from regtopk.lab.experiments.paper.fig3_config import PRESETS, DeepConfig
-from regtopk.lab.experiments.paper.finding import MOST_BYTES, finding
+from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.compare.page import description_of
+from regtopk.lab.experiments.compare.results import summarise
 from regtopk.lab.experiments.published import published_figure
-from regtopk.lab.experiments.tasks.fig3_task import DeepProblem
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Panel, Record
 
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
-NOT_PRACTICAL = ("global-topk", "dense")  # asks for what no cluster can know; sends everything
+FREE = ("precision", "device", "deterministic", "num_evaluations")  # how it is computed, not what
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "task": "resnet18",
+        "algorithms": (
+            "dense,topk,regtopk:mu=1,regtopk:mu=5,regtopk:mu=1:reference=current,"
+            "regtopk:mu=5:reference=current,dgc,dgc:score=regtopk:mu=5,ef21:eta=0.1,global-topk"
+        ),
+        "densities": (0.001,),
+        "precision": "bfloat16",
+        "num_evaluations": 42,
+        "seeds": "3",
+    },
+    "non-iid": {
+        "task": "resnet18-gn",
+        "algorithms": (
+            "dense,topk,regtopk:mu=1,regtopk:mu=5,regtopk:mu=1:reference=current,"
+            "regtopk:mu=5:reference=current,dgc:lr=0.005,dgc:score=regtopk:mu=5:lr=0.005,ef21:eta=0.1,global-topk,"
+            "consensus,sketch"
+        ),
+        "densities": (0.001,),
+        "split": "sorted:2",
+        "lr": (0.05,),
+        "num_steps": 1260,
+        "precision": "bfloat16",
+        "num_evaluations": 21,
+        "seeds": "3",
+    },
+    "smoke": {
+        "task": "small-cnn",
+        "algorithms": "dense,topk,regtopk:mu=1",
+        "num_workers": 4,
+        "num_steps": 150,
+        "lr": (0.2,),
+        "num_evaluations": 10,
+        "seeds": "2",
+    },
+}
 
 
-def summarise_deep(config: DeepConfig, records: Sequence[Record]) -> Summary:
-    """The comparison, the best method on fresh seeds at equal bytes, and a sentence on what came out."""
-    summary = summarise(config, records)
-    finals, results = finals_of(config, records), summary["results"]
-    lost = diverged_of(config, records)
-    base = base_of(config, finals, lost, ("", None))
-    num_bytes = {r["method"]: r["payload_bytes_per_step"] for r in results}
-    claim = _claim(config, finals, lost, base, num_bytes) if config.like and base else None
-    label = base and base[0]
-    return {
-        "preset": config.preset,
-        "base": label,
-        "claim": claim,
-        "finding": finding(config, results, label, claim),
-        **summary,
-    }
+def is_as_published(config: CompareConfig) -> bool:
+    """Whether this is the paper's protocol, however it is computed."""
+    paper, own = CompareConfig(**PRESETS["paper"]).shared, config.shared
+    return all(own[key] == value for key, value in paper.items() if key not in FREE)
 
 
-def _claim(
-    config: DeepConfig, finals: Finals, lost: set[Key], base: Key, num_bytes: dict[str, float]
-) -> dict[str, Any] | None:
-    """The best practical method on the picking seeds within the bytes, and its gain on fresh seeds.
-
-    Both sides have the learning rate, of those that were run, that is best for them on the picking seeds.
-    """
-    candidates = [
-        key
-        for key, own in finals.items()
-        if key not in lost
-        and not config.is_like(Method.read(key[0]))
-        and num_bytes[key[0]] <= MOST_BYTES * num_bytes[base[0]]
-        and all(seed in own for seed in PICKING_SEEDS)
-        and Method.read(key[0]).algorithm not in NOT_PRACTICAL
-    ]
-    best = best_of(finals, candidates)
-    if best is None:
-        return None
-    fresh = {seed: value for seed, value in finals[best].items() if seed not in PICKING_SEEDS}
-    return {
-        "method": best[0],
-        "picked_on": list(PICKING_SEEDS),
-        "accuracy_there": mean_there(finals[best]),
-        "against": base[0],
-        "bytes_per_step": {label: num_bytes[label] for label in (best[0], base[0])},
-        "gain": difference(fresh, finals[base]),
-    }
-
-
-def published_accuracy(config: DeepConfig, method: Method, step: int) -> Record:
-    """The paper's accuracy at a round, for the protocol and the methods it was published for."""
-    if not config.is_as_published or method.label not in PUBLISHED:
+def published_accuracy(config: CompareConfig, method: Method, step: int) -> Record:
+    """The paper's accuracy after a step, for the protocol and the methods it was published for."""
+    if method.label not in PUBLISHED or not is_as_published(config):
         return {}
     figure = published_figure(3)
     curve = dict(zip(figure["iteration"], figure[PUBLISHED[method.label]], strict=True))
     return {"published": curve[step]} if step in curve else {}
 
 
-def panels(config: DeepConfig) -> Sequence[Panel]:
-    """Accuracy and loss by round (beside the published curves), and accuracy by bytes."""
-    y_label = "test accuracy, %"
-    title, dots = "Accuracy, by rounds", None
-    if config.is_as_published:
-        title, dots = f"{title}; published as circles", "published"
-    bytes_label = "bytes a worker has contributed"
-    return (
-        Panel(title, "step", "accuracy", "round", y_label, dots=dots),
-        Panel("Training loss", "step", "loss", "round", "training loss"),
-        Panel("Accuracy, by bytes", "payload_bytes", "accuracy", bytes_label, y_label, log_x=True),
+def panels(config: CompareConfig) -> Sequence[Panel]:
+    """Accuracy and loss by step (beside the published curves), and accuracy by bytes."""
+    accuracy = Panel("Accuracy, by steps", "step", "accuracy", "step", "test accuracy, %")
+    loss = Panel("Training loss", "step", "loss", "step", "training loss")
+    by_bytes = replace(
+        accuracy,
+        title="Accuracy, by bytes",
+        x="payload_bytes",
+        x_label="bytes a worker has contributed",
+        log_x=True,
     )
-
-
-def title_of(config: DeepConfig) -> str:
-    """The preset, and what of it was changed."""
-    free = {"device", "deterministic", "compiled", "precision", "evaluate_every", "like"}
-    free |= {"value_code"} if config.like else set()  # which methods then say themselves
-    preset = DeepConfig(preset=config.preset, **PRESETS[config.preset]).shared
-    changed = {key: value for key, value in config.shared.items() if key not in free and value != preset[key]}
-    words = [key if value is True else f"{key}={value}" for key, value in changed.items()]
-    budget = [f"at the bytes of {config.like}"] if config.like else []
-    return f"Deep networks: {', '.join([config.preset, *words, *budget])}"
-
-
-def description_of(config: DeepConfig) -> str:
-    """The settings in a few sentences, and how accuracy was measured."""
-    statistics = (
-        "each test batch's own statistics"
-        if config.batch_statistics
-        else "the statistics of (up to) 2,000 training images under the evaluated weights"
-    )
-    with torch.device("meta"):
-        has_batch_norm = any(isinstance(part, BatchNorm) for part in NETWORKS[config.network](10).modules())
-    norm = f" Batch norm is evaluated with {statistics}." if has_batch_norm else ""
-    coded = f" Values travel as {config.value_code} unless a method says otherwise." if config.like else ""
-    num_last = min(config.plan.num_last, math.ceil(config.num_rounds / config.evaluate_every))
-    accuracy = "the last evaluation" if num_last == 1 else f"the mean of the last {num_last} evaluations"
-    steps = (
-        "" if config.local_steps == 1 else f", {config.local_steps} local steps per round ({config.sends})"
-    )
-    return (
-        f"{config.network} on {config.data_set}, {config.num_workers} workers, batches of "
-        f"{config.batch_size}{steps}, split {config.split}, {config.optimizer} with lr {config.lr:g}, "
-        f"{config.precision}. All methods of a seed start from the same model and see the same batches. "
-        f"Accuracy is {accuracy} on the test set.{norm}{coded}"
-    )
+    if is_as_published(config):
+        accuracy = replace(accuracy, title=f"{accuracy.title}; published as circles", dots="published")
+    return accuracy, loss, by_bytes
 
 
 FIG3 = Comparison(
     name="fig3",
-    title=title_of,
+    title="Figure 3: deep networks",
     about=description_of,
-    config=DeepConfig,
+    config=CompareConfig,
     presets=PRESETS,
-    load=DeepProblem,
     extras=published_accuracy,
-    summarise=summarise_deep,
+    summarise=summarise,
     panels=panels,
 )

@@ -9,16 +9,17 @@ The paper leaves G open. Here
 Curvature gives the loss a minimum that one can jump over; 0 is a straight line.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.experiment import Progress, Summary, WholeExperiment, by_method
-from regtopk.lab.experiments.paper import toy
-from regtopk.lab.experiments.paper.toy import ToyConfig
+from regtopk.core.options import check_number
+from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
+from regtopk.lab.experiments.paper.toy import ToyConfig, descend, start
+from regtopk.lab.experiments.tasks import toy
 from regtopk.lab.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -40,10 +41,8 @@ class ScalingConfig(ToyConfig):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        if not -torch.inf < self.slope < torch.inf:
-            raise ArgumentError(f"slope must be finite, got {self.slope}")
-        if not 0 <= self.curvature < torch.inf:
-            raise ArgumentError(f"curvature must be >= 0 and finite, got {self.curvature}")
+        check_number("slope", self.slope, "finite", math.isfinite)
+        check_number("curvature", self.curvature, ">= 0 and finite", lambda x: 0 <= x < math.inf)
 
 
 def risk(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
@@ -61,14 +60,13 @@ def grads(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
     return gradients
 
 
-def run(config: ScalingConfig, progress: Progress) -> Iterator[Record]:
+def run(config: ScalingConfig, progress: ShowProgress) -> Iterator[Record]:
     """Yield, for every method and iteration, the risk and the step taken from there.
 
     `step_scale` is the length of the step over that of the first step without sparsification.
     """
-    start = toy.start(config)
-    unit = config.lr * grads(config)(start).mean(0).norm()
-    for method, iteration, w, step in toy.descend(config, grads(config), config.num_iterations, progress):
+    unit = config.lr * grads(config)(start(config)).mean(0).norm()
+    for method, iteration, w, step in descend(config, grads(config), config.num_iterations, progress):
         yield {
             "method": method,
             "iteration": iteration,

@@ -1,10 +1,4 @@
-"""The paper's two-worker logistic regression (Section 1.2), shared by its two examples.
-
-    x_1 = (100, 1), x_2 = (-100, 1), both labelled 1, w_n = 1/2, start at w = (0, 1)
-    F_n(w) = log(1 + exp(-<w, x_n>)),   grad F_n = -x_n / (1 + exp(<w, x_n>))
-
-The first entries are large and cancel; all there is to learn is in the second.
-"""
+"""The paper's two workers that cancel, trained by every method: shared by its two examples."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,12 +11,10 @@ from torch import Tensor
 from regtopk.algorithms import Dense, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer, check_number, check_positive
-from regtopk.lab.experiments.experiment import Progress
+from regtopk.lab.experiments.experiment import ShowProgress
 from regtopk.lab.experiments.settings import check_device
+from regtopk.lab.experiments.tasks.toy import POINTS, START
 from regtopk.simulate import Cluster
-
-POINTS = ((100.0, 1.0), (-100.0, 1.0))
-START = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -68,20 +60,8 @@ def methods(mu: float) -> dict[str, Algorithm[Any]]:
     }
 
 
-def risk(w: Tensor) -> Tensor:
-    """F(w), the mean of the F_n."""
-    x = -(_points(w) @ w)
-    return (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).mean()  # log(1 + exp x), but exp may overflow
-
-
-def grads(w: Tensor) -> Tensor:
-    """The workers' gradients, (2, 2)."""
-    points = _points(w)
-    return -points * torch.sigmoid(-(points @ w)).unsqueeze(-1)
-
-
 def descend(
-    config: ToyConfig, gradients: Callable[[Tensor], Tensor], num_iterations: int, progress: Progress
+    config: ToyConfig, gradients: Callable[[Tensor], Tensor], num_iterations: int, progress: ShowProgress
 ) -> Iterator[tuple[str, int, Tensor, Tensor]]:
     """w^{t+1} = w^t - lr g^t by every method: yields its name, t, w^t and the step lr g^t taken from it."""
     algorithms = methods(config.mu)
@@ -93,7 +73,3 @@ def descend(
             yield method, iteration, w, step
             w = w - step
         progress(done / len(algorithms))
-
-
-def _points(w: Tensor) -> Tensor:
-    return torch.tensor(POINTS, dtype=w.dtype, device=w.device)

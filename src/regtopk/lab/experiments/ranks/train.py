@@ -8,87 +8,76 @@ where updates are.
 import gc
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.steps.handshake import refuse_oracles
-from regtopk.errors import MissingExtraError
 from regtopk.lab.experiments.compare.comparison import exchanged
-from regtopk.lab.experiments.experiment import Progress, WholeExperiment
+from regtopk.lab.experiments.compare.config import MethodAt
+from regtopk.lab.experiments.experiment import ShowProgress, WholeExperiment
 from regtopk.lab.experiments.ranks.config import DENSE, TrainConfig
-from regtopk.lab.experiments.ranks.digits import DigitsOnRank
-from regtopk.lab.experiments.ranks.launch import emit, join_group, launch
+from regtopk.lab.experiments.ranks.launch import Emit, join_group, launch
 from regtopk.lab.experiments.ranks.results import panels, summarise
-from regtopk.lab.experiments.ranks.tasks import GptOnRank, save_examples
-from regtopk.lab.experiments.ranks.training import RankTask, RankTraining
+from regtopk.lab.experiments.ranks.tasks import RankTask, load_task, save_examples
+from regtopk.lab.experiments.ranks.training import RankTraining
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record
 
 
-def run(config: TrainConfig, progress: Progress) -> Iterator[Record]:
+def run(config: TrainConfig, progress: ShowProgress) -> Iterator[Record]:
     """Train in new processes; yield what they measured, every few steps."""
-    methods = DENSE, config.method
-    refuse_oracles(config.build(config.method))
-    if config.task == "digits" and find_spec("sklearn") is None:
-        raise MissingExtraError("the digits come with scikit-learn: pip install 'regtopk[experiments]'")
-    num_records = sum(len(config.record_steps(method)) for method in methods)
+    for method in config.methods:
+        refuse_oracles(_build(config, method))
+    num_records = sum(len(config.record_steps(method)) for method in (DENSE, *config.methods))
     with tempfile.TemporaryDirectory() as folder:
         examples = Path(folder) / "examples.pt"
-        if config.task == "gpt":
-            save_examples(replace(config.simulated, device="cpu"), examples)
-        settings = {"config": asdict(config), "examples": str(examples)}
-        records = launch(train_rank, settings, config.num_workers)
-        for done, record in enumerate(records, start=1):
+        save_examples(config, examples)
+        for done, record in enumerate(launch(train_rank, config.num_workers, config, examples), start=1):
             progress(done / num_records)
             yield record
+
+
+def _build(config: TrainConfig, method: Method) -> Algorithm[Any]:
+    return config.build(MethodAt(method, config.densities[0]))
 
 
 # What follows runs on every rank.
 
 
-def train_rank(settings: Mapping[str, Any]) -> None:
-    """Train with both methods; rank 0 emits the records."""
-    config = TrainConfig(**settings["config"])
+def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:
+    """Train with dense and with each method; rank 0 emits the records."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.num_workers))
     device = torch.device(config.device)
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     join_group("nccl" if config.device == "cuda" else "gloo")
-    train_both(config, make_task(config, Path(settings["examples"]), device), device)
+    task = load_task(config, examples, device)
+    for method in (DENSE, *config.methods):
+        _train(emit, config, method, task, device)
     gc.collect()  # the models go first: what still holds the group would keep its threads into Python's exit
     dist.destroy_process_group()
 
 
-def make_task(config: TrainConfig, examples: Path, device: torch.device) -> RankTask:
-    """What this rank learns."""
-    if config.task == "gpt":
-        return GptOnRank(config.simulated, examples, device)
-    return DigitsOnRank(config, device)
+def _train(emit: Emit, config: TrainConfig, method: Method, task: RankTask, device: torch.device) -> None:
+    algorithm = None if method is DENSE else _build(config, method)
+    trainings = [RankTraining(task, config, method, algorithm, seed) for seed in config.chosen_seeds]
+    for step in range(config.num_steps + 1):
+        if step in config.record_steps(method):
+            record = _make_record(config, method, trainings, device)
+            if dist.get_rank() == 0:
+                emit(record)
+        if step < config.num_steps:
+            for training in trainings:
+                training.step()
 
 
-def train_both(config: TrainConfig, task: RankTask, device: torch.device) -> None:
-    """Dense, then the method, on the group that there is."""
-    for method in (DENSE, config.method):
-        algorithm = None if method is DENSE else config.build(method)
-        trainings = [RankTraining(task, config, method, algorithm, seed) for seed in range(config.num_seeds)]
-        for step in range(config.num_steps + 1):
-            if step in config.record_steps(method):
-                record = make_record(config, method, trainings, device)
-                if dist.get_rank() == 0:
-                    emit(record)
-            if step < config.num_steps:
-                for training in trainings:
-                    training.step()
-
-
-def make_record(
+def _make_record(
     config: TrainConfig, method: Method, trainings: Sequence[RankTraining], device: torch.device
 ) -> Record:
     """How good every seed is, on rank 0; losses as means over ranks; bytes and times over seeds too."""
@@ -102,8 +91,8 @@ def make_record(
     return {
         "method": method.label,
         "step": trainings[0].num_steps,
-        "lr": method.lr or config.lr,
-        **exchanged(config.simulated, method),
+        "lr": method.lr or config.lr[0],
+        **exchanged(config, method),
         **{name: float(of_seeds.mean()) for name, of_seeds in by_name.items()},
         "loss": by_name["loss"].tolist(),
         **{name: [quality[name] for quality in qualities] for name in next(iter(qualities), {})},
@@ -115,10 +104,11 @@ TRAIN = WholeExperiment(
     title="Real training: processes, messages and bytes",
     about=(
         "Processes on this machine, joined by torch.distributed, train a network: once with "
-        "DistributedDataParallel as it is (dense), once with the method. It exchanges gradients by one more "
-        "line, regtopk.attach, or what the optimizer changed, by regtopk.UpdateExchange. Bytes are what each "
-        "worker sends: the method's messages, counted, and a ring all_reduce for dense. Times are medians; "
-        "here processes talk through memory, so they do not show what sending less is worth on a network."
+        "DistributedDataParallel as it is (dense), and once with each method. A method exchanges gradients "
+        "by one more line, regtopk.attach, or what the optimizer changed, by regtopk.UpdateExchange. Bytes "
+        "are what each worker sends: the method's messages, counted, and a ring all_reduce for dense. Times "
+        "are medians. Processes of one machine talk through memory, so times do not show what sending "
+        "less is worth on a network."
     ),
     config=TrainConfig,
     run=run,

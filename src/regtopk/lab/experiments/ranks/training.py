@@ -1,8 +1,7 @@
 """One rank's part of a real training: its network, its optimizer and the exchange with the other ranks."""
 
 import time
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,30 +13,9 @@ from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed import UpdateExchange, attach
 from regtopk.distributed.requests.record import PHASES
 from regtopk.lab.experiments.ranks.config import TrainConfig
+from regtopk.lab.experiments.ranks.tasks import RankTask
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
 from regtopk.lab.method import Method
-
-
-class RankTask(ABC):
-    """What this rank learns: a network, mini-batches of its own, and numbers that say how good a model is."""
-
-    bucket_mb: ClassVar[float | None] = None  # size of DDP's buckets; None: DDP's own
-
-    @abstractmethod
-    def make_network(self, seed: int) -> nn.Module:
-        """The network as it starts, on the device: the same on every rank."""
-
-    @abstractmethod
-    def order(self, seed: int) -> Tensor:
-        """Which examples this rank learns in every step, (T, B)."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
-        """The mean loss of some examples."""
-
-    @abstractmethod
-    def evaluate(self, network: nn.Module) -> dict[str, float]:
-        """How good a model is. A "loss" among the numbers is recorded in place of the mini-batches' mean."""
 
 
 class RankTraining:
@@ -61,22 +39,21 @@ class RankTraining:
         self._order = task.order(seed)
         self._descent = Descent.of_network(
             self.network,
-            recipe=OPTIMIZERS[config.simulated.optimizer_of(method)],
-            lr=method.lr or config.lr,
+            recipe=OPTIMIZERS[config.optimizer_of(method)],
+            lr=method.lr or config.lr[0],
             num_steps=config.num_steps,
         )
         self._losses: list[Tensor] = []  # since they were last taken
         self._round_s = 0.0  # of the last round
+        self.model: nn.Module = self.network
+        self.exchange: Any = None
         options: dict[str, Any] = {
-            "index_code": config.simulated.index_code_of(method),
+            "index_code": config.index_code_of(method),
             "collective": config.collective,
             "residual_dtype": method.residual_dtype or "float32",
         }
-        self.model: nn.Module = self.network
-        self.exchange: Any = None
         if self.rounds.has_updates:
             assert algorithm is not None, "updates are exchanged by an algorithm, be it dense"
-            outer = None if self.rounds.outer == "none" else self.rounds.make_outer
             self.exchange = UpdateExchange(
                 self.network,
                 self._descent.optimizer,
@@ -85,23 +62,22 @@ class RankTraining:
                 delay=self.rounds.delay,
                 fragments=self.rounds.fragments,
                 mix=self.rounds.mix,
-                outer=outer,
+                outer=None if self.rounds.outer == "none" else self.rounds.make_outer,
                 **options,
             )
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
             if algorithm is not None:
-                self.exchange = attach(self.model, algorithm, scope=config.scope, **options)
+                self.exchange = attach(self.model, algorithm, **options)
 
     def step(self) -> None:
         """One step of the optimizer, and what the method exchanges after it or before it."""
-        rows = self._order[self.num_steps]
         start = time.perf_counter()
         self._descent.optimizer.zero_grad()
-        loss = self.task.loss(self.model, rows)
+        loss = self.task.loss(self.model, self._order[self.num_steps])
         loss.backward()
-        loss = loss.detach()
         self._descent.step(self.num_steps)
+        loss = loss.detach()
         if loss.is_cuda:
             torch.cuda.synchronize()
         step_s = time.perf_counter() - start

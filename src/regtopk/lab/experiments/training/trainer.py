@@ -21,20 +21,13 @@ LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods th
 
 
 @dataclass(eq=False)
-class Fragment:
-    """A part of the models that is exchanged in one round.
+class ModelPart:
+    """A part of the models that is exchanged in one round."""
 
-    Attributes:
-        at: where it lies in the vectors.
-        clusters: one for all seeds, or one for each.
-        models: its part of the models, (R, j), a view.
-        sent: of the workers' models as they were sent, (R, N, j), until the aggregate is applied.
-    """
-
-    at: slice
-    clusters: list[Cluster]
-    models: Tensor
-    sent: Tensor | None = None
+    at: slice  # where it lies in the vectors
+    clusters: list[Cluster]  # one for all seeds, or one for each
+    models: Tensor  # its part of the models, (R, j), a view
+    sent: Tensor | None = None  # the workers' models as they were sent, until the aggregate is applied
 
 
 class Trainer:
@@ -57,7 +50,7 @@ class Trainer:
         index_code: how indices are counted.
         rounds: what is exchanged, and how often.
         num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
-        residual_dtype: how residuals are kept; None: in float32.
+        residual_dtype: how residuals are kept.
     """
 
     def __init__(
@@ -70,7 +63,7 @@ class Trainer:
         index_code: str,
         rounds: Rounds = GRADIENTS,
         num_steps: int = 0,
-        residual_dtype: str | None = None,
+        residual_dtype: str = "float32",
     ) -> None:
         self.task = task
         self.algorithm = algorithm
@@ -80,23 +73,24 @@ class Trainer:
         is_alike = all(weights == task.weights[0] for weights in task.weights)
         is_batch = is_alike and "replicates" in algorithm.promises
         weights_of_clusters = task.weights[:1] if is_batch else task.weights
+
+        def make_cluster(layers: list[Layer], weights: list[float]) -> Cluster:
+            return Cluster(
+                algorithm,
+                num_workers=task.num_workers,
+                weights=weights,
+                layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
+                index_code=index_code,
+                link=LINK,
+                is_checked=False,  # what is not finite is looked for here
+                residual_dtype=residual_dtype,
+            )
+
         self._fragments = []
         for layers in _parts_of(task.layout, rounds.fragments):
             at = slice(layers[0].start, layers[-1].start + layers[-1].numel)
-            clusters = [
-                Cluster(
-                    algorithm,
-                    num_workers=task.num_workers,
-                    weights=weights,
-                    layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
-                    index_code=index_code,
-                    link=LINK,
-                    is_checked=False,  # what is not finite is looked for here
-                    residual_dtype=residual_dtype or "float32",
-                )
-                for weights in weights_of_clusters
-            ]
-            self._fragments.append(Fragment(at, clusters, self.models[:, at]))
+            clusters = [make_cluster(layers, weights) for weights in weights_of_clusters]
+            self._fragments.append(ModelPart(at, clusters, self.models[:, at]))
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
         self._local = self._of_workers().clone() if rounds.has_updates else self.models
@@ -106,11 +100,10 @@ class Trainer:
             self._local,
             task.layout,
             recipe=OPTIMIZERS[optimizer],
-            lr=task.outer_lr(lr),
+            lr=lr,
             num_steps=num_steps,
         )
         self._timer = Timer(self.models.device)
-        self._spent_s = 0.0  # in exchanges, before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
         self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
         self._losses: Tensor | None = None  # of the last step
@@ -140,7 +133,7 @@ class Trainer:
     def take_losses(self) -> list[float | None]:
         """Training loss of each seed: the mean since the last call, or the last step's, as the task wants."""
         if self._losses is None or self._loss_sum is None:  # before the first step
-            losses = self.task.grads(self._local, self.num_steps, self.lr)[1]
+            losses = self.task.grads(self._local, self.num_steps)[1]
         else:
             losses = self._loss_sum / self._num_summed if self.task.is_loss_averaged else self._losses
         self._loss_sum, self._num_summed = None, 0
@@ -160,9 +153,9 @@ class Trainer:
         return counts
 
     @property
-    def compress_s(self) -> float:
+    def exchange_s(self) -> float:
         """Seconds spent in exchanges so far; waits for the GPU."""
-        return self._spent_s + self._timer.seconds()["compress"]
+        return self._timer.seconds()["exchange"]
 
     @property
     def is_diverged(self) -> list[bool]:
@@ -170,44 +163,8 @@ class Trainer:
         flags: list[bool] = self._is_diverged.tolist()
         return flags
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on later, after losses were taken."""
-        return {
-            "models": self.models,
-            "num_steps": self.num_steps,
-            "is_diverged": self._is_diverged,
-            "losses": self._losses,
-            "seen": self._seen,
-            "compress_s": self.compress_s,
-            "local": self._local,
-            "optimizer": self._descent.optimizer.state_dict(),
-            "outer": self._outer and self._outer.state_dict(),
-            "clusters": [cluster.state_dict() for cluster in self.clusters],
-            "sent": [fragment.sent for fragment in self._fragments],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` saved."""
-        self.models.copy_(state["models"])
-        self._at_stop.copy_(state["models"])
-        self.num_steps = state["num_steps"]
-        self._is_diverged.copy_(state["is_diverged"])
-        self._losses = state["losses"]
-        self._seen = state["seen"]
-        self._spent_s = state["compress_s"]
-        self._local.copy_(state["local"])
-        self._descent.optimizer.load_state_dict(state["optimizer"])
-        if self._outer is not None:
-            self._outer.load_state_dict(state["outer"])
-        for cluster, own in zip(self.clusters, state["clusters"], strict=True):
-            cluster.load_state_dict(own)
-        for fragment, sent in zip(
-            self._fragments, state.get("sent") or [None] * len(self._fragments), strict=True
-        ):
-            fragment.sent = sent
-
     def _step(self) -> None:
-        grads, losses = self.task.grads(self._local, self.num_steps, self.lr)
+        grads, losses = self.task.grads(self._local, self.num_steps)
         if self._outer is None:
             (whole,) = self._fragments
             self.models.grad = self._aggregate(whole, grads)
@@ -226,7 +183,7 @@ class Trainer:
         self._count(losses)
         self.num_steps += 1
 
-    def _send(self, fragment: Fragment, outer: torch.optim.Optimizer) -> None:
+    def _send(self, fragment: ModelPart, outer: torch.optim.Optimizer) -> None:
         """Exchange a fragment's update; it is applied at once unless that is delayed."""
         local = self._local[..., fragment.at]
         fragment.models.grad = self._aggregate(fragment, self._of_workers()[..., fragment.at] - local)
@@ -237,7 +194,7 @@ class Trainer:
         else:
             local.copy_(self._of_workers()[..., fragment.at])
 
-    def _receive(self, fragment: Fragment, sent: Tensor) -> None:
+    def _receive(self, fragment: ModelPart, sent: Tensor) -> None:
         """Let the workers go on from the aggregate, with what they have learned since they sent."""
         local = self._local[..., fragment.at]
         learned = (local - sent).mul_(self.rounds.mix)
@@ -248,15 +205,15 @@ class Trainer:
         """The models as each worker gets them, (R, N, J)."""
         return self.models.unsqueeze(1).expand(-1, self.task.num_workers, -1)
 
-    def _aggregate(self, fragment: Fragment, sent: Tensor) -> Tensor:
+    def _aggregate(self, fragment: ModelPart, sent: Tensor) -> Tensor:
         """What the clusters make of what the workers send, (R, N, j) in and (R, j) out."""
         clusters = fragment.clusters
-        with self._timer.phase("compress"):
+        with self._timer.phase("exchange"):
             if len(clusters) == 1:
                 return clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(fragment.models.shape)
             return torch.stack([cluster.step(own) for cluster, own in zip(clusters, sent, strict=True)])
 
-    def _report(self, fragment: Fragment, losses: Tensor) -> None:
+    def _report(self, fragment: ModelPart, losses: Tensor) -> None:
         if self.algorithm.listens:
             own = [losses.mean()] if len(fragment.clusters) == 1 else losses
             for cluster, loss in zip(fragment.clusters, own, strict=True):
