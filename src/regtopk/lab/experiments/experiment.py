@@ -4,13 +4,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 from regtopk.lab.experiments.settings import ConfigT, settings_of
 from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
 
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
+
+
+class Place(NamedTuple):
+    """Where a run is written, and whether it replaces or continues the run that is there."""
+
+    folder: Path
+    force: bool
+    resume: bool
 
 
 class ShowProgress(Protocol):
@@ -75,19 +83,10 @@ class Experiment(ABC, Generic[ConfigT]):
             config=settings_of(config),
             panels=self.panels(config),
         )
-        return self._record(config, folder, header, progress, force=force, resume=resume)
+        return self._record(config, header, Place(folder, force, resume), progress)
 
     @abstractmethod
-    def _record(
-        self,
-        config: ConfigT,
-        folder: Path,
-        header: Header,
-        progress: ShowProgress,
-        *,
-        force: bool,
-        resume: bool,
-    ) -> Summary:
+    def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
         """Run under a header."""
 
 
@@ -101,21 +100,12 @@ class WholeExperiment(Experiment[ConfigT]):
 
     run: Callable[[ConfigT, ShowProgress], Iterator[Record]]
 
-    def _record(
-        self,
-        config: ConfigT,
-        folder: Path,
-        header: Header,
-        progress: ShowProgress,
-        *,
-        force: bool,
-        resume: bool,
-    ) -> Summary:
-        if resume and (folder / SUMMARY).exists():
-            check_same_settings(folder, header["config"])
-            return read_run(folder).summary
+    def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
+        if place.resume and (place.folder / SUMMARY).exists():
+            check_same_settings(place.folder, header["config"])
+            return read_run(place.folder).summary
         records = []
-        with RunWriter(folder, header, force=force or resume) as writer:
+        with RunWriter(place.folder, header, force=place.force or place.resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)

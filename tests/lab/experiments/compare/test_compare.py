@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms import ALGORITHMS, TopK
-from regtopk.errors import ArgumentError, OutputError
+from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import PayloadProbe
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig
@@ -113,17 +113,6 @@ def test_the_seed_that_learning_rates_are_picked_on_is_never_counted(tmp_path: P
     assert found == {("topk:lr=0.1", 0.1, None), ("topk", 0.2, 3), ("dense", 0.2, 3)}
     with pytest.raises(ArgumentError, match=r"seeds must not include the one on which .* picked, got 3"):
         compare(tmp_path, algorithms="topk", seeds="2-4", resume=True, **settings)
-
-
-def test_a_folder_of_an_older_version_is_drawn_but_not_resumed(tmp_path: Path) -> None:
-    """Its records have one number per seed in a list."""
-    compare(tmp_path, algorithms="topk", num_evaluations=1)
-    records = [{**r, "loss": [r["loss"]], "accuracy": [r["accuracy"]]} for r in read_records(tmp_path)]
-    old = [{name: value for name, value in r.items() if name != "seed"} for r in records]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in old))
-    assert write_report(tmp_path).exists()
-    with pytest.raises(OutputError, match=rf"one record per seed to be resumed, but {tmp_path} was written"):
-        compare(tmp_path, algorithms="topk", resume=True, num_evaluations=1)
 
 
 def test_data_for_a_task_that_reads_none_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,12 +16,12 @@ import torch
 
 from regtopk._version import __version__
 from regtopk.core.words import counted
-from regtopk.errors import ArgumentError, OutputError
+from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import at_densities, at_equal_bytes
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.compare.page import description_of, panels
 from regtopk.lab.experiments.compare.results import is_finished, summarise
-from regtopk.lab.experiments.experiment import Experiment, Header, ShowProgress, Summary
+from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
 from regtopk.lab.experiments.settings import check_device, threads_for
 from regtopk.lab.experiments.tasks import Problem, Task
 from regtopk.lab.experiments.tasks.task import Quality
@@ -46,25 +45,12 @@ class Comparison(Experiment[CompareConfig]):
     load: Callable[[CompareConfig], Problem] = Problem
     extras: Callable[[CompareConfig, Method, int], Record] = field(default=lambda config, method, step: {})
 
-    def _record(
-        self,
-        config: CompareConfig,
-        folder: Path,
-        header: Header,
-        progress: ShowProgress,
-        *,
-        force: bool,
-        resume: bool,
-    ) -> Summary:
+    def _record(self, config: CompareConfig, header: Header, place: Place, progress: ShowProgress) -> Summary:
         """Run the part of a slice that the folder does not hold, and summarise all that it holds."""
+        folder, force, resume = place
         if not (resume or force):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
-        if any("seed" not in record for record in recorded):
-            raise OutputError(
-                f"output folder must hold one record per seed to be resumed, but {folder} was written by an "
-                "older version: choose another"
-            )
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
         _check_not_tuned_on(config, recorded)
         methods = [method for method in config.methods if _is_open(config, method, recorded)]

@@ -13,7 +13,7 @@ import torch
 
 from regtopk.algorithms import Dense, GlobalTopK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm, check_density
-from regtopk.core.options import check_choice, check_integer, check_positive
+from regtopk.core.options import check_integer, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment
 from regtopk.lab.experiments.settings import parse_seeds, threads_for
@@ -32,7 +32,6 @@ class Fig2Config(RegressionSettings):
     """Settings of Figure 2.
 
     Args:
-        methods: some of dense, topk, regtopk, regtopk-cap, regtopk-current, global-topk; dense must be there.
         densities: S = k / J, each in (0, 1] and different.
         num_iterations: T.
         lr: learning rate, > 0.
@@ -40,7 +39,6 @@ class Fig2Config(RegressionSettings):
         record_every: iterations between records.
     """
 
-    methods: str = ",".join(METHODS)
     densities: tuple[float, ...] = (0.4, 0.5, 0.6)
     num_iterations: int = 2500
     lr: float = 0.01
@@ -54,20 +52,10 @@ class Fig2Config(RegressionSettings):
             check_integer(name, getattr(self, name), at_least=1)
         for name in ("lr", "mu"):
             check_positive(name, getattr(self, name))
-        methods = self.methods.split(",")
-        for method in methods:
-            check_choice("methods", method, METHODS)
-        if "dense" not in methods or len(set(methods)) < len(methods):
-            raise ArgumentError(f"methods must be different, and dense among them, got {self.methods!r}")
         for density in self.densities:
             check_density(density)
         if not self.densities or len(set(self.densities)) < len(self.densities):
             raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
-
-    @property
-    def chosen(self) -> list[str]:
-        """The methods, in the order of tables."""
-        return [method for method in METHODS if method in self.methods.split(",")]
 
 
 def algorithms(config: Fig2Config) -> Curves:
@@ -79,7 +67,7 @@ def algorithms(config: Fig2Config) -> Curves:
         table["regtopk-cap", density] = RegTopK(density=density, mu=config.mu, damping="cap")
         table["regtopk-current", density] = RegTopK(density=density, mu=config.mu, reference="current")
         table["global-topk", density] = GlobalTopK(density=density)
-    return {curve: algorithm for curve, algorithm in table.items() if curve[0] in config.chosen}
+    return table
 
 
 def run(config: Fig2Config, progress: ShowProgress) -> Iterator[Record]:
@@ -127,9 +115,9 @@ class CurvesDescent:
 
 def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
     """Final distances, jumps, and how many seeds follow dense: within three times its distance."""
-    methods, num_seeds = config.chosen, len(parse_seeds(config.seeds))
-    final: dict[str, dict[str, list[float]]] = {method: {} for method in methods}
-    jumps: dict[str, dict[str, list[int]]] = {method: {} for method in methods}
+    num_seeds = len(parse_seeds(config.seeds))
+    final: dict[str, dict[str, list[float]]] = {method: {} for method in METHODS}
+    jumps: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
     for record in records:
         final[record["method"]][str(record["density"])] = record["distance"]
         jumps[record["method"]][str(record["density"])] = record["jumps"]
@@ -139,9 +127,9 @@ def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
     }
     rows: list[dict[str, Any]] = []
     for key in map(str, config.densities):
-        distance = {method: median(final[method][key]) for method in methods}
-        counts = {method: f"{num_tracking[method][key]}/{num_seeds}" for method in methods}
-        num_jumps = {method: sum(jumps[method][key]) for method in methods}
+        distance = {method: median(final[method][key]) for method in METHODS}
+        counts = {method: f"{num_tracking[method][key]}/{num_seeds}" for method in METHODS}
+        num_jumps = {method: sum(jumps[method][key]) for method in METHODS}
         rows.append({"measure": f"S = {key}, distance", **distance})
         rows.append({"measure": f"S = {key}, following", **counts})
         rows.append({"measure": f"S = {key}, jumps", **num_jumps})

@@ -1,6 +1,6 @@
 """Linear regression on workers that disagree (Section 4.1).
 
-    X_n iid N(0, 1), (D, J);  t_n iid N(u_n, h^2), u_n ~ N(U, sigma^2);  y_n = X_n t_n + N(0, noise)
+    X_n iid N(0, 1), (D, J);  t_n iid N(u_n, 1), u_n ~ N(0, 5);  y_n = X_n t_n + N(0, 0.5)
     F_n(w) = ||X_n w - y_n||^2 / (2 D),   w_n = 1/N,   full batches, w^0 = 0
 
 The gradients X_n^T (X_n w - y_n) / D = A_n w - b_n of all models of all seeds are one product.
@@ -14,26 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regtopk.core.options import check_integer, check_number, check_positive
+from regtopk.core.options import check_integer
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.settings import check_device, parse_seeds
 from regtopk.lab.experiments.tasks.task import Defaults, Task, TaskSettings
 
+MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
+
 
 @dataclass(frozen=True)
 class RegressionSettings:
-    """What the data are drawn from; memory is 1.6 MB per seed at the default sizes.
+    """Sizes and seeds of the data; memory is 1.6 MB per seed at the default sizes.
 
     Args:
         seeds: how many data seeds, from 0 on: 3. Or which: 3,4,5 or 7001-7005.
         num_workers: N.
         numel: J.
         num_points: D, points of one worker.
-        mean: U.
-        mean_variance: sigma^2, > 0.
-        model_variance: h^2, > 0.
-        noise_variance: of the labels, > 0.
         device: cpu or cuda.
     """
 
@@ -41,10 +39,6 @@ class RegressionSettings:
     num_workers: int = 20
     numel: int = 100
     num_points: int = 500
-    mean: float = 0.0
-    mean_variance: float = 5.0
-    model_variance: float = 1.0
-    noise_variance: float = 0.5
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -52,9 +46,6 @@ class RegressionSettings:
         parse_seeds(self.seeds)
         for name in ("num_workers", "numel", "num_points"):
             check_integer(name, getattr(self, name), at_least=1)
-        for name in ("mean_variance", "model_variance", "noise_variance"):
-            check_positive(name, getattr(self, name))
-        check_number("mean", self.mean, "finite", math.isfinite)
         check_device(self.device)
 
 
@@ -93,10 +84,10 @@ def _draw(config: RegressionSettings, seed: int) -> tuple[Tensor, Tensor]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * math.sqrt(variance)
 
     points = normal(config.num_workers, config.num_points, config.numel)
-    means = config.mean + normal(config.num_workers, 1, variance=config.mean_variance)
-    truths = means + normal(config.num_workers, config.numel, variance=config.model_variance)
+    means = normal(config.num_workers, 1, variance=MEAN_VARIANCE)
+    truths = means + normal(config.num_workers, config.numel)
     labels = torch.einsum("ndj,nj->nd", points, truths)
-    labels = labels + normal(*labels.shape, variance=config.noise_variance)
+    labels = labels + normal(*labels.shape, variance=NOISE_VARIANCE)
     gram = torch.einsum("ndi,ndj->nij", points, points) / config.num_points
     return gram, torch.einsum("ndj,nd->nj", points, labels) / config.num_points
 
