@@ -18,7 +18,6 @@ from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.networks.flat import flatten
-from regtopk.lab.experiments.networks.gpt import GPT
 from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.experiments.tasks.deep import Gpt
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
@@ -216,18 +215,6 @@ def test_a_slice_of_another_text_is_refused(tmp_path: Path, data: str) -> None:
     other.write_text(Path(data).read_text()[::-1])
     with pytest.raises(Exception, match="text_sha256 must be"):
         compare(tmp_path / "run", algorithms="topk", data=str(other), num_steps=4, resume=True)
-
-
-def test_the_default_sizes_are_those_of_the_documentation() -> None:
-    config = CompareConfig(task="gpt", algorithms="dense")
-    assert (config.num_workers, config.num_steps, config.batch_size) == (8, 1536, 16)
-    assert (config.optimizer, config.num_layers, config.width, config.context) == ("adamw", 6, 256, 128)
-    with torch.device("meta"):
-        sizes = [
-            sum(p.numel() for p in GPT(96, 128, width, layers, width // 64).parameters())
-            for layers, width in ((6, 256), (8, 512))
-        ]
-    assert sizes == [4_796_416, 25_334_784]
 
 
 def test_matrix_products_in_bfloat16_are_close(data: str) -> None:

@@ -50,11 +50,16 @@ def test_an_interrupted_run_goes_on_to_the_same_records(
         FIG3.record(QUICK, tmp_path / "parts", command="c", progress=progress)
     metrics = tmp_path / "parts" / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"method": "regt')
-    steps: list[int] = []
-    original = Trainer._step
-    monkeypatch.setattr(Trainer, "_step", lambda own: (steps.append(own.num_steps), original(own)))
+    trained: list[tuple[str, int]] = []
+    original = Trainer.run_until
+
+    def counted(trainer: Trainer, step: int) -> None:
+        trained.append((type(trainer.algorithm).__name__, step))
+        original(trainer, step)
+
+    monkeypatch.setattr(Trainer, "run_until", counted)
     assert run(QUICK, tmp_path / "parts", resume=True) == whole
-    assert steps == [0, 1, 2, 3]
+    assert trained == [("RegTopK", 0), ("RegTopK", 2), ("RegTopK", 4)]
 
 
 def test_slices_add_to_one_folder_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:

@@ -64,14 +64,6 @@ def test_records_and_progress() -> None:
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
 
 
-def test_table_shows_only_numbers_of_the_summary() -> None:
-    config = Fig2Config(**{**vars(SMALL), "seeds": "1"})
-    summary = FIG2.summarise(config, records_of(config))
-    shown = {row["measure"]: row["topk"] for row in summary["table"]}
-    assert shown["S = 0.4, distance"] == summary["final_distance"]["topk"]["0.4"][0]
-    assert shown["S = 0.4, following"] == f"{summary['num_tracking_dense']['topk']['0.4']}/1"
-
-
 LONG = Fig2Config(seeds="1-1", num_iterations=4000, record_every=500, densities=(0.6,))
 
 

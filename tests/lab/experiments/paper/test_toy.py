@@ -9,15 +9,8 @@ from regtopk.lab.experiments.experiment import silent
 from regtopk.lab.experiments.paper.fig1 import FIG1
 from regtopk.lab.experiments.paper.scaling import SCALING, ScalingConfig, grads, risk
 from regtopk.lab.experiments.paper.toy import ToyConfig
-from regtopk.lab.experiments.published import published_figure
 from regtopk.lab.experiments.tasks import toy
 from regtopk.lab.runs import Record
-
-
-def test_published_points_name_their_source() -> None:
-    points = published_figure(1)
-    assert "Bereyhi" in points["source"] and "Figure 1" in points["source"]
-    assert points["iteration"] == list(range(101))
 
 
 def test_figure_1_is_the_published_one() -> None:
@@ -92,15 +85,3 @@ def test_a_method_that_never_moves() -> None:
     assert summary["num_iterations_waited"]["topk"] is None
     assert "topk" not in summary["first_step_scale"]
     assert summary["longest_step_scale"]["topk"] == 0
-
-
-def test_table_shows_only_numbers_of_the_summary() -> None:
-    config = ScalingConfig()
-    summary = SCALING.summarise(config, scaling_records(config))
-    assert {row["measure"]: row["topk"] for row in summary["table"]} == {
-        "iterations waited": summary["num_iterations_waited"]["topk"],
-        "waited, in the paper": summary["paper_topk"]["num_iterations_waited"],
-        "first step, × dense's": summary["first_step_scale"]["topk"],
-        "longest step, × that": summary["longest_step_scale"]["topk"],
-        "final risk": summary["final_risk"]["topk"],
-    }

@@ -1,7 +1,7 @@
 """Which density makes a method send a given number of bytes: the method is run to find out."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from regtopk.core.algorithm import Algorithm
@@ -42,24 +42,28 @@ class PayloadProbe:
             cluster.step(grads)
         return float(cluster.total.payload_bytes.double().mean()) / len(self.grads)
 
-    def find_density(self, payload_at: Callable[[float], float], budget: float, *, name: str) -> float:
+    def payload_of(self, config: CompareConfig, method: Method, density: float | None) -> float:
+        """What a method sends at a density."""
+        return self.payload(config.build(MethodAt(method, density)), config.index_code_of(method))
+
+    def find_density(self, config: CompareConfig, method: Method, budget: float) -> float:
         """The largest density whose payload is within the budget, by bisection of its logarithm.
 
         Raises:
             ArgumentError: a message of one entry already takes more.
         """
         low, high = math.log(1 / self.layout.numel), 0.0
-        smallest = payload_at(math.exp(low))
+        smallest = self.payload_of(config, method, math.exp(low))
         if smallest > budget:
             raise ArgumentError(
-                f"the budget of bytes per step must be at least the smallest message of {name}, "
+                f"the budget of bytes per step must be at least the smallest message of {method.label}, "
                 f"{smallest:.0f}, got {budget:.0f}"
             )
-        if payload_at(1.0) <= budget:
+        if self.payload_of(config, method, 1.0) <= budget:
             return 1.0
         while high - low > TOLERANCE:
             middle = (low + high) / 2
-            if payload_at(math.exp(middle)) <= budget:
+            if self.payload_of(config, method, math.exp(middle)) <= budget:
                 low = middle
             else:
                 high = middle
@@ -86,18 +90,11 @@ def at_equal_bytes(config: CompareConfig, methods: Sequence[Method], problem: Pr
     if not any(method.takes_density or method.with_budget(1) is not method for method in methods):
         return [MethodAt(method, None) for method in methods]  # nothing to find out
     probe = PayloadProbe(problem.task([0]), min(NUM_STEPS, config.num_steps))
-
-    def payload(method: Method, density: float | None) -> float:
-        return probe.payload(config.build(MethodAt(method, density)), config.index_code_of(method))
-
-    budget = config.bytes_per_step or payload(Method.parse_like(config.like), None)
+    budget = config.bytes_per_step or probe.payload_of(config, Method.parse_like(config.like), None)
     runs = []
     for given in methods:
-        density, own_budget = None, budget * given.rounds.every
+        own_budget = budget * given.rounds.every
         method = given.with_budget(own_budget)
-        if method.takes_density:
-            density = probe.find_density(
-                lambda density, method=method: payload(method, density), own_budget, name=method.label
-            )
+        density = probe.find_density(config, method, own_budget) if method.takes_density else None
         runs.append(MethodAt(method, density))
     return runs

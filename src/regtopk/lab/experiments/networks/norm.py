@@ -67,12 +67,10 @@ def record_statistics(network: nn.Module, images: Tensor) -> None:
     """Set every BatchNorm's statistics from one pass over `images`; leaves the network in eval mode."""
     layers = [layer for layer in network.modules() if isinstance(layer, BatchNorm)]
     network.train()
-    try:
-        for layer in layers:
-            layer.recording = True
-        if layers:
-            network(images)
-    finally:
-        for layer in layers:
-            layer.recording = False
-        network.eval()
+    for layer in layers:
+        layer.recording = True
+    if layers:
+        network(images)
+    for layer in layers:
+        layer.recording = False
+    network.eval()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from regtopk.errors import ClusterError
 from regtopk.lab.runs import Record

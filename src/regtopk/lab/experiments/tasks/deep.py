@@ -36,7 +36,7 @@ class DeepTask(Task):
 
     is_loss_averaged = True
     has_own_models = True
-    network_settings = ("precision",)
+    network_settings: ClassVar[tuple[str, ...]] = ("precision",)
     is_compiled: ClassVar[bool] = False  # whether torch.compile fuses small operations on a GPU
 
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
