@@ -37,7 +37,7 @@ class RankTraining:
         self.network = task.make_network(seed)
         self.num_steps = 0
         self._order = task.order(seed)
-        self._descent = Descent.of_network(
+        self._descent = Descent(
             self.network,
             recipe=OPTIMIZERS[config.optimizer_of(method)],
             lr=method.lr or config.lr[0],

@@ -1,10 +1,9 @@
 """Optimizers, with the weight decay, the clipping and the schedule that go with them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +61,8 @@ class Descent:
     Simulated workers and real ranks take their steps here, so both make the same operations in one order.
 
     Args:
-        parameters: changed by every step.
-        decays: the weight decay of each parameter, which broadcasts to its entries.
-        are_models: whether the one parameter has models as its rows (..., J), which are clipped one by one.
+        model: the parameters of one network, or flat models (..., J), each of which goes its own way.
+        layout: of flat models: which parameter owns which entries.
         recipe: how.
         lr: learning rate.
         num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
@@ -72,38 +70,25 @@ class Descent:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
-        decays: Sequence[Tensor],
+        model: nn.Module | Tensor,
+        layout: Layout | None = None,
         *,
-        are_models: bool,
         recipe: Recipe,
         lr: float,
         num_steps: int,
     ) -> None:
         assert num_steps or recipe.last_share == 1, "a schedule needs its number of steps"
-        self.optimizer = recipe.make(parameters, lr=lr)
-        self._parameters = parameters
-        self._decays = decays
-        self._are_models = are_models
+        self._are_models = isinstance(model, Tensor)
+        self._parameters = [model] if isinstance(model, Tensor) else list(model.parameters())
+        if layout is None:
+            self._decays = [p.new_tensor(recipe.weight_decay * (p.dim() > 1)) for p in self._parameters]
+        else:
+            decays = [torch.full((x.numel,), recipe.weight_decay * (len(x.shape) > 1)) for x in layout.layers]
+            self._decays = [torch.cat(decays).to(self._parameters[0])]
+        self.optimizer = recipe.make(self._parameters, lr=lr)
         self._recipe = recipe
         self._lr = lr
         self._num_steps = num_steps
-
-    @classmethod
-    def of_models(cls, models: Tensor, layout: Layout, *, recipe: Recipe, **how: Any) -> "Descent":
-        """Flat models (..., J), each of which goes its own way."""
-        decay = torch.zeros(layout.numel)
-        for layer in layout.layers:
-            if len(layer.shape) > 1:
-                decay[layer.start : layer.start + layer.numel] = recipe.weight_decay
-        return cls([models], [decay.to(models)], are_models=True, recipe=recipe, **how)
-
-    @classmethod
-    def of_network(cls, network: nn.Module, *, recipe: Recipe, **how: Any) -> "Descent":
-        """The parameters of one network."""
-        parameters = list(network.parameters())
-        decays = [p.new_tensor(recipe.weight_decay if p.dim() > 1 else 0.0) for p in parameters]
-        return cls(parameters, decays, are_models=False, recipe=recipe, **how)
 
     @torch.no_grad()
     def step(self, step: int) -> None:
