@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from regtopk.lab.experiments.comparison import hardware
-from regtopk.lab.experiments.deep.engine import Engine
-from regtopk.lab.experiments.deep.examples import Examples
-from regtopk.lab.experiments.deep.flat import flatten
-from regtopk.lab.experiments.deep.networks import NETWORKS
+from regtopk.lab.experiments.compare.comparison import hardware
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.networks.convolutional import NETWORKS
+from regtopk.lab.experiments.networks.engine import Engine
+from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.method import Method
 from regtopk.simulate import Cluster
 

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 from regtopk import RegTopK, TopK
 from regtopk.core import Algorithm
 from regtopk.integrations.flower import Client, Model, PastRound, Server
-from regtopk.lab.experiments.images import Images, load_images, standardised
-from regtopk.lab.experiments.splits import divide
+from regtopk.lab.experiments.data.images import Images, load_images, standardised
+from regtopk.lab.experiments.data.splits import divide
 
 NUM_CLIENTS, NUM_SAMPLED = 20, 5
 NUM_STEPS, BATCH = 20, 50

@@ -38,8 +38,8 @@ from torch.nn import functional as F
 
 import regtopk
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.lab.experiments.deep.networks.gpt import GPT
-from regtopk.lab.experiments.deep.text import Text, load_text, torch_sources
+from regtopk.lab.experiments.data.text import Text, load_text, torch_sources
+from regtopk.lab.experiments.networks.gpt import GPT
 
 REPLICAS, SHARDS = 2, 2
 CONTEXT = 128  # of the model, whose default that is; the windows may be shorter

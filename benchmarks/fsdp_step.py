@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import regtopk
-from regtopk.lab.experiments.deep.networks.gpt import GPT
+from regtopk.lab.experiments.networks.gpt import GPT
 
 NUM_TOKENS, HEAD, WARM_UP = 50304, 64, 3
 VARIANTS: dict[str, dict[str, Any]] = {

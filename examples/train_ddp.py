@@ -1,4 +1,4 @@
-"""Train scikit-learn's digits with DistributedDataParallel and RegTop-k: copy it, and put your model in.
+"""Train scikit-learn's digits with DistributedDataParallel and Consensus: copy it, and put your model in.
 
     torchrun --nproc_per_node 2 examples/train_ddp.py
 
@@ -52,7 +52,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
     model = DistributedDataParallel(network.to(device))
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=arguments.density))  # on every rank
+    algorithm = regtopk.Consensus(density=arguments.density, value_code="4bit")
+    exchange = regtopk.attach(model, algorithm)  # on every rank
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 
     checkpoints = regtopk.Checkpoints(arguments.checkpoints)

@@ -86,7 +86,7 @@ def test_reproduce_as_json(tmp_path: Path) -> None:
     assert all(len(seeds) == 2 for by_density in final.values() for seeds in by_density.values())
     config = json.loads((out / "config.json").read_text())
     assert config["command"] == "regtopk reproduce fig2 --seeds 2 --set num_iterations=5"
-    assert config["config"]["num_seeds"] == 2 and config["config"]["num_iterations"] == 5
+    assert config["config"]["seeds"] == "2" and config["config"]["num_iterations"] == 5
 
 
 def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_seeds_of_an_experiment_without_chance(finished: tuple[Path, int, str]) 
     [
         ("fig9", "got 'fig9' (did you mean 'fig3'?)"),
         ("fig1 --set devise=cpu", "got 'devise' (did you mean 'device'?)"),
-        ("fig2 --seeds 0", "num_seeds must be an integer of at least 1, got 0"),
-        ("fig2 --seeds 2 --set num_seeds=3", "each setting must be given once, got num_seeds twice"),
+        ("fig2 --seeds 0", "seeds must be a number of them, or different ones like 3,4,5 or 2-6, got '0'"),
+        ("fig2 --seeds 2 --set seeds=3", "each setting must be given once, got seeds twice"),
         ("fig1 --device abacus", "device must be cpu or cuda, got 'abacus'"),
         ("fig2 --set lr=1e3 --set record_every=9999", "grads of worker 0 must be finite"),
         ("fig2 --set lr=1e300 --set record_every=1", "the run diverged"),

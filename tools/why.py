@@ -20,11 +20,13 @@ from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
 from regtopk.core.options import counted
 from regtopk.errors import RegtopkError
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.deep.task import DeepProblem
-from regtopk.lab.experiments.fig2 import JUMP, Fig2Config, Problems, make_problems
-from regtopk.lab.experiments.threads import threads_for
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config
+from regtopk.lab.experiments.paper.fig3 import PRESETS
+from regtopk.lab.experiments.settings import threads_for
+from regtopk.lab.experiments.tasks import Problem
+from regtopk.lab.experiments.tasks.regression import Regressions, draw_regressions
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
 from regtopk.lab.report.panels import label_log_axis, line_of
 from regtopk.lab.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style
@@ -33,7 +35,7 @@ from regtopk.simulate import Cluster
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FIG2 = Fig2Config(num_seeds=4, num_iterations=4000, densities=(0.6,))
+FIG2 = Fig2Config(seeds="4", num_iterations=4000, densities=(0.6,))
 PLAIN = 1e-30  # a mu so small that RegTop-k is Top-k
 CASES = {
     "Top-k, S = 0.6": RegTopK(density=0.6, mu=PLAIN),
@@ -93,10 +95,10 @@ class Watched:
 
 
 @torch.inference_mode()
-def watch(config: Fig2Config, problems: Problems, algorithm: RegTopK) -> Watched:
+def watch(config: Fig2Config, problems: Regressions, algorithm: RegTopK) -> Watched:
     """Run RegTop-k on Figure 2's regressions, and look at every step as no worker can."""
     cluster, seen = Cluster(algorithm, num_workers=config.num_workers), Watched()
-    models = problems.start.clone()
+    models = torch.zeros_like(problems.optimum)
     last = None
     for _ in range(config.num_iterations):
         grads = problems.grads(models.unsqueeze(1)).squeeze(1)
@@ -144,12 +146,14 @@ def jumps_of(distance: list[list[float]], step: Step, last: Step) -> Iterator[Ju
             yield Jump(seed, len(distance), before, after, num_senders.tolist(), common.tolist())
 
 
-def count_senders(config: DeepConfig, mu: float) -> list[float]:
-    """Of what a worker sends in the last round, the shares that 1, 2, ... N workers send; of seed 0."""
-    task = DeepProblem(config).task([0])
-    algorithm = RegTopK(density=config.density, mu=mu)
-    trainer = Trainer(task, algorithm, optimizer=config.optimizer, lr=config.lr, index_code=config.index_code)
-    trainer.run_until(config.num_rounds)
+def count_senders(config: CompareConfig, mu: float) -> list[float]:
+    """Of what a worker sends in the last step, the shares that 1, 2, ... N workers send; of seed 0."""
+    task = Problem(config).task([0])
+    algorithm = RegTopK(density=config.densities[0], mu=mu)
+    trainer = Trainer(
+        task, algorithm, optimizer=config.optimizer, lr=config.lr[0], index_code=config.index_code
+    )
+    trainer.run_until(config.num_steps)
     num_senders = _is_sent(trainer.clusters[0], task.layout.numel).sum(-2).flatten()
     num_entries = num_senders.bincount(minlength=config.num_workers + 1).cpu().double()
     num_sent = num_entries * torch.arange(config.num_workers + 1)
@@ -254,10 +258,10 @@ def explain_figure_2(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     draw_score(folder / "why-score.png")
     with threads_for(FIG2.numel):
-        problems = make_problems(FIG2)
+        problems = draw_regressions(FIG2)
         for name, algorithm in CASES.items():
             watched = watch(FIG2, problems, algorithm)
-            by_all = sum(watched.num_by_all[END - 1]) / FIG2.num_seeds
+            by_all = sum(watched.num_by_all[END - 1]) / len(watched.distance[0])
             distance = max(watched.distance[END - 1])
             print(f"{name}, iteration {END}: all send {by_all:g} entries, distance up to {distance:.1e}")
             num_jumps, last = len(watched.jumps), max(watched.distance[-1])
@@ -271,12 +275,12 @@ def explain_figure_2(folder: Path) -> None:
         print(f"{jump}, in bits: {common}")
 
 
-def print_senders(preset: str, data: str, device: str, num_rounds: int | None, mu: float) -> None:
+def print_senders(preset: str, data: str, device: str, num_steps: int | None, mu: float) -> None:
     """Print the shares of `count_senders`, in float32, which every device has."""
-    settings = {**PRESETS[preset], "preset": preset, "precision": "float32", "data": data, "device": device}
-    if num_rounds is not None:
-        settings["num_rounds"] = num_rounds
-    for num_workers, share in enumerate(count_senders(DeepConfig(**settings), mu), start=1):
+    settings = {**PRESETS[preset], "precision": "float32", "data": data, "device": device}
+    if num_steps is not None:
+        settings["num_steps"] = num_steps
+    for num_workers, share in enumerate(count_senders(CompareConfig(**settings), mu), start=1):
         print(f"sent by {counted(num_workers, 'worker')}: {100 * share:.2f} %")
 
 
@@ -287,13 +291,13 @@ if __name__ == "__main__":
     asked.add_argument("--senders", choices=list(PRESETS), metavar="PRESET", help="a preset of fig3")
     parser.add_argument("--data", default="", help="where the preset's data set is (docs/data.md)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--rounds", type=int, help="how many rounds, if not the preset's")
+    parser.add_argument("--steps", type=int, help="how many steps, if not the preset's")
     parser.add_argument("--mu", type=float, default=5.0, help="RegTop-k's")
     given = parser.parse_args()
     try:
         if given.out:
             explain_figure_2(given.out)
         else:
-            print_senders(given.senders, given.data, given.device, given.rounds, given.mu)
+            print_senders(given.senders, given.data, given.device, given.steps, given.mu)
     except RegtopkError as error:
         parser.error(str(error))

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from benchmarks.slow_network.methods import Method
 from benchmarks.slow_network.rank import Rank, joined
 from benchmarks.slow_network.search import reached_accuracy
-from regtopk.lab.experiments.images import Images, load_images, standardised
-from regtopk.lab.experiments.splits import batch_order, divide
+from regtopk.lab.experiments.data.images import Images, load_images, standardised
+from regtopk.lab.experiments.data.splits import batch_order, divide
 
 SEED = 0
 WARM_UP = 3

@@ -16,7 +16,7 @@ from benchmarks.slow_network.gpt_plan import Plan
 from benchmarks.slow_network.launch import launch
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.results import Results, Row
-from regtopk.lab.experiments.deep.text import load_text
+from regtopk.lab.experiments.data.text import load_text
 
 METHODS = (
     "updates:4",

@@ -15,7 +15,7 @@ from benchmarks.slow_network.launch import launch
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.results import Results, Row
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.deep.text import load_text
+from regtopk.lab.experiments.data.text import load_text
 
 KINDS = ("search", "race", "steps", "latency")
 UNSHAPED = ("dense", "fp16")  # half an hour on the link

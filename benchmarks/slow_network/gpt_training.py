@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from benchmarks.slow_network.gpt_methods import every_of, join
 from benchmarks.slow_network.gpt_plan import Plan
 from benchmarks.slow_network.rank import Rank, joined
-from regtopk.lab.experiments.deep.examples import Examples, of_text
-from regtopk.lab.experiments.deep.networks.gpt import GPT
-from regtopk.lab.experiments.deep.text import load_text
-from regtopk.lab.experiments.splits import batch_order, divide
+from regtopk.lab.experiments.data.examples import Examples, of_text
+from regtopk.lab.experiments.data.splits import batch_order, divide
+from regtopk.lab.experiments.data.text import load_text
+from regtopk.lab.experiments.networks.gpt import GPT
 
 HEAD = 64  # width of an attention head
 BETAS, WEIGHT_DECAY, LARGEST_NORM = (0.9, 0.95), 0.1, 1.0

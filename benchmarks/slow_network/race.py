@@ -10,7 +10,7 @@ from benchmarks.slow_network.methods import Method
 from benchmarks.slow_network.results import Results, Row, describe
 from benchmarks.slow_network.search import best_lr, reached_accuracy, rows_of, target_of
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.images import load_images
+from regtopk.lab.experiments.data.images import load_images
 
 
 class Race:

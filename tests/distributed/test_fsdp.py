@@ -16,7 +16,7 @@ import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.steps.step import Steps
 from regtopk.errors import ClusterError
-from regtopk.lab.experiments.threads import threads_for
+from regtopk.lab.experiments.settings import threads_for
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks
 from tests.distributed.sharding import (

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.lab.experiments.compare import ComparedProblem
-from regtopk.lab.experiments.deep.flat import flatten
-from regtopk.lab.experiments.gpt_on_rank import GptOnRank, save_examples
-from regtopk.lab.experiments.rank_training import RankTraining
-from regtopk.lab.experiments.threads import threads_for
-from regtopk.lab.experiments.train_config import TrainConfig
-from regtopk.lab.experiments.trainer import Trainer
+from regtopk.lab.experiments.compare.config import MethodAt
+from regtopk.lab.experiments.networks.flat import flatten
+from regtopk.lab.experiments.ranks.config import TrainConfig
+from regtopk.lab.experiments.ranks.tasks import load_task, save_examples
+from regtopk.lab.experiments.ranks.training import RankTraining
+from regtopk.lab.experiments.settings import threads_for
+from regtopk.lab.experiments.tasks import Problem
+from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from tests.distributed.ranks import Ranks
 
@@ -38,8 +39,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path) -> Result:
     """What this rank ends with; without a hook gradients are left to DDP."""
     config, method = TrainConfig(**settings), Method.parse(label)
-    task = GptOnRank(config.simulated, examples, torch.device("cpu"))
-    training = RankTraining(task, config, method, config.build(method) if has_hook else None, SEED)
+    task = load_task(config, examples, torch.device("cpu"))
+    algorithm = config.build(MethodAt(method, config.densities[0])) if has_hook else None
+    training = RankTraining(task, config, method, algorithm, SEED)
     for _ in range(config.num_steps):
         training.step()
     model = flatten(training.network)
@@ -53,11 +55,11 @@ def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path
 
 def simulated(settings: dict[str, Any], label: str) -> Result:
     """What the comparison with the same settings, seed and method ends with."""
-    config, method = TrainConfig(**settings).simulated, Method.parse(label)
+    config, method = TrainConfig(**settings), Method.parse(label)
     with threads_for(0):
         trainer = Trainer(
-            ComparedProblem(config).task([SEED]),
-            TrainConfig(**settings).build(method),
+            Problem(config).task([SEED]),
+            config.build(MethodAt(method, config.densities[0])),
             optimizer=config.optimizer_of(method),
             lr=method.lr or config.lr[0],
             index_code=config.index_code_of(method),
@@ -74,7 +76,7 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
     settings = {"collective": "all_gather", **SMALL, **settings}
     settings |= {"num_workers": ranks.num_ranks, "data": str(data)}
     examples = data.with_suffix(".examples")
-    save_examples(TrainConfig(**settings).simulated, examples)
+    save_examples(TrainConfig(**settings), examples)
     waiting = ranks.start(on_rank, settings, label, has_hook, examples)
     model, payload_bytes = simulated(settings, label)
     found = ranks.wait_for(waiting)
@@ -114,8 +116,8 @@ def test_imputed_sums_however_they_run(
     two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, collective: str, data: Path
 ) -> None:
     ranks = {2: two_ranks, 4: four_ranks}[num_ranks]
-    check(ranks, f"{IMPUTED}:every=2", data, density=0.1, collective=collective)
-    check(ranks, "topk:impute=0.35", data, density=0.1, collective=collective)
+    check(ranks, f"{IMPUTED}:every=2", data, densities=(0.1,), collective=collective)
+    check(ranks, "topk:impute=0.35", data, densities=(0.1,), collective=collective)
 
 
 def test_other_optimizers(two_ranks: Ranks, data: Path) -> None:

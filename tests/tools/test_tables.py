@@ -1,11 +1,9 @@
 """Tables in docs/deep-networks.md are those of the recorded runs."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from regtopk.lab.experiments.deep.config import DeepConfig
 from tools.tables import as_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,9 +18,3 @@ def test_the_document_holds_the_recorded_table(folder: Path) -> None:
 
 def test_some_runs_are_recorded() -> None:
     assert FOLDERS
-
-
-def test_the_document_names_every_setting() -> None:
-    text = (DOCS / "deep-networks.md").read_text(encoding="utf-8")
-    names = [field.name for field in fields(DeepConfig)]
-    assert [name for name in names if f"| `{name}` |" not in text and f"--{name}" not in text] == []

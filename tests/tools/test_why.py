@@ -6,19 +6,21 @@ import pytest
 import torch
 
 from regtopk.algorithms import RegTopK
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
-from regtopk.lab.experiments.fig2 import Fig2Config, Problems, make_problems
+from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.paper.fig2 import Fig2Config
+from regtopk.lab.experiments.paper.fig3 import PRESETS
+from regtopk.lab.experiments.tasks.regression import Regressions, draw_regressions
 from tools.why import Jump, Step, count_senders, draw_consensus, draw_score, jumps_of, watch
 
-SMALL = Fig2Config(num_seeds=2, num_iterations=30, num_workers=5, numel=12, num_points=30, lr=0.05)
+SMALL = Fig2Config(seeds="2", num_iterations=30, num_workers=5, numel=12, num_points=30, lr=0.05)
 
 
 @pytest.fixture(scope="module")
-def problems() -> Problems:
-    return make_problems(SMALL)
+def problems() -> Regressions:
+    return draw_regressions(SMALL)
 
 
-def test_at_full_density_all_send_everything_and_both_guesses_come_true(problems: Problems) -> None:
+def test_at_full_density_all_send_everything_and_both_guesses_come_true(problems: Regressions) -> None:
     seen = watch(SMALL, problems, RegTopK(density=1.0))
     assert seen.num_by_all == [[12, 12]] * 30 and seen.num_by_some == [[0, 0]] * 30
     assert len(seen.distance) == 30 and seen.distance[-1][0] < 0.5 * seen.distance[0][0]
@@ -27,7 +29,7 @@ def test_at_full_density_all_send_everything_and_both_guesses_come_true(problems
     assert seen.jumps == []
 
 
-def test_an_entry_is_sent_by_all_by_some_or_by_none(problems: Problems) -> None:
+def test_an_entry_is_sent_by_all_by_some_or_by_none(problems: Regressions) -> None:
     seen = watch(SMALL, problems, RegTopK(density=0.5))
     for by_all, by_some in zip(seen.num_by_all, seen.num_by_some, strict=True):
         for seed in range(2):
@@ -52,14 +54,14 @@ def test_a_jump_names_the_entries_that_parted_the_workers() -> None:
 
 
 def test_shares_of_a_deep_network_add_up() -> None:
-    settings = {**PRESETS["smoke"], "preset": "smoke", "num_rounds": 2}
-    shares = count_senders(DeepConfig(**settings), mu=1.0)
+    settings = {**PRESETS["smoke"], "num_steps": 2}
+    shares = count_senders(CompareConfig(**settings), mu=1.0)
     assert len(shares) == 4 and sum(shares) == pytest.approx(1)
     assert 0 < shares[0] < 1
-    assert count_senders(DeepConfig(**{**settings, "density": 1.0}), mu=1.0) == [0, 0, 0, 1]
+    assert count_senders(CompareConfig(**{**settings, "densities": (1.0,)}), mu=1.0) == [0, 0, 0, 1]
 
 
-def test_the_pictures_are_drawn(problems: Problems, tmp_path: Path) -> None:
+def test_the_pictures_are_drawn(problems: Regressions, tmp_path: Path) -> None:
     draw_score(tmp_path / "score.png")
     draw_consensus(watch(SMALL, problems, RegTopK(density=0.5)), tmp_path / "consensus.png")
     for name in ("score.png", "consensus.png"):

@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-DEMO_PARTS: dict[str, list[str]] = {"train": [], "fig1": [], "scaling": [], "fig2": ["num_seeds=2"]}
+DEMO_PARTS: dict[str, list[str]] = {"train": [], "fig1": [], "scaling": [], "fig2": ["seeds=2"]}
 DEMO = {
     "experiment": "demo",
     "title": "RegTop-k in four small experiments",

@@ -16,27 +16,25 @@ from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, RunExistsError
 from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
-from regtopk.lab.experiments.comparison import Comparison
-from regtopk.lab.experiments.deep.config import PRESETS, DeepConfig
+from regtopk.lab.experiments.compare.comparison import Comparison
+from regtopk.lab.experiments.paper.fig3 import PRESETS
 from regtopk.lab.experiments.tasks import TASKS
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import CONFIG, check_holds_no_run
 
 OUT = Path("out")
-FRESH_SEEDS = "2-6"  # suggested, to measure what was picked on seeds 0 and 1
 
 # the settings that have an option of their own, and the options that are not called as their setting is
-REPRODUCED = ("methods", "data", "weights", "deterministic", "device")
+REPRODUCED = ("algorithms", "like", "data", "deterministic", "device")
 COMPARED = (
     "algorithms", "densities", "bytes_per_step", "like", "split", "value_code", "index_code", "optimizer",
     "lr", "num_workers", "num_steps", "data", "device",
 )  # fmt: skip
 TRAINED = (
-    "task", "num_workers", "algorithm", "exchange", "every", "outer", "outer_lr", "outer_momentum", "delay",
-    "fragments", "density", "value_code", "index_code", "scope", "optimizer", "lr", "num_steps", "data",
-    "device",
+    "task", "algorithms", "densities", "value_code", "index_code", "optimizer", "lr", "num_workers",
+    "num_steps", "data", "device",
 )  # fmt: skip
-FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps", "num_seeds": "--seeds"}
+FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
 
 
 def flag_of(setting: str) -> str:
@@ -67,7 +65,7 @@ def run(
     *,
     seeds: Annotated[
         str | None,
-        typer.Option(help="How many seeds, from 0 on: 3. Compare, fig2, fig3 also take which: 3,4,5, 2-6."),
+        typer.Option(help="How many seeds, from 0 on: 3. Or which: 3,4,5 or 2-6."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")
@@ -85,12 +83,16 @@ def run(
     """Run an experiment and show what came out; every command here has these options."""
     if resume and force:
         raise ArgumentError("give one of --resume and --force, got both: one adds to a run, one replaces it")
-    for key in ("preset", "task"):
-        if key in request.base and any(word.startswith(f"{key}=") for word in settings or ()):
-            raise ArgumentError(f"{key} must be given as the command's own argument, got it with --set")
+    if "task" in request.base and any(word.startswith("task=") for word in settings or ()):
+        raise ArgumentError("task must be given as the command's own argument, got it with --set")
     experiment = request.experiment
     if seeds is not None:
-        chosen |= _seeds(experiment, seeds)
+        if "seeds" in {f.name for f in fields(experiment.config)}:
+            chosen["seeds"] = seeds
+        else:
+            typer.echo(
+                f"regtopk: {experiment.name} draws nothing at random, --seeds changes nothing", err=True
+            )
     given = [f"{name}={value}" for name, value in chosen.items()]
     config = parse_settings(experiment.config, [*given, *(settings or ())], request.base)
     typed = [*request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
@@ -108,12 +110,6 @@ def run(
         if isinstance(experiment, Comparison) and (folder / CONFIG).exists():
             typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)
         raise
-    if not as_json and "finding" in summary:
-        typer.echo(summary["finding"])
-        claim = summary["claim"]
-        if claim and not claim["gain"]:
-            methods = f"{claim['against']},{claim['method']}"
-            typer.echo(f"To measure it: --seeds {FRESH_SEEDS} --methods {methods} --resume")
     show(summary, {request.name: summary}, write_report(folder), as_json=as_json)
 
 
@@ -152,8 +148,6 @@ def _option(config: type, name: str) -> Any:
     default: Any = next(f.default for f in fields(config) if f.name == name)
     kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-    if config is DeepConfig and any(name in preset for preset in PRESETS.values()):
-        shown = "the preset's"
     text = escape(_described(config, name))
     return Annotated[kind | None, typer.Option(flag_of(name), help=text, show_default=shown or False)]
 
@@ -193,18 +187,7 @@ def _holds_run(folder: Path) -> bool:
     return False
 
 
-def _seeds(experiment: Experiment[Any], seeds: str) -> dict[str, str]:
-    """The setting that --seeds changes: their number, or which ones."""
-    known = {f.name for f in fields(experiment.config)}
-    if "num_seeds" in known and (seeds.isdigit() or "seeds" not in known):
-        return {"num_seeds": seeds}
-    if "seeds" in known:
-        return {"seeds": seeds}
-    typer.echo(f"regtopk: {experiment.name} draws nothing at random, --seeds changes nothing", err=True)
-    return {}
-
-
-@runs(DeepConfig, REPRODUCED)
+@runs(COMPARE.config, REPRODUCED)
 def reproduce(
     experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
     preset: Annotated[
@@ -220,8 +203,7 @@ def reproduce(
         return Request(own, experiment, words)
     preset = preset or next(iter(own.presets))
     check_choice("preset", preset, own.presets)
-    base = {"preset": preset, **own.presets[preset]}
-    return Request(own, f"{experiment}-{preset}", [*words, "--preset", preset], base)
+    return Request(own, f"{experiment}-{preset}", [*words, "--preset", preset], own.presets[preset])
 
 
 @runs(COMPARE.config, COMPARED)

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from regtopk.errors import RegtopkError, RunExistsError
-from regtopk.lab.experiments.experiment import Progress
+from regtopk.lab.experiments.experiment import ShowProgress
 from regtopk.lab.report import columns_of, format_number, heading_of
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ def say_errors(command: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
+def progress_bar(label: str) -> Iterator[ShowProgress]:
     """A bar on stderr; where that is no terminal, a line for each result that has words."""
     if not sys.stderr.isatty():
 

@@ -158,24 +158,9 @@ class Method:
             own = {key: given.pop(key) for key in list(given) if key not in known}
             arguments["algorithm"] = Method(self.label, name, own)
             arguments["algorithm"]._arguments()
-        if "impute" in given and "impute" not in known:
-            self._refuse_impute()
         for key in given:
             check_choice(f"option of {self.algorithm}", key, known)
         return {**arguments, **given}
-
-    def _refuse_impute(self) -> None:
-        """Say why an algorithm cannot impute."""
-        rest = {key: value for key, value in self.options.items() if key != "impute"}
-        algorithm = replace(self, options=rest).build(density=START, value_code=None)
-        if "shared_support" in algorithm.promises:
-            why = "its workers all send the same entries, so there is nothing to impute"
-        else:
-            why = "it does not impute"
-        takers = [name for name, kind in ALGORITHMS.items() if any(f.name == "impute" for f in fields(kind))]
-        raise ArgumentError(
-            f"impute is an option of {', '.join(takers)}, not of {self.algorithm}: {why}, got {self.label!r}"
-        )
 
 
 def _rounds(algorithm: str, options: dict[str, Option]) -> Rounds:

@@ -1,23 +1,21 @@
-"""The papers' figures and tables, one file each, and the table of their names."""
+"""Experiments: the paper's figures, comparisons of methods, and training by real processes.
+
+Rooms, from the bottom up: `data` and `networks`; `tasks`, what is learned; `training`, simulated workers that
+learn it; `compare`, methods side by side; `paper`, the figures; `ranks`, real processes. `published` has the
+paper's own points.
+"""
 
 from typing import Any
 
-from regtopk.lab.experiments.adaptive import ADAPTIVE
-from regtopk.lab.experiments.compare import COMPARE
+from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.experiment import Experiment
-from regtopk.lab.experiments.fig1 import FIG1
-from regtopk.lab.experiments.fig2 import FIG2
-from regtopk.lab.experiments.fig3 import FIG3
-from regtopk.lab.experiments.scaling import SCALING
+from regtopk.lab.experiments.paper.fig1 import FIG1
+from regtopk.lab.experiments.paper.fig2 import FIG2
+from regtopk.lab.experiments.paper.fig3 import FIG3
+from regtopk.lab.experiments.paper.scaling import SCALING
+from regtopk.lab.experiments.ranks.train import TRAIN
 from regtopk.lab.experiments.settings import parse_settings
-from regtopk.lab.experiments.train import TRAIN
 
-EXPERIMENTS: dict[str, Experiment[Any]] = {
-    "fig1": FIG1,
-    "scaling": SCALING,
-    "fig2": FIG2,
-    "adaptive": ADAPTIVE,
-    "fig3": FIG3,
-}
+EXPERIMENTS: dict[str, Experiment[Any]] = {"fig1": FIG1, "scaling": SCALING, "fig2": FIG2, "fig3": FIG3}
 
 __all__ = ["COMPARE", "EXPERIMENTS", "TRAIN", "Experiment", "parse_settings"]

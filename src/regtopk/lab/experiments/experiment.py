@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 from regtopk.lab.experiments.settings import ConfigT, settings_of
 from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
@@ -13,7 +13,15 @@ Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
 
 
-class Progress(Protocol):
+class Place(NamedTuple):
+    """Where a run is written, and whether it replaces or continues the run that is there."""
+
+    folder: Path
+    force: bool
+    resume: bool
+
+
+class ShowProgress(Protocol):
     """Is told the fraction done, 0 to 1, and perhaps a few words about the newest result."""
 
     def __call__(self, fraction: float, words: str = "") -> None:
@@ -30,7 +38,7 @@ class Experiment(ABC, Generic[ConfigT]):
 
     Args:
         name: on the command line.
-        title: on the page; a function where it depends on the configuration.
+        title: on the page.
         about: what it shows, in a sentence or two; a function where it depends on the configuration.
         config: a frozen dataclass; every field has a default.
         presets: settings that have a name; the first is the default.
@@ -40,7 +48,7 @@ class Experiment(ABC, Generic[ConfigT]):
     """
 
     name: str
-    title: str | Callable[[ConfigT], str]
+    title: str
     about: str | Callable[[ConfigT], str]
     config: type[ConfigT]
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -55,7 +63,7 @@ class Experiment(ABC, Generic[ConfigT]):
         command: str,
         force: bool = False,
         resume: bool = False,
-        progress: Progress = silent,
+        progress: ShowProgress = silent,
     ) -> Summary:
         """Run, and write the records as they come, into a folder that is claimed first.
 
@@ -69,18 +77,16 @@ class Experiment(ABC, Generic[ConfigT]):
         """
         header = make_header(
             self.name,
-            title=self.title if isinstance(self.title, str) else self.title(config),
+            title=self.title,
             about=self.about if isinstance(self.about, str) else self.about(config),
             command=command,
             config=settings_of(config),
             panels=self.panels(config),
         )
-        return self._record(config, folder, header, progress, force=force, resume=resume)
+        return self._record(config, header, Place(folder, force, resume), progress)
 
     @abstractmethod
-    def _record(
-        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
-    ) -> Summary:
+    def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
         """Run under a header."""
 
 
@@ -92,16 +98,14 @@ class WholeExperiment(Experiment[ConfigT]):
         run: from a configuration to records; calls the given function with the fraction done, 0 to 1.
     """
 
-    run: Callable[[ConfigT, Progress], Iterator[Record]]
+    run: Callable[[ConfigT, ShowProgress], Iterator[Record]]
 
-    def _record(
-        self, config: ConfigT, folder: Path, header: Header, progress: Progress, *, force: bool, resume: bool
-    ) -> Summary:
-        if resume and (folder / SUMMARY).exists():
-            check_same_settings(folder, header["config"])
-            return read_run(folder).summary
+    def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
+        if place.resume and (place.folder / SUMMARY).exists():
+            check_same_settings(place.folder, header["config"])
+            return read_run(place.folder).summary
         records = []
-        with RunWriter(folder, header, force=force or resume) as writer:
+        with RunWriter(place.folder, header, force=place.force or place.resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)

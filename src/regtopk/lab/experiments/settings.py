@@ -1,6 +1,7 @@
 """Configurations of experiments: from `key=value` words to a checked, frozen dataclass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 
 ConfigT = TypeVar("ConfigT")
+SMALL = 100_000  # entries of a model below which several threads cost more than they save
 
 
 def parse_settings(
@@ -49,8 +51,8 @@ def _parse(key: str, text: str, default: Any) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return type(default)(text)
     except (ValueError, KeyError):
-        kind = "numbers with commas" if isinstance(default, tuple) else f"of type {type(default).__name__}"
-        kind = "true or false" if isinstance(default, bool) else kind
+        kinds = {tuple: "numbers with commas", bool: "true or false"}
+        kind = kinds.get(type(default), f"of type {type(default).__name__}")
         raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
 
 
@@ -91,3 +93,15 @@ def check_device(device: str) -> None:
         raise ArgumentError(f"device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device must be cpu where torch finds no GPU, got 'cuda'")
+
+
+@contextmanager
+def threads_for(numel: int) -> Iterator[None]:
+    """Use one thread for models below `SMALL` entries, and torch's own number otherwise."""
+    num_threads = torch.get_num_threads()
+    if numel < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,1 @@
+"""Methods compared on one task, over seeds: `regtopk compare`."""

@@ -1,0 +1,186 @@
+"""The settings of a comparison of methods on one task, checked before anything runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+from regtopk.algorithms import ALGORITHMS
+from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.codes import check_index_code, check_value_code
+from regtopk.core.options import check_choice, check_integer, check_number, check_positive
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.data.splits import check_split
+from regtopk.lab.experiments.settings import format_seeds, parse_seeds, settings_of
+from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import Defaults
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
+from regtopk.lab.method import Method
+
+
+class MethodAt(NamedTuple):
+    """A method, and the density it runs at if its words leave that open."""
+
+    method: Method
+    density: float | None
+
+
+@dataclass(frozen=True)
+class CompareConfig(TaskSettings):
+    """Settings of a comparison; 0 and empty words become the task's own defaults.
+
+    Args:
+        algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
+            Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, and what is
+            exchanged: exchange=updates with every, outer, outer_lr and outer_momentum.
+        densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
+        bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
+            exchanges updates after every second step may send twice as much then.
+        like: instead of a density, the bytes per step that another method sends, written as
+            NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
+        value_code: how values travel, for methods that do not name a code.
+        index_code: how indices travel, for methods that do not name a code.
+        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, or sgdw, which has adamw's
+            schedule and weight decay. Where updates are exchanged, every worker has its own. Empty: sgd, and
+            adamw for gpt.
+        lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
+        seeds: how many, from 0 on: 3. Or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
+        num_evaluations: how many times models are evaluated along the way.
+        deterministic: use only bit-reproducible kernels.
+    """
+
+    algorithms: str = ""
+    densities: tuple[float, ...] = (0.01,)
+    bytes_per_step: float = 0.0
+    like: str = ""
+    value_code: str = "float32"
+    index_code: str = "elias-fano"
+    optimizer: str = ""
+    lr: tuple[float, ...] = ()
+    seeds: str = "1"
+    num_evaluations: int = 15
+    deterministic: bool = False
+
+    free: ClassVar[tuple[str, ...]] = ("data", "algorithms", "seeds")  # may differ between runs of a folder
+
+    def __post_init__(self) -> None:
+        """Fill in the task's defaults, and check the settings."""
+        check_choice("task", self.task, TASKS)
+        for name, default in self.defaults._asdict().items():
+            object.__setattr__(self, name, getattr(self, name) or default)
+        labels = self.algorithms or ",".join(ALGORITHMS)
+        object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
+        check_split(self.split)
+        check_value_code(self.value_code)
+        check_index_code(self.index_code)
+        parse_seeds(self.seeds)
+        for name in ("num_workers", "num_steps", "batch_size", "num_evaluations"):
+            check_integer(name, getattr(self, name), at_least=1)
+        for density in self.densities:
+            check_density(density)
+        if not self.densities or len(set(self.densities)) < len(self.densities):
+            raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
+        for lr in self.lr:
+            check_positive("lr", lr)
+        self._check_budget()
+        self.kind.check(self)
+        self._check_methods()
+
+    def _check_budget(self) -> None:
+        check_number(
+            "bytes_per_step", self.bytes_per_step, "positive (0: off)", lambda x: 0 <= x < float("inf")
+        )
+        if self.like:
+            Method.parse_like(self.like)
+        if self.bytes_per_step and self.like:
+            raise ArgumentError(
+                f"give one of bytes_per_step and like, got {self.bytes_per_step}, {self.like!r}"
+            )
+
+    def _check_methods(self) -> None:
+        for name in (self.optimizer, *(self.optimizer_of(method) for method in self.methods)):
+            check_choice("optimizer", name, OPTIMIZERS)
+        if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
+            raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
+        for method in self.methods:
+            if method.rounds.has_updates and not self.kind.has_own_models:
+                can = ", ".join(name for name, own in TASKS.items() if own.has_own_models)
+                raise ArgumentError(f"exchange=updates needs one of the tasks {can}, got {self.task!r}")
+            if self.num_steps % method.rounds.every:
+                raise ArgumentError(
+                    f"every must divide the number of steps, {self.num_steps}, got {method.label!r}"
+                )
+
+    @property
+    def kind(self) -> type[Task]:
+        """What is learned, and how it is judged."""
+        return TASKS[self.task]
+
+    @property
+    def defaults(self) -> Defaults:
+        """What is used where the settings say nothing."""
+        return self.kind.defaults
+
+    @cached_property
+    def methods(self) -> list[Method]:
+        """What is compared."""
+        return _parse_methods(self.algorithms)
+
+    @property
+    def chosen_seeds(self) -> list[int]:
+        """All seeds."""
+        return parse_seeds(self.seeds)
+
+    @cached_property
+    def stops(self) -> list[int]:
+        """The steps after which models are evaluated; the last one ends the training."""
+        num = self.num_evaluations
+        return sorted({round(self.num_steps * i / num) for i in range(num + 1)})
+
+    @property
+    def is_at_equal_bytes(self) -> bool:
+        """Whether densities follow from a number of bytes."""
+        return bool(self.like or self.bytes_per_step)
+
+    def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+        """The settings that name these methods and seeds: those of all slices in a folder."""
+        return {"algorithms": ",".join(labels), "seeds": format_seeds(seeds)}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """All settings that every run of a results folder shares."""
+        return {key: value for key, value in settings_of(self).items() if key not in self.free}
+
+    def build(self, run: MethodAt) -> Algorithm[Any]:
+        """The algorithm that the workers run."""
+        return run.method.build(density=run.density, value_code=self.value_code)
+
+    def index_code_of(self, method: Method) -> str:
+        """How a method's indices travel."""
+        return method.index_code or self.index_code
+
+    def optimizer_of(self, method: Method) -> str:
+        """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
+        return method.optimizer or self.optimizer
+
+    def is_like(self, method: Method) -> bool:
+        """Whether a method is the one that `like` names; its learning rate does not matter."""
+        if not self.like:
+            return False
+        like, options = Method.parse_like(self.like), method.options
+        own = method.algorithm, method.rounds, options.get("density"), self.index_code_of(method)
+        return (*own, options.get("value_code", self.value_code)) == (
+            like.algorithm, like.rounds, like.options["density"], like.index_code, like.options["value_code"],
+        )  # fmt: skip
+
+    def _identity(self, method: Method) -> tuple[Any, ...]:
+        """What two spellings of a method share. An open density is a number only if all methods share it."""
+        is_open = method.takes_density and (self.is_at_equal_bytes or len(self.densities) > 1)
+        algorithm = method.build(density=self.densities[0], value_code=self.value_code)
+        lr = method.lr or (self.lr[0] if len(self.lr) == 1 else None)
+        how = self.index_code_of(method), self.optimizer_of(method), method.residual_dtype, method.rounds
+        return algorithm, lr, is_open, *how
+
+
+def _parse_methods(text: str) -> list[Method]:
+    return [Method.parse(word.strip()) for word in text.split(",") if word.strip()]

@@ -1,0 +1,1 @@
+"""Data sets from where the user has them, and how their examples are divided among workers."""

@@ -1,0 +1,68 @@
+"""Training and test examples of deep networks, resident on the device."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regtopk.lab.experiments.data.images import load_images, standardised
+from regtopk.lab.experiments.data.text import WINDOW, Text, windows
+
+NUM_FINGERPRINTED = 500  # images
+
+
+class Examples(NamedTuple):
+    """Images (n, height, width, channels) in float32 with labels (n,), or tokens (n, length) with the next.
+
+    `labels` is what splits sort by, on the CPU: the class of an image, the place of a text window.
+    `fingerprint` tells data sets apart, and orders of one: where it differs, so do the batches of a seed.
+    """
+
+    train: Tensor
+    train_targets: Tensor
+    test: Tensor
+    test_targets: Tensor
+    labels: Tensor
+    num_classes: int
+    fingerprint: str = ""
+
+
+def of_images(data_set: str, data: str, device: str) -> Examples:
+    """The images of a data set, standardised.
+
+    Args:
+        data_set: cifar10 or digits.
+        data: where it is; empty where it needs no place.
+        device: where the examples go.
+    """
+    images = load_images(data_set, Path(data) if data else None, device)
+    fingerprint = _fingerprint(*images)  # before arithmetic that a device may round in its own way
+    images = standardised(images)
+    if data_set == "digits":
+        images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))
+    labels = images.train_labels.cpu()
+    train, test = (x.permute(0, 2, 3, 1).contiguous() for x in (images.train, images.test))  # channels last
+    targets = images.train_labels, images.test_labels
+    return Examples(train, targets[0], test, targets[1], labels, int(labels.max()) + 1, fingerprint)
+
+
+def of_text(text: Text, device: str, window: int = WINDOW) -> Examples:
+    """Windows of a text: all but the last character of each are read, all but the first predicted."""
+    train, test = (windows(tokens, window).to(device) for tokens in (text.train, text.test))
+    places = torch.arange(len(train))
+    return Examples(
+        train[:, :-1].contiguous(), train[:, 1:].contiguous(),
+        test[:, :-1].contiguous(), test[:, 1:].contiguous(), places, text.vocabulary_size, text.sha256,
+    )  # fmt: skip
+
+
+def _fingerprint(*tensors: Tensor) -> str:
+    """Of labels all, of images some."""
+    found = sha256()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor = (255 * tensor[:: max(1, len(tensor) // NUM_FINGERPRINTED)]).round().to(torch.uint8)
+        found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]

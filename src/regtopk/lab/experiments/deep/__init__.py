@@ -1,1 +1,0 @@
-"""Deep networks trained by simulated workers on one device."""

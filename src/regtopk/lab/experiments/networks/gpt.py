@@ -1,0 +1,84 @@
+"""A small GPT (Radford et al., 2019) that predicts the next character."""
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.networks.norm import LayerNorm
+
+
+class GptBlock(nn.Module):
+    """Causal attention, then a perceptron, each on a normalised input and added to its path.
+
+    The path is in float32. Linear layers and attention compute in the precision of their weights, as under
+    torch's autocast.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)  # queries, keys and values
+        self.attention_out = nn.Linear(width, width)
+        self.norm2 = LayerNorm(width)
+        self.hidden_in = nn.Linear(width, 4 * width)
+        self.hidden_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + attention(norm(x)), then x + perceptron(norm(x))."""
+        x = x + self._attend(self.norm1(x))
+        normed = self.norm2(x).to(self.hidden_in.weight.dtype)
+        hidden: Tensor = self.hidden_out(F.gelu(self.hidden_in(normed)))
+        return x + hidden
+
+    def _attend(self, x: Tensor) -> Tensor:
+        x = x.to(self.attention_in.weight.dtype)
+        heads = self.attention_in(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, heads, width / heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class GPT(nn.Module):
+    """A decoder without dropout whose output layer is the embedding of the characters.
+
+    Args:
+        num_tokens: size of the vocabulary.
+        context: the most characters it looks back on, itself included.
+        width: of the stream between blocks; a multiple of num_heads.
+        num_layers: blocks.
+        num_heads: of the attention in each block.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        context: int = 128,
+        width: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+    ) -> None:
+        super().__init__()
+        if width % num_heads:
+            raise ArgumentError(f"width must be a multiple of num_heads={num_heads}, got {width}")
+        self.token = nn.Embedding(num_tokens, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(GptBlock(width, num_heads) for _ in range(num_layers)))
+        self.norm = LayerNorm(width)
+        for name, parameter in self.named_parameters():  # as GPT-2: what adds to the stream starts smaller
+            if parameter.dim() > 1:
+                is_added = name.endswith(("attention_out.weight", "hidden_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if is_added else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the next character (B, T, num_tokens) after each of tokens (B, T), T <= context."""
+        length, context = tokens.shape[1], self.position.num_embeddings
+        if length > context:
+            raise ArgumentError(f"tokens must be at most {context} long, the context, got {length}")
+        x = self.token(tokens).float() + self.position.weight[:length].float()
+        return F.linear(self.norm(self.blocks(x)).to(self.token.weight.dtype), self.token.weight)

@@ -1,0 +1,1 @@
+"""The figures and examples of the paper: `regtopk reproduce`."""

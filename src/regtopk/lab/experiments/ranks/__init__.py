@@ -1,0 +1,1 @@
+"""Training by real processes on this machine: `regtopk train`."""

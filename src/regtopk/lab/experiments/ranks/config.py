@@ -1,0 +1,103 @@
+"""The settings of `regtopk train`: those of a comparison, which real processes then run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from regtopk.core.options import check_choice, check_integer
+from regtopk.distributed.options import Collective
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.tasks.task import Defaults
+from regtopk.lab.method import Method
+from regtopk.rounds import ADVISED_UPDATES
+
+DENSE = Method.parse("dense")
+NUM_DIGITS = 1437  # scikit-learn's for training
+SIMULATED = ("split", "like", "bytes_per_step", "precision")  # settings that only the simulator has
+
+# small enough for processes on one machine
+SIZES = {
+    "digits": Defaults(num_workers=2, num_steps=300, batch_size=32, lr=(0.4,)),
+    "gpt": Defaults(
+        num_workers=2, num_steps=240, batch_size=4, lr=(0.004,), optimizer="adamw",
+        num_layers=2, width=64, context=64,
+    ),
+}  # fmt: skip
+# what docs/which-method.md advises
+ADVISED = {
+    "digits": "consensus:value_code=4bit",
+    "gpt": f"{ADVISED_UPDATES}:exchange=updates:every=2:fragments=2",
+}
+NUM_EVALUATIONS = {"digits": 30, "gpt": 4}
+
+
+@dataclass(frozen=True)
+class TrainConfig(CompareConfig):
+    """Settings of a training; 0 and empty words become the task's own defaults.
+
+    Args:
+        task: what to learn: digits (scikit-learn's), or gpt, the next character of a text. Sizes of gpt are
+            --set num_layers=2 --set width=64 --set context=64 --set batch_size=4.
+        algorithms: what to train with, as NAME[:OPTION=VALUE]... in the words of regtopk compare, such as
+            topk:value_code=4bit:exchange=updates:every=2:lr=0.008, with commas between several. Dense DDP is
+            always trained too. If not given, what we advise: consensus:value_code=4bit of gradients for
+            digits, topk:value_code=4bit:impute=0.35:exchange=updates:every=2:fragments=2 for gpt.
+        densities: share of the entries that a worker sends, k / J in (0, 1].
+        lr: learning rate of the optimizer. If not given, 0.4 for digits, 0.004 for gpt. An lr among the words
+            of a method is the method's alone, and dense keeps this one.
+        num_workers: how many processes on this machine, N >= 2.
+        num_steps: how many steps, T. If not given, 300 for digits, 240 for gpt.
+        data: a text file in UTF-8, for gpt. If not given, torch's own sources.
+        collective: how sparse sums run: auto (computed), all_gather or split.
+        device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
+    """
+
+    num_evaluations: int = 0
+    collective: Collective = "auto"
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults, and check what a comparison does not check."""
+        check_choice("task", self.task, SIZES)
+        object.__setattr__(self, "algorithms", self.algorithms or ADVISED[self.task])
+        object.__setattr__(self, "num_evaluations", self.num_evaluations or NUM_EVALUATIONS[self.task])
+        super().__post_init__()
+        check_integer("num_workers", self.num_workers, at_least=2)
+        check_choice("collective", self.collective, ("auto", "all_gather", "split"))
+        for name in SIMULATED:
+            if getattr(self, name) != getattr(CompareConfig, name):
+                raise ArgumentError(
+                    f"{name} is a setting of regtopk compare alone, got {getattr(self, name)!r}"
+                )
+        if len(self.lr) > 1 or len(self.densities) > 1:
+            raise ArgumentError(f"lr and density must be one number each, got {self.lr}, {self.densities}")
+        if any(method.algorithm == "dense" and not method.rounds.has_updates for method in self.methods):
+            raise ArgumentError(
+                "algorithms must not include dense, which is always there, unless it exchanges updates, "
+                f"got {self.algorithms!r}"
+            )
+        if self.task == "digits":
+            self._check_digits()
+        if self.device == "cuda" and self.num_workers > torch.cuda.device_count():
+            raise ArgumentError(
+                f"num_workers must be at most the number of GPUs, {torch.cuda.device_count()}, "
+                f"got {self.num_workers}"
+            )
+
+    def _check_digits(self) -> None:
+        if self.data:
+            raise ArgumentError(f"data must be empty for digits, which scikit-learn has, got {self.data!r}")
+        if self.batch_size * self.num_workers > NUM_DIGITS:
+            raise ArgumentError(
+                f"batch_size must be at most {NUM_DIGITS // self.num_workers} ({NUM_DIGITS} training digits, "
+                f"{self.num_workers} workers), got {self.batch_size}"
+            )
+
+    @property
+    def defaults(self) -> Defaults:
+        """Of the task, on ranks."""
+        return SIZES[self.task]
+
+    def record_steps(self, method: Method) -> list[int]:
+        """After which steps a record is made: at both ends, and every few, where a round ends."""
+        return sorted({step - step % method.rounds.every for step in self.stops})

@@ -1,0 +1,88 @@
+"""Real ranks on this machine: processes that meet through a file and talk over loopback.
+
+No rank listens to other machines. Ranks end with their caller, however that ends.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+from regtopk.errors import ClusterError
+from regtopk.lab.runs import Record
+
+Emit = Callable[[Record], None]
+POLL_S = 0.05
+
+
+def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generator[Record, None, None]:
+    """Call an importable function on every rank, as entry(emit, *args), and yield what the ranks emit.
+
+    The ranks end with the iteration: when all are done, when one fails, or when the caller stops asking.
+
+    Args:
+        entry: what a rank does; it calls `join_group` first.
+        num_workers: how many ranks.
+        args: what pickle can hold.
+
+    Raises:
+        ClusterError: a rank failed; says which and how.
+    """
+    records = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        place = num_workers, os.path.join(folder, "store")
+        ranks = start_processes(
+            _run_rank,
+            args=(place, records, entry, args),
+            nprocs=num_workers,
+            join=False,
+            daemon=True,
+            start_method="spawn",
+        )
+        try:
+            is_done = False
+            while not is_done:
+                is_done = ranks.join(timeout=POLL_S)
+                while not records.empty():
+                    yield records.get()
+        except ProcessRaisedException as error:
+            *_, reason = str(error).strip().splitlines()
+            raise ClusterError(f"rank {error.error_index} failed: {reason}\n{error}") from None
+        except ProcessExitedException as error:
+            how = f"ended by {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
+            raise ClusterError(f"rank {error.error_index} failed: {how}") from None
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+
+
+def join_group(backend: str) -> None:
+    """Initialise torch.distributed on a rank."""
+    rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["REGTOPK_STORE"], num_workers)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_workers)
+
+
+def _run_rank(rank: int, place: tuple[int, str], records: Any, entry: Callable[..., None], args: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller too, which ends us
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    num_workers, store = place
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_workers), "REGTOPK_STORE": store}
+    os.environ.update({**loopback, **own})
+    entry(records.put, *args)
+
+
+def _end_with_the_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.kill(os.getpid(), signal.SIGKILL)

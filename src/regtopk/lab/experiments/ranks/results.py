@@ -1,0 +1,68 @@
+"""What came out of `regtopk train`: the table and the figure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from regtopk.distributed.requests.record import PHASES
+from regtopk.lab.experiments.experiment import Summary, by_method
+from regtopk.lab.experiments.ranks.config import TrainConfig
+from regtopk.lab.runs import Panel, Record
+
+# of a task: the metric in the summary, and in words
+QUALITIES = {
+    "digits": ("test_accuracy", "test digits read right, %"),
+    "gpt": ("test_loss", "test loss, nats per character"),
+}
+
+
+def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
+    """Where each method ended, what it sent, and where its time went."""
+    name, words = QUALITIES[config.task]
+    curves = by_method(records)
+    final = {method: own[-1] for method, own in curves.items()}
+    sent = {method: record["sent_bytes"] for method, record in final.items()}
+
+    def median_of(measure: str) -> dict[str, float]:
+        timed = {m: [r[measure] for r in own if r["step"] > 0 and measure in r] for m, own in curves.items()}
+        return {method: float(median(times)) for method, times in timed.items() if times}
+
+    measures: dict[str, dict[str, float]] = {
+        name: {method: median(record[config.kind.metric]) for method, record in final.items()},
+        "training_loss": {method: median(record["loss"]) for method, record in final.items()},
+        "sent_bytes": sent,
+        "sent_bytes_a_step": {method: total / config.num_steps for method, total in sent.items()},
+        "times_less_than_dense": {m: sent["dense"] / own for m, own in sent.items() if m != "dense"},
+        "step_s": median_of("step_s"),
+        **{phase: median_of(phase) for phase in PHASES},
+    }
+    rows = [
+        (words, name, 1.0),
+        ("training loss", "training_loss", 1.0),
+        ("sent a step, kB", "sent_bytes_a_step", 1e-3),
+        ("sent in all, MB", "sent_bytes", 1e-6),
+        ("times less sent", "times_less_than_dense", 1.0),
+        ("step, ms", "step_s", 1e3),
+        *((f"of which {phase[:-2]}", phase, 1e3) for phase in PHASES),
+    ]
+    table = [
+        {"measure": label, **{method: unit * x for method, x in measures[of].items()}}
+        for label, of, unit in rows
+    ]
+    return {"task": config.task, **measures, "table": table}
+
+
+def panels(config: TrainConfig) -> Sequence[Panel]:
+    """Quality and training loss, against steps and against bytes sent."""
+    metric, words = config.kind.metric, QUALITIES[config.task][1]
+    title, is_log = metric.replace("_", " ").capitalize(), not config.kind.is_better_higher
+    quality = Panel(f"{title}, by steps", "step", metric, "step", words, log_y=is_log)
+    loss = replace(quality, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)
+    bytes_sent: dict[str, Any] = {"x": "sent_bytes", "x_label": "bytes sent by a worker", "log_x": True}
+    return (
+        quality,
+        replace(quality, title=f"{title}, by bytes", **bytes_sent),
+        loss,
+        replace(loss, title="Loss, by bytes", **bytes_sent),
+    )

@@ -1,0 +1,49 @@
+"""What methods are trained on: gradients of simulated workers, and how good a model is."""
+
+from collections.abc import Sequence
+
+from regtopk.lab.experiments.tasks.classification import Cifar10, Digits, FashionMnist
+from regtopk.lab.experiments.tasks.deep import Gpt, ResNet18GroupNormTask, ResNet18Task, SmallCnnTask
+from regtopk.lab.experiments.tasks.regression import LinearRegression
+from regtopk.lab.experiments.tasks.task import Task, TaskSettings
+from regtopk.lab.experiments.tasks.toy import Toy
+
+TASKS: dict[str, type[Task]] = {
+    "toy": Toy,
+    "linreg": LinearRegression,
+    "digits": Digits,
+    "fashion-mnist": FashionMnist,
+    "cifar10": Cifar10,
+    "gpt": Gpt,
+    "resnet18": ResNet18Task,
+    "resnet18-gn": ResNet18GroupNormTask,
+    "small-cnn": SmallCnnTask,
+}
+
+
+class Problem:
+    """A task for any seeds; its examples are read once.
+
+    Attributes:
+        contents: what tells its examples from others of the same name.
+
+    Raises:
+        ArgumentError: there is no such data, or the task takes none.
+    """
+
+    def __init__(self, config: TaskSettings) -> None:
+        self._config = config
+        self._kind = TASKS[config.task]
+        self._examples = self._kind.load(config)
+        self._tasks: dict[tuple[int, ...], Task] = {}
+        self.contents = dict(self._kind.contents_of(self._examples))
+
+    def task(self, seeds: Sequence[int]) -> Task:
+        """The task of some seeds, made once."""
+        key = tuple(seeds)
+        if key not in self._tasks:
+            self._tasks[key] = self._kind(self._config, seeds, self._examples)
+        return self._tasks[key]
+
+
+__all__ = ["TASKS", "Problem", "Task", "TaskSettings"]

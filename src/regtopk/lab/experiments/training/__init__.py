@@ -1,0 +1,1 @@
+"""Models of several seeds, trained in the simulator by one method."""

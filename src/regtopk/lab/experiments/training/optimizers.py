@@ -1,0 +1,115 @@
+"""Optimizers, with the weight decay, the clipping and the schedule that go with them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from regtopk.core.worker import Layout
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer and what goes with it.
+
+    Args:
+        make: from parameters and lr to a torch optimizer.
+        weight_decay: of matrices and embeddings alone, apart from the gradient:
+            theta := (1 - lr weight_decay) theta.
+        max_norm: gradients of a larger norm are scaled down to it; 0: never.
+        warm_up: steps in which the learning rate grows linearly.
+        last_share: of the learning rate, where a cosine ends after the warm-up; 1: it stays.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    weight_decay: float = 0.0
+    max_norm: float = 0.0
+    warm_up: int = 0
+    last_share: float = 1.0
+
+    def lr_share(self, step: int, num_steps: int) -> float:
+        """The share of the learning rate in a step of so many."""
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        if self.last_share == 1:
+            return 1.0
+        done = (step - self.warm_up) / (num_steps - self.warm_up)
+        return self.last_share + (1 - self.last_share) * (1 + math.cos(math.pi * done)) / 2
+
+
+OPTIMIZERS = {
+    "sgd": Recipe(torch.optim.SGD),
+    "momentum": Recipe(partial(torch.optim.SGD, momentum=0.9)),
+    "adam": Recipe(torch.optim.Adam),
+    "adamw": Recipe(
+        partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0),
+        weight_decay=0.1,
+        max_norm=1.0,
+        warm_up=100,
+        last_share=0.1,
+    ),
+    "sgdw": Recipe(torch.optim.SGD, weight_decay=0.1, warm_up=100, last_share=0.1),
+}
+
+
+class Descent:
+    """Parameters that follow their gradients: they decay, gradients are clipped, and the optimizer steps.
+
+    Simulated workers and real ranks take their steps here, so both make the same operations in one order.
+
+    Args:
+        model: the parameters of one network, or flat models (..., J), each of which goes its own way.
+        layout: of flat models: which parameter owns which entries.
+        recipe: how.
+        lr: learning rate.
+        num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Tensor,
+        layout: Layout | None = None,
+        *,
+        recipe: Recipe,
+        lr: float,
+        num_steps: int,
+    ) -> None:
+        assert num_steps or recipe.last_share == 1, "a schedule needs its number of steps"
+        self._are_models = isinstance(model, Tensor)
+        self._parameters = [model] if isinstance(model, Tensor) else list(model.parameters())
+        if layout is None:
+            self._decays = [p.new_tensor(recipe.weight_decay * (p.dim() > 1)) for p in self._parameters]
+        else:
+            decays = [torch.full((x.numel,), recipe.weight_decay * (len(x.shape) > 1)) for x in layout.layers]
+            self._decays = [torch.cat(decays).to(self._parameters[0])]
+        self.optimizer = recipe.make(self._parameters, lr=lr)
+        self._recipe = recipe
+        self._lr = lr
+        self._num_steps = num_steps
+
+    @torch.no_grad()
+    def step(self, step: int) -> None:
+        """Take a step by the gradients that the parameters hold; clipped ones replace them."""
+        lr = self._lr * self._recipe.lr_share(step, self._num_steps)
+        self.optimizer.param_groups[0]["lr"] = lr
+        if self._recipe.weight_decay:
+            for p, decay in zip(self._parameters, self._decays, strict=True):
+                p.addcmul_(p, decay, value=-lr)
+        if self._recipe.max_norm:
+            self._clip()
+        self.optimizer.step()
+
+    def _clip(self) -> None:
+        """Scale gradients down to a norm, as torch's `clip_grad_norm_` does but for the last bits.
+
+        The norm is that of all entries at once, not that of the norms of parameters.
+        """
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        entries = grads[0] if self._are_models else torch.cat([grad.flatten() for grad in grads])
+        norms = torch.linalg.vector_norm(entries, dim=-1, keepdim=True)
+        scale = (self._recipe.max_norm / (norms + 1e-6)).clamp(max=1.0)
+        for p in self._parameters:
+            p.grad = None if p.grad is None else p.grad * scale

@@ -1,0 +1,232 @@
+"""Models of several seeds trained by one method, side by side where the method allows it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.link import Link
+from regtopk.core.timer import Timer
+from regtopk.core.worker import Layer, Layout
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.tasks.task import Quality, Task
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
+from regtopk.rounds import GRADIENTS, Rounds, cut_evenly
+from regtopk.simulate import Cluster
+
+LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
+
+
+@dataclass(eq=False)
+class ModelPart:
+    """A part of the models that is exchanged in one round."""
+
+    at: slice  # where it lies in the vectors
+    clusters: list[Cluster]  # one for all seeds, or one for each
+    models: Tensor  # its part of the models, (R, j), a view
+    sent: Tensor | None = None  # the workers' models as they were sent, until the aggregate is applied
+
+
+class Trainer:
+    """R models (R, J), what moves them, and the clusters that aggregate what their workers send.
+
+    Where gradients are exchanged, one optimizer for each seed takes the aggregate. Where updates are, every
+    worker has a model and an optimizer of its own, (R, N, J): `models` are those of the last exchange.
+    An optimizer that clips does it with the aggregate in the first case, and with each worker's own gradient
+    in the second.
+
+    A seed has diverged once its loss or its model is not finite. It then keeps the model of the last stop
+    before that, and the other seeds go on. A step looks at losses alone: models are looked at where
+    `run_until` stops, so that steps stay as fast as they are and the host never waits for a GPU.
+
+    Args:
+        task: gives gradients and judges models.
+        algorithm: run by every seed's workers.
+        optimizer: one of `OPTIMIZERS`.
+        lr: learning rate.
+        index_code: how indices are counted.
+        rounds: what is exchanged, and how often.
+        num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
+        residual_dtype: how residuals are kept.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        algorithm: Algorithm[Any],
+        *,
+        optimizer: str,
+        lr: float,
+        index_code: str,
+        rounds: Rounds = GRADIENTS,
+        num_steps: int = 0,
+        residual_dtype: str = "float32",
+    ) -> None:
+        self.task = task
+        self.algorithm = algorithm
+        self.rounds = rounds
+        self.models = task.start()
+        self.num_steps = 0
+        is_alike = all(weights == task.weights[0] for weights in task.weights)
+        is_batch = is_alike and "replicates" in algorithm.promises
+        weights_of_clusters = task.weights[:1] if is_batch else task.weights
+
+        def make_cluster(layers: list[Layer], weights: list[float]) -> Cluster:
+            return Cluster(
+                algorithm,
+                num_workers=task.num_workers,
+                weights=weights,
+                layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
+                index_code=index_code,
+                link=LINK,
+                is_checked=False,  # what is not finite is looked for here
+                residual_dtype=residual_dtype,
+            )
+
+        self._fragments = []
+        for layers in _parts_of(task.layout, rounds.fragments):
+            at = slice(layers[0].start, layers[-1].start + layers[-1].numel)
+            clusters = [make_cluster(layers, weights) for weights in weights_of_clusters]
+            self._fragments.append(ModelPart(at, clusters, self.models[:, at]))
+        self.lr = lr
+        # what workers compute gradients at: the models themselves, or one for each worker
+        self._local = self._of_workers().clone() if rounds.has_updates else self.models
+        parts = [fragment.models for fragment in self._fragments]
+        self._outer = rounds.make_outer(parts) if rounds.has_updates else None
+        self._descent = Descent(
+            self._local, task.layout, recipe=OPTIMIZERS[optimizer], lr=lr, num_steps=num_steps
+        )
+        self._timer = Timer(self.models.device)
+        self._at_stop = self.models.clone()  # the models at the last stop, all finite
+        self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
+        self._losses: Tensor | None = None  # of the last step
+        self._loss_sum: Tensor | None = None  # since they were last taken
+        self._num_summed = 0
+        self._seen: list[Quality] = [{} for _ in task.seeds]  # the last finite numbers of each seed
+
+    def run_until(self, step: int) -> None:
+        """Train up to a step, and put back the models of seeds that diverged on the way."""
+        while self.num_steps < step:
+            self._step()
+        self._is_diverged |= ~torch.isfinite(self.models).all(-1)
+        self.models.copy_(self.models.where(~self._is_diverged[:, None], self._at_stop))
+        self._at_stop.copy_(self.models)
+
+    def evaluate(self) -> list[Quality]:
+        """How good each seed's model is; instead of a number that is not finite, the last finite one."""
+        now = self.task.evaluate(self.models)
+        is_lost = [not all(map(math.isfinite, quality.values())) for quality in now]
+        self._is_diverged |= torch.tensor(is_lost, device=self.models.device)
+        self._seen = [
+            {name: value if math.isfinite(value) else seen.get(name) for name, value in quality.items()}
+            for seen, quality in zip(self._seen, now, strict=True)
+        ]
+        return self._seen
+
+    def take_losses(self) -> list[float | None]:
+        """Training loss of each seed: the mean since the last call, or the last step's, as the task wants."""
+        if self._losses is None or self._loss_sum is None:  # before the first step
+            losses = self.task.grads(self._local, self.num_steps)[1]
+        else:
+            losses = self._loss_sum / self._num_summed if self.task.is_loss_averaged else self._losses
+        self._loss_sum, self._num_summed = None, 0
+        return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
+
+    @property
+    def clusters(self) -> list[Cluster]:
+        """All that aggregate, of one fragment after another."""
+        return [cluster for fragment in self._fragments for cluster in fragment.clusters]
+
+    @property
+    def payload_bytes(self) -> list[float]:
+        """What a worker has contributed so far, on average, for each seed."""
+        by_cluster = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters])
+        found = by_cluster.unflatten(0, (len(self._fragments), -1)).sum(0).flatten()
+        counts: list[float] = found.expand(len(self.models)).tolist()
+        return counts
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds spent in exchanges so far; waits for the GPU."""
+        return self._timer.seconds()["exchange"]
+
+    @property
+    def is_diverged(self) -> list[bool]:
+        """Which seeds diverged."""
+        flags: list[bool] = self._is_diverged.tolist()
+        return flags
+
+    def _step(self) -> None:
+        grads, losses = self.task.grads(self._local, self.num_steps)
+        if self._outer is None:
+            (whole,) = self._fragments
+            self.models.grad = self._aggregate(whole, grads)
+            self._descent.step(self.num_steps)
+            self._report(whole, losses)
+        else:
+            self._local.grad = grads
+            self._descent.step(self.num_steps)
+            for number, fragment in enumerate(self._fragments):
+                if fragment.sent is not None and self.rounds.receives_at(number, self.num_steps + 1):
+                    self._receive(fragment, fragment.sent)
+                if self.rounds.sends_at(number, self.num_steps + 1):
+                    self._send(fragment, self._outer)
+                    self._report(fragment, losses)
+        self._is_diverged |= ~torch.isfinite(losses)
+        self._count(losses)
+        self.num_steps += 1
+
+    def _send(self, fragment: ModelPart, outer: torch.optim.Optimizer) -> None:
+        """Exchange a fragment's update; it is applied at once unless that is delayed."""
+        local = self._local[..., fragment.at]
+        fragment.models.grad = self._aggregate(fragment, self._of_workers()[..., fragment.at] - local)
+        outer.step()
+        fragment.models.grad = None
+        if self.rounds.delay:
+            fragment.sent = local.clone()
+        else:
+            local.copy_(self._of_workers()[..., fragment.at])
+
+    def _receive(self, fragment: ModelPart, sent: Tensor) -> None:
+        """Let the workers go on from the aggregate, with what they have learned since they sent."""
+        local = self._local[..., fragment.at]
+        learned = (local - sent).mul_(self.rounds.mix)
+        local.copy_(self._of_workers()[..., fragment.at] + learned)
+        fragment.sent = None
+
+    def _of_workers(self) -> Tensor:
+        """The models as each worker gets them, (R, N, J)."""
+        return self.models.unsqueeze(1).expand(-1, self.task.num_workers, -1)
+
+    def _aggregate(self, fragment: ModelPart, sent: Tensor) -> Tensor:
+        """What the clusters make of what the workers send, (R, N, j) in and (R, j) out."""
+        clusters = fragment.clusters
+        with self._timer.phase("exchange"):
+            if len(clusters) == 1:
+                return clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(fragment.models.shape)
+            return torch.stack([cluster.step(own) for cluster, own in zip(clusters, sent, strict=True)])
+
+    def _report(self, fragment: ModelPart, losses: Tensor) -> None:
+        if self.algorithm.listens:
+            own = [losses.mean()] if len(fragment.clusters) == 1 else losses
+            for cluster, loss in zip(fragment.clusters, own, strict=True):
+                cluster.report(loss=float(loss))
+
+    def _count(self, losses: Tensor) -> None:
+        kept = losses if self._losses is None else self._losses
+        self._losses = losses.where(~self._is_diverged, kept)
+        self._loss_sum = self._losses.clone() if self._loss_sum is None else self._loss_sum + self._losses
+        self._num_summed += 1
+
+
+def _parts_of(layout: Layout, num_fragments: int) -> list[list[Layer]]:
+    """The layers of each fragment."""
+    layers = layout.layers
+    if num_fragments > len(layers):
+        raise ArgumentError(
+            f"fragments must be at most the number of parameters, {len(layers)}, got {num_fragments}"
+        )
+    return [[layers[i] for i in part] for part in cut_evenly([x.numel for x in layers], num_fragments)]

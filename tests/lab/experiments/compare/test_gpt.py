@@ -1,0 +1,270 @@
+"""`compare gpt`: against plain torch loops, at equal bytes, resumed, and what is refused."""
+
+import argparse
+import inspect
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.compare.comparison import COMPARE
+from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.networks.flat import flatten
+from regtopk.lab.experiments.tasks import Problem
+from regtopk.lab.experiments.tasks.deep import Gpt
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
+from regtopk.lab.experiments.training.trainer import Trainer
+from regtopk.lab.report import write_report
+from regtopk.lab.runs import read_records
+
+TINY: dict[str, Any] = {
+    "task": "gpt", "num_workers": 4, "num_steps": 20, "batch_size": 4, "num_layers": 2, "width": 32,
+    "context": 32, "num_evaluations": 3,
+}  # fmt: skip
+SHORT: dict[str, Any] = {"num_steps": 8, "num_evaluations": 1}
+
+
+@pytest.fixture(autouse=True)
+def quick_small_products() -> Iterator[None]:
+    """No oneDNN: on an ARM CPU it takes a millisecond for the smallest product."""
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it speaks of Intel GPUs
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_text(inspect.getsource(argparse)[:30_000])
+    return str(path)
+
+
+def compare(folder: Path, *, resume: bool = False, **settings: Any) -> dict[str, Any]:
+    return COMPARE.record(CompareConfig(**{**TINY, **settings}), folder, command="", resume=resume)
+
+
+def trained(method: str, data: str) -> tuple[Gpt, Tensor]:
+    """The task, and where a method of the product ends."""
+    config = CompareConfig(**TINY, data=data, algorithms=method)
+    task = Problem(config).task([0])
+    assert isinstance(task, Gpt)
+    own = config.methods[0]
+    trainer = Trainer(
+        task,
+        config.build(MethodAt(own, None)),
+        optimizer=config.optimizer_of(own),
+        lr=config.lr[0],
+        index_code="raw32",
+        rounds=own.rounds,
+        num_steps=config.num_steps,
+    )
+    trainer.run_until(config.num_steps)
+    return task, trainer.models[0]
+
+
+def adamw(network: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """As one writes it with torch."""
+    parameters = list(network.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.004, betas=(0.9, 0.95))
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)
+
+
+def backward(network: nn.Module, task: Gpt, step: int, worker: int) -> None:
+    rows = task.order[step, 0, worker]
+    scores = network(task.examples.train[rows])
+    F.cross_entropy(scores.flatten(0, 1), task.examples.train_targets[rows].flatten()).backward()
+
+
+def test_dense_gradients_are_a_plain_loop_with_adamw(data: str) -> None:
+    task, found = trained("dense", data)
+    network = Gpt.make_network(task.config, task.examples, seed=0)
+    optimizer, schedule = adamw(network)
+    for step in range(TINY["num_steps"]):
+        optimizer.zero_grad()
+        for worker in range(4):
+            backward(network, task, step, worker)
+        for parameter in network.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 4
+        assert nn.utils.clip_grad_norm_(network.parameters(), 1.0) > 1  # so that clipping is looked at
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(found, flatten(network), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "every", "outer"),
+    [
+        ("every=1", 1, None),
+        ("every=4:outer=nesterov", 4, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("every=5:outer=sgd:outer_lr=0.5:outer_momentum=0.25", 5, {"lr": 0.5, "momentum": 0.25}),
+    ],
+)
+def test_updates_are_a_plain_loop_of_workers_with_their_own_adamw(
+    words: str, every: int, outer: dict[str, Any] | None, data: str
+) -> None:
+    task, found = trained(f"dense:exchange=updates:{words}", data)
+    shared = Gpt.make_network(task.config, task.examples, seed=0)
+    outer_optimizer = torch.optim.SGD(shared.parameters(), **(outer or {"lr": 1.0}))
+    workers = [Gpt.make_network(task.config, task.examples, seed=0) for _ in range(4)]
+    optimizers = [adamw(network) for network in workers]
+    for step in range(TINY["num_steps"]):
+        for worker, (network, (optimizer, schedule)) in enumerate(zip(workers, optimizers, strict=True)):
+            optimizer.zero_grad()
+            backward(network, task, step, worker)
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        if (step + 1) % every == 0:
+            for parameter, *own in zip(shared.parameters(), *(w.parameters() for w in workers), strict=True):
+                parameter.grad = parameter.detach() - torch.stack([p.detach() for p in own]).mean(0)
+            outer_optimizer.step()
+            for network in workers:
+                network.load_state_dict(shared.state_dict())
+    torch.testing.assert_close(found, flatten(shared), rtol=1e-4, atol=2e-5)
+
+
+def test_sgdw_decays_matrices_and_clips_nothing(data: str) -> None:
+    """As DeMo needs it, whose aggregate is a vector of signs."""
+    task, found = trained("dense:optimizer=sgdw", data)
+    network = Gpt.make_network(task.config, task.examples, seed=0)
+    for step in range(TINY["num_steps"]):
+        lr = 0.004 * (step + 1) / 100
+        network.zero_grad()
+        for worker in range(4):
+            backward(network, task, step, worker)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                assert parameter.grad is not None
+                parameter.mul_(1 - lr * 0.1 * (parameter.dim() > 1)).sub_(parameter.grad / 4, alpha=lr)
+    torch.testing.assert_close(found, flatten(network), rtol=1e-5, atol=1e-6)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    share = OPTIMIZERS["adamw"].lr_share
+    assert share(0, 1536) == 0.01 and share(99, 1536) == share(100, 1536) == 1.0
+    assert share(818, 1536) == pytest.approx(0.55) and share(1535, 1536) == pytest.approx(0.1, rel=1e-4)
+    assert OPTIMIZERS["sgd"].lr_share(7, 0) == 1.0
+
+
+def test_updates_of_plain_sgd_are_its_gradients(tmp_path: Path) -> None:
+    """On a task whose network torch.func differentiates: after each step, the mean of the models."""
+    settings: dict[str, Any] = {"num_steps": 12, "num_workers": 4, "batch_size": 8, "num_evaluations": 1}
+    methods = "dense,dense:exchange=updates"
+    config = CompareConfig(task="digits", algorithms=methods, **settings)
+    COMPARE.record(config, tmp_path, command="")
+    losses = [r["loss"] for r in read_records(tmp_path)]
+    assert losses[1] == pytest.approx(losses[3], rel=1e-5) and losses[1] < losses[0]
+
+
+def test_bytes_are_counted_by_local_steps(tmp_path: Path, data: str) -> None:
+    methods = "dense,dense:exchange=updates:every=4,topk:value_code=4bit:exchange=updates:every=2,topk"
+    summary = compare(tmp_path, algorithms=methods, like="topk:0.02:raw32:float32", data=data, **SHORT)
+    dense, diloco, updates, topk = (r["payload_bytes_per_step"] for r in summary["results"])
+    assert diloco == dense / 4
+    numel = Problem(CompareConfig(**TINY, data=data)).task([0]).layout.numel
+    budget = 32 + 8 * round(0.02 * numel)
+    assert 0.98 * budget <= updates <= budget and 0.98 * budget <= topk <= budget
+    densities = [r["density"] for r in summary["results"]]
+    assert densities[2] > 2 * densities[3]
+
+
+def test_what_a_run_ends_with_and_what_the_page_says(tmp_path: Path, data: str) -> None:
+    methods = "dense,topk:lr=0.001,dense:exchange=updates:every=4:outer=nesterov"
+    summary = compare(tmp_path, algorithms=methods, lr=(1e-6, 0.05), seeds="1,2", data=data, **SHORT)
+    assert (summary["metric"], summary["better"]) == ("test_loss", "smaller")
+    records = read_records(tmp_path)
+    for result in summary["results"]:
+        ends = [r for r in records if (r["method"], r["step"]) == (result["method"], 8)]
+        assert result["final"] == [r["test_loss"] for r in ends]
+        assert 0 < result["mean"] < math.log(96)
+    dense, topk, diloco = summary["results"]
+    assert topk["difference_from_dense"]["mean"] == pytest.approx(topk["mean"] - dense["mean"])
+    assert summary["table"][0][summary["metric"]] == min(r["mean"] for r in summary["results"])
+    assert [r["lr"] for r in (dense, topk, diloco)] == [0.05, 0.001, 0.05]
+    found = {(r["exchange"], r["every"], r["clipped"], r["tuning_seed"]) for r in records}
+    assert found == {
+        ("gradients", 1, "the aggregate", 0),
+        ("gradients", 1, "the aggregate", None),
+        ("updates", 4, "each worker's own", 0),
+    }
+    assert all(set(r["tuning"]) == {"1e-06", "0.05"} for r in records if r["tuning_seed"] == 0)
+    assert all(r["tuning"]["0.05"] < r["tuning"]["1e-06"] for r in records if r["tuning_seed"] == 0)
+    assert records[-1]["outer"] == {"name": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True}
+    page = write_report(tmp_path).read_text()
+    assert "nats per character (smaller is better)" in page and "text_sha256" in page
+
+
+def test_a_slice_of_another_text_is_refused(tmp_path: Path, data: str) -> None:
+    compare(tmp_path / "run", algorithms="dense", data=data, num_steps=4)
+    other = tmp_path / "other"
+    other.write_text(Path(data).read_text()[::-1])
+    with pytest.raises(Exception, match="text_sha256 must be"):
+        compare(tmp_path / "run", algorithms="topk", data=str(other), num_steps=4, resume=True)
+
+
+def test_matrix_products_in_bfloat16_are_close(data: str) -> None:
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        config = CompareConfig(**TINY, data=data, algorithms="dense", precision=precision)
+        task = Problem(config).task([0])
+        grads, loss = task.grads(task.start(), 0)
+        assert grads.dtype == torch.float32
+        losses.append(float(loss))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithms": "topk:exchange=updates:every=0"}, "every must be an integer of at least 1, got 0"),
+        ({"algorithms": "topk:exchange=updates:every=1.5"}, "every .* got 1.5"),
+        ({"algorithms": "topk:exchange=update"}, "exchange must be one of .*did you mean 'updates'"),
+        ({"algorithms": "topk:every=2"}, "every must stand with exchange=updates, got 'topk:every=2'"),
+        ({"algorithms": "topk:exchange=gradients:every=2:outer=sgd"}, "every and outer must stand with"),
+        ({"algorithms": "topk:exchange=updates:outer=nester"}, "outer must be one of .*'nesterov'"),
+        ({"algorithms": "topk:exchange=updates:outer_lr=0.5"}, "outer_lr and outer_momentum need an outer"),
+        ({"algorithms": "topk:exchange=updates:outer=sgd:outer_lr=0"}, "outer_lr must be positive"),
+        ({"algorithms": "topk:exchange=updates:outer=sgd:outer_lr=x"}, "outer_lr must be positive"),
+        ({"algorithms": "topk:exchange=updates:outer=sgd:outer_momentum=1"}, r"outer_momentum .*\[0, 1\)"),
+        (
+            {"algorithms": "topk:exchange=updates:outer=nesterov:outer_momentum=0"},
+            r"outer_momentum must be in \(0, 1\) for nesterov",
+        ),
+        ({"algorithms": "dense,dense:lr=0.004:optimizer=adamw"}, "methods must be different"),
+        ({"width": 100}, "width must be a multiple of 64, or smaller, got 100"),
+        ({"num_layers": -1}, "num_layers must be an integer of at least 1, got -1"),
+        ({"precision": "float16"}, "precision"),
+        ({"split": "dirichlet"}, "split must be iid or sorted for gpt, .* got 'dirichlet'"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        CompareConfig(**{**TINY, **settings})
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("abc" * 100)
+    with pytest.raises(ArgumentError, match=r"text must have at least 330 characters, got 300 in"):
+        compare(tmp_path / "out", algorithms="dense", data=str(path))
+    path.write_text("abc" * 120)
+    with pytest.raises(
+        ArgumentError, match=r"num_workers=40 and split='iid' need at least 40 examples, got 10"
+    ):
+        compare(tmp_path / "out", algorithms="dense", data=str(path), num_workers=40)
+    assert not (tmp_path / "out").exists()

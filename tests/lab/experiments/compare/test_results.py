@@ -1,0 +1,139 @@
+"""From records to final numbers, differences and the table, on numbers written by hand."""
+
+import math
+from typing import Any
+
+import pytest
+
+from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.compare.results import difference, student_t, summarise
+from regtopk.lab.experiments.paper.fig3 import PRESETS
+from regtopk.lab.runs import Record
+
+BASE = "topk:density=0.01:index_code=raw32:value_code=float32"
+NUM_EVALUATIONS, EVERY, BUDGET = 7, 10, 1000
+EQUAL_BYTES = CompareConfig(
+    **{
+        **PRESETS["smoke"],
+        "algorithms": BASE,
+        "num_steps": NUM_EVALUATIONS * EVERY,
+        "num_evaluations": NUM_EVALUATIONS,
+        "like": "topk:0.01:raw32:float32",
+        "value_code": "4bit",
+    }
+)
+
+
+def curve(method: str, seed: int, final: float, diverged: bool = False) -> list[Record]:
+    """Two poor evaluations, then five around the final accuracy."""
+    accuracies = [0.0, 5.0, final - 2, final + 2, final - 1, final + 1, final]
+    return [
+        {
+            "method": method,
+            "seed": seed,
+            "step": EVERY * n,
+            "accuracy": accuracy,
+            "payload_bytes": BUDGET * EVERY * n,
+            "density": 0.01,
+            "lr": 0.1,
+            "diverged": diverged,
+            "time_s": 60.0,
+            "compress_s": 6.0,
+            "hardware": "a machine",
+            "software": "a version",
+        }
+        for n, accuracy in enumerate(accuracies, 1)
+    ]
+
+
+def summary_of(finals: dict[str, list[float]]) -> dict[str, Any]:
+    """Of methods with the final accuracies of seeds 0, 1, 2, ..."""
+    records = [
+        r for m, own in finals.items() for seed, final in enumerate(own) for r in curve(m, seed, final)
+    ]
+    return summarise(EQUAL_BYTES, records)
+
+
+def differences_of(summary: dict[str, Any]) -> dict[str, Any]:
+    return {r["method"]: r["difference_from_topk"] for r in summary["results"]}
+
+
+def test_a_deep_networks_accuracy_is_the_mean_of_the_last_five_evaluations() -> None:
+    (result,) = summary_of({BASE: [40.0, 44.0]})["results"]
+    assert result["final"] == [40.0, 44.0] and result["mean"] == 42.0
+    assert result["std"] == pytest.approx(8**0.5)
+    assert result["payload_bytes_per_step"] == BUDGET and result["compress_share"] == pytest.approx(0.1)
+
+
+def test_a_run_that_is_not_finished_has_no_result() -> None:
+    records = curve(BASE, 0, 40.0) + curve("topk", 0, 90.0)[:-1]
+    assert [r["method"] for r in summarise(EQUAL_BYTES, records)["results"]] == [BASE]
+
+
+def test_two_seeds_have_no_interval_and_the_best_stands_first() -> None:
+    tables = [summary_of({BASE: [40.0] * num, "topk": [50.0, 52.0, 51.0][:num]})["table"] for num in (2, 3)]
+    assert [row["measure"] for row in tables[0]] == ["topk", BASE]
+    assert [table[0]["95 % interval"] for table in tables] == [None, "+8.52 … +13.48"]
+
+
+def test_what_diverged_stands_last_with_its_seeds() -> None:
+    records = [r for m in ("topk", "regtopk") for seed in (0, 1) for r in curve(m, seed, 50.0, m == "topk")]
+    rows = summarise(EQUAL_BYTES, records)["table"]
+    assert [(row["measure"], row["diverged"]) for row in rows] == [("regtopk", None), ("topk", "2 seeds")]
+
+
+def test_differences_are_of_the_seeds_that_both_have() -> None:
+    records = [r for seed in (0, 1, 2) for r in curve(BASE, seed, 40.0 + seed)]
+    records += [r for seed in (1, 2, 5) for r in curve("topk", seed, 45.0 + seed)]
+    found = differences_of(summarise(EQUAL_BYTES, records))
+    assert found[BASE] is None
+    assert found["topk"]["seeds"] == [1, 2] and found["topk"]["mean"] == pytest.approx(5)
+
+
+def test_the_method_that_like_names_is_the_base_with_its_best_lr() -> None:
+    best = f"{BASE}:lr=0.3"
+    found = differences_of(summary_of({BASE: [40.0] * 3, best: [45.0, 45.0, 46.0], "topk": [50.0] * 3}))
+    assert found[best] is None and found[BASE]["mean"] == pytest.approx(-16 / 3)
+    assert found["topk"]["mean"] == pytest.approx(14 / 3)
+
+
+def test_what_diverged_is_no_base_however_good_it_was() -> None:
+    lost = f"{BASE}:lr=0.3"
+    finals = {BASE: 40.0, lost: 45.0, "topk": 50.0}
+    records = [r for m, final in finals.items() for seed in (0, 1) for r in curve(m, seed, final, m == lost)]
+    assert differences_of(summarise(EQUAL_BYTES, records))["topk"]["mean"] == pytest.approx(10)
+
+
+def test_without_it_the_plain_topk_is_the_base() -> None:
+    finals = {
+        "topk:value_code=2bit": [30.0],
+        "topk": [50.0],
+        "consensus": [51.0],
+        "topk:exchange=updates": [60.0],
+    }
+    found = differences_of(summary_of(finals))
+    assert found["topk"] is None and found["consensus"]["mean"] == pytest.approx(1)
+
+
+def test_paired_differences() -> None:
+    # differences 1, 2, 3: mean 2, deviation 1; two degrees of freedom: t = sqrt(2) 0.95 / sqrt(1 - 0.95^2)
+    margin = 0.95 * math.sqrt(2 / (1 - 0.95**2)) / math.sqrt(3)
+    found = difference({0: 2.0, 1: 4.0, 2: 6.0, 3: 9.0}, {0: 1.0, 1: 2.0, 2: 3.0, 4: 9.0})
+    assert found is not None and found["seeds"] == [0, 1, 2] and found["mean"] == 2.0
+    assert (found["low"], found["high"]) == (pytest.approx(2 - margin), pytest.approx(2 + margin))
+    assert difference({1: 1.0}, {1: 0.5}) == {"mean": 0.5, "low": None, "high": None, "seeds": [1]}
+    assert difference({1: 1.0}, {2: 0.5}) is None
+
+
+@pytest.mark.parametrize(
+    ("num_free", "t"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (9, 2.262), (31, 2.040), (1000, 1.962)],
+)
+def test_students_t_is_that_of_printed_tables(num_free: int, t: float) -> None:
+    assert round(student_t(num_free), 3) == t
+
+
+def test_students_t_falls_towards_the_normal_distribution() -> None:
+    values = [student_t(n) for n in range(1, 200)]
+    assert values == sorted(values, reverse=True)
+    assert student_t(20_000) == pytest.approx(1.959964, abs=2e-4)

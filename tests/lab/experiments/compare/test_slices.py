@@ -1,0 +1,174 @@
+"""Slices of a comparison: what runs, what is kept, and what is refused before there is a folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from regtopk.cli import app
+from regtopk.errors import ArgumentError, OutputError
+from regtopk.lab.experiments.compare.config import CompareConfig
+from regtopk.lab.experiments.paper.fig3 import FIG3, PRESETS
+from regtopk.lab.experiments.tasks import Problem
+from regtopk.lab.experiments.tasks.deep import DeepTask
+from regtopk.lab.experiments.training.trainer import Trainer
+from regtopk.lab.report import write_report
+from regtopk.lab.runs import read_records
+
+QUICK = CompareConfig(
+    **{**PRESETS["smoke"], "num_steps": 4, "num_evaluations": 2, "algorithms": "topk,regtopk", "seeds": "1"}
+)
+MEASURED = ("method", "seed", "step", "accuracy", "test_loss", "loss", "payload_bytes")
+
+
+def run(config: CompareConfig, folder: Path, *, resume: bool = False) -> list[tuple[Any, ...]]:
+    FIG3.record(config, folder, command="c", resume=resume)
+    return [tuple(r[name] for name in MEASURED) for r in read_records(folder)]
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())["config"]
+    return settings
+
+
+def test_an_interrupted_run_goes_on_to_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was finished is not run again. What was begun is, and a torn last line is dropped."""
+
+    def progress(fraction: float, words: str = "") -> None:
+        if words.startswith("regtopk, seed 0"):
+            raise KeyboardInterrupt
+
+    whole = run(QUICK, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        FIG3.record(QUICK, tmp_path / "parts", command="c", progress=progress)
+    metrics = tmp_path / "parts" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"method": "regt')
+    trained: list[tuple[str, int]] = []
+    original = Trainer.run_until
+
+    def counted(trainer: Trainer, step: int) -> None:
+        trained.append((type(trainer.algorithm).__name__, step))
+        original(trainer, step)
+
+    monkeypatch.setattr(Trainer, "run_until", counted)
+    assert run(QUICK, tmp_path / "parts", resume=True) == whole
+    assert trained == [("RegTopK", 0), ("RegTopK", 2), ("RegTopK", 4)]
+
+
+def test_slices_add_to_one_folder_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:
+    run(replace(QUICK, algorithms="topk", seeds="3-3"), tmp_path)
+    assert settings_in(tmp_path)["seeds"] == "3,"
+    records = run(replace(QUICK, algorithms="regtopk,topk", seeds="0,3"), tmp_path, resume=True)
+    ends = [r[:2] for r in records if r[2] == QUICK.num_steps]
+    assert sorted(ends) == [("regtopk", 0), ("regtopk", 3), ("topk", 0), ("topk", 3)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {r["method"]: r["seeds"] for r in summary["results"]} == {"topk": [0, 3], "regtopk": [0, 3]}
+    assert settings_in(tmp_path)["algorithms"] == "topk,regtopk" and settings_in(tmp_path)["seeds"] == "0,3,"
+
+
+def test_seeds_side_by_side_are_the_seeds_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = run(replace(QUICK, seeds="3"), tmp_path / "together")
+    monkeypatch.setattr(QUICK.kind, "num_at_once", 1)
+    assert sorted(run(replace(QUICK, seeds="3"), tmp_path / "alone")) == sorted(together)
+
+
+def test_another_protocol_does_not_mix_with_a_folder(tmp_path: Path) -> None:
+    run(replace(QUICK, algorithms="topk"), tmp_path)
+    with pytest.raises(OutputError, match=r"lr must be \[0\.2\] as in the run that .* holds, got \[0\.1\]"):
+        run(replace(QUICK, lr=(0.1,)), tmp_path, resume=True)
+    with pytest.raises(ArgumentError, match="methods must be different and at least one, got 'topk,topk:lr="):
+        run(replace(QUICK, algorithms="topk:lr=0.2"), tmp_path, resume=True)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(tmp_path: Path) -> None:
+    run(QUICK, tmp_path)
+    unread = replace(FIG3, load=lambda config: pytest.fail("read the data"))
+    with pytest.raises(OutputError, match="must not hold a run"):
+        unread.record(QUICK, tmp_path, command="")
+    unread.record(QUICK, tmp_path, command="", resume=True)  # nothing is left to run
+
+
+def test_a_run_in_progress_is_neither_joined_nor_replaced(tmp_path: Path) -> None:
+    def progress(fraction: float, words: str = "") -> None:
+        for resume in (True, False):
+            with pytest.raises(OutputError, match="must not be written by another process"):
+                FIG3.record(QUICK, tmp_path, command="", resume=resume, force=not resume)
+
+    summary = FIG3.record(QUICK, tmp_path, command="", progress=progress)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(tmp_path: Path) -> None:
+    run(replace(QUICK, algorithms="topk"), tmp_path)
+
+    def load_slowly(config: CompareConfig) -> Problem:
+        problem = Problem(config)
+        run(replace(QUICK, algorithms="dense", seeds="5,"), tmp_path, resume=True)
+        return problem
+
+    slow = replace(FIG3, load=load_slowly)
+    slow.record(replace(QUICK, algorithms="regtopk"), tmp_path, command="slow", resume=True)
+    header = json.loads((tmp_path / "config.json").read_text())
+    assert header["command"].split() == ["c", "slow"]
+    assert (header["config"]["algorithms"], header["config"]["seeds"]) == ("topk,dense,regtopk", "0,5,")
+
+
+def test_a_seed_that_diverges_is_said_and_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(QUICK, seeds="2")
+    healthy = run(config, tmp_path / "healthy")
+    original = DeepTask.grads
+
+    def poisoned(task: DeepTask, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        grads, losses = original(task, models, step)
+        grads[0] = torch.inf
+        return grads, losses
+
+    monkeypatch.setattr(DeepTask, "grads", poisoned)
+    records = run(config, tmp_path / "poisoned")
+    assert [r for r in records if r[1] == 1] == [r for r in healthy if r[1] == 1]
+    summary = json.loads((tmp_path / "poisoned" / "summary.json").read_text())
+    assert [result["diverged"] for result in summary["results"]] == [[0], [0]]
+    assert write_report(tmp_path / "poisoned").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "sorted:9999"}, "split='sorted:9999' need at least"),
+        ({"data": "/nowhere"}, "digits come with scikit-learn and take no data, got '/nowhere'"),
+        (
+            {"algorithms": "topk,consensus", "like": "topk:0.0001:raw32:float32"},
+            "bytes per step must be at least the smallest message of consensus",
+        ),
+    ],
+)
+def test_what_does_not_fit_leaves_no_folder(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        run(replace(QUICK, **settings), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("regtopk.lab.experiments.compare.comparison.Comparison.record", interrupted)
+    words = ["reproduce", "fig3", "--preset", "smoke", "--out", str(tmp_path)]
+    nothing = CliRunner().invoke(app, words)
+    assert (nothing.exit_code, nothing.stderr) == (130, "regtopk: interrupted\n")
+    (tmp_path / "config.json").touch()
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-2:] == [
+        f"regtopk: {tmp_path} keeps what is done; --resume goes on from there",
+        "regtopk: interrupted",
+    ]

@@ -1,0 +1,128 @@
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.networks.convolutional import NETWORKS
+from regtopk.lab.experiments.networks.gpt import GPT
+from regtopk.lab.experiments.networks.norm import GroupNorm
+
+ALL: dict[str, Callable[[int], nn.Module]] = {**NETWORKS, "gpt": GPT}
+
+
+def make(name: str, num_outputs: int = 10, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ALL[name](num_outputs)
+
+
+def inputs_of(name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if name == "gpt":
+        return torch.randint(10, (2, 32), generator=generator)
+    return torch.randn(2, 3, 16, 16, generator=generator)
+
+
+def in_bf16() -> list[Any]:
+    """The networks; a CPU without bfloat16 takes a minute for the ResNets, which other networks stand for."""
+    is_slow = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    too_slow = pytest.mark.skipif(is_slow, reason="this CPU has no bfloat16: too slow")
+    return [pytest.param(name, marks=too_slow if "resnet" in name else ()) for name in ALL]
+
+
+def torchvision_names() -> Iterator[str]:
+    yield from ("conv1.weight", "bn1.weight", "bn1.bias")
+    for layer in (1, 2, 3, 4):
+        for block in (0, 1):
+            prefix = f"layer{layer}.{block}"
+            for i in (1, 2):
+                yield from (f"{prefix}.conv{i}.weight", f"{prefix}.bn{i}.weight", f"{prefix}.bn{i}.bias")
+            if layer > 1 and block == 0:
+                yield f"{prefix}.downsample.0.weight"
+                yield from (f"{prefix}.downsample.1.weight", f"{prefix}.downsample.1.bias")
+    yield from ("fc.weight", "fc.bias")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_outputs", "expected"),
+    [
+        ("resnet18", 10, 11_173_962),
+        ("resnet18-gn", 10, 11_173_962),
+        ("gpt", 100, 4 * (12 * 128**2 + 13 * 128) + 2 * 128 + (100 + 128) * 128),
+        ("small-cnn", 10, 19_546),
+    ],
+)
+def test_parameters_are_counted(name: str, num_outputs: int, expected: int) -> None:
+    assert sum(p.numel() for p in make(name, num_outputs).parameters()) == expected
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18-gn"])
+def test_resnet_has_torchvisions_names(name: str) -> None:
+    assert [n for n, _ in make(name).named_parameters()] == list(torchvision_names())
+
+
+@pytest.mark.parametrize("name", in_bf16())
+def test_a_training_pass_in_bf16_reaches_all_parameters_and_leaves_all_buffers(name: str) -> None:
+    network, x = make(name), inputs_of(name)
+    for tensor in (*network.parameters(), x):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    before = copy.deepcopy(dict(network.named_buffers()))
+    with torch.autocast("cpu", torch.bfloat16):
+        scores, again = network(x), network(x)
+    assert scores.shape == (*x.shape[: 2 if name == "gpt" else 1], 10) and scores.dtype == torch.bfloat16
+    assert torch.equal(scores, again)  # nothing is drawn
+    F.cross_entropy(scores.float().flatten(0, -2), torch.zeros(scores[..., 0].numel()).long()).backward()
+    for parameter in network.parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any()
+    assert all(torch.equal(before[key], value) for key, value in network.named_buffers())
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_nothing_reads_values_back(name: str) -> None:
+    """A meta tensor has no values, so what runs on it can be captured in a CUDA graph."""
+    scores = make(name).to("meta")(inputs_of(name).to("meta"))
+    assert scores.shape[-1] == 10
+
+
+@pytest.mark.parametrize("name", in_bf16())
+def test_parameters_of_norms_may_stay_in_float32(name: str) -> None:
+    network, x = make(name), inputs_of(name)
+    for module in network.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear, nn.Embedding)):
+            module.to(torch.bfloat16)
+    scores = network(x.bfloat16() if x.is_floating_point() else x)
+    assert scores.dtype == torch.bfloat16 and scores.isfinite().all()
+
+
+def test_group_norm_takes_fewer_groups_for_fewer_channels() -> None:
+    assert [GroupNorm(channels).num_groups for channels in (64, 16, 48)] == [32, 16, 16]
+    x, norm = torch.randn(2, 64, 4, 4), GroupNorm(64)
+    assert torch.equal(norm(x), F.group_norm(x, 32, norm.weight, norm.bias))
+
+
+@torch.no_grad()
+def test_gpt_does_not_see_what_comes() -> None:
+    network, tokens = make("gpt"), inputs_of("gpt")
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 10
+    one, other = network(tokens), network(changed)
+    assert torch.equal(one[:, :20], other[:, :20])
+    assert (one[:, 20:] != other[:, 20:]).any(-1).all()
+
+
+def test_gpt_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ArgumentError, match="tokens must be at most 128 long, the context, got 129"):
+        make("gpt")(torch.zeros(1, 129, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match="width must be a multiple of num_heads=4, got 130"):
+        GPT(10, width=130)
+
+
+def test_the_small_network_takes_grey_images_too() -> None:
+    network, grey = make("small-cnn"), torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(network(grey), network(grey.repeat(1, 3, 1, 1)))

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from regtopk.lab.experiments.experiment import silent
+from regtopk.lab.experiments.paper.fig2 import FIG2, METHODS, Fig2Config
+from regtopk.lab.experiments.tasks.regression import draw_regressions
+from regtopk.lab.runs import Record
+
+SMALL = Fig2Config(seeds="2", num_iterations=30, record_every=20, num_workers=5, numel=12, num_points=40)
+
+
+def records_of(config: Fig2Config) -> list[Record]:
+    return list(FIG2.run(config, silent))
+
+
+def final_distances(config: Fig2Config) -> dict[str, dict[str, list[float]]]:
+    summary = FIG2.summarise(config, records_of(config))
+    distances: dict[str, dict[str, list[float]]] = summary["final_distance"]
+    return distances
+
+
+def test_optimum_is_where_the_mean_gradient_vanishes() -> None:
+    problems = draw_regressions(SMALL)
+    at_optimum = problems.grads(problems.optimum.unsqueeze(1))
+    assert at_optimum.shape == (2, 1, 5, 12)
+    assert at_optimum.abs().max() > 0.1  # the workers disagree
+    assert at_optimum.mean(2).abs().max() < 1e-12
+
+
+def test_gradients_of_least_squares() -> None:
+    config = Fig2Config(num_workers=3, numel=4, num_points=10)
+    problems = draw_regressions(config)
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(3, 10, 4, generator=generator, dtype=torch.float64)
+    means = 5**0.5 * torch.randn(3, 1, generator=generator, dtype=torch.float64)
+    truths = means + torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    noise = 0.5**0.5 * torch.randn(3, 10, generator=generator, dtype=torch.float64)
+    w = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    error = (points @ w) - (torch.einsum("ndj,nj->nd", points, truths) + noise)
+    expected = torch.einsum("ndj,nd->nj", points, error) / 10
+    torch.testing.assert_close(problems.grads(w.view(1, 1, 4))[0, 0], expected)
+
+
+def test_a_batch_of_seeds_is_the_seeds_one_by_one() -> None:
+    both = final_distances(SMALL)
+    first = final_distances(Fig2Config(**{**vars(SMALL), "seeds": "1"}))
+    for method in METHODS:
+        for density, distances in both[method].items():
+            assert distances[0] == pytest.approx(first[method][density][0], rel=1e-9)
+            assert distances[0] != distances[1]
+
+
+def test_full_density_is_dense() -> None:
+    distances = final_distances(Fig2Config(**{**vars(SMALL), "densities": (1.0,)}))
+    for method in METHODS:
+        assert distances[method]["1.0"] == pytest.approx(distances["dense"]["1.0"], rel=1e-9)
+
+
+def test_records_and_progress() -> None:
+    fractions: list[float] = []
+    records = list(FIG2.run(SMALL, lambda fraction, words="": fractions.append(fraction)))
+    assert sorted({record["iteration"] for record in records}) == [0, 20, 30]
+    assert len(records) == 3 * len(METHODS) * 3  # iterations, methods, densities
+    assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
+
+
+LONG = Fig2Config(seeds="1-1", num_iterations=4000, record_every=500, densities=(0.6,))
+
+
+def test_a_seed_at_density_06_and_beyond() -> None:
+    """At iteration 2,500 RegTop-k follows dense; by 4,000 it has jumped away, and with a cap it has not."""
+    records = records_of(LONG)
+    states = {(r["method"], r["iteration"]): r for r in records}
+    assert states["dense", 2500]["distance"][0] < 1e-8 and states["topk", 2500]["distance"][0] > 1e-3
+    following = {"dense": 1, "topk": 0, "regtopk": 1, "regtopk-cap": 1}
+    assert {method: states[method, 2500]["following"] for method in following} == following
+    assert {method: states[method, 4000]["following"] for method in following} == following | {"regtopk": 0}
+    num_jumps = FIG2.summarise(LONG, records)["num_jumps"]
+    jumps = {method: num_jumps[method]["0.6"][0] for method in following}
+    assert jumps.pop("regtopk") > 0 and not any(jumps.values())
+
+
+def test_seeds_may_be_chosen() -> None:
+    both = draw_regressions(SMALL)
+    second = draw_regressions(Fig2Config(**{**vars(SMALL), "seeds": "1-1"}))
+    assert torch.equal(second.moment[0], both.moment[1])

@@ -1,0 +1,68 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from regtopk.errors import ClusterError
+from regtopk.lab.experiments.ranks.launch import launch
+from tests.lab.experiments.ranks import entries
+from tests.processes import ended
+
+ROOT = Path(__file__).parents[4]
+CALLER = """
+from regtopk.lab.experiments.ranks.launch import launch
+from tests.lab.experiments.ranks import entries
+for record in launch(entries.sleep, 2):
+    print(record["pid"], flush=True)
+"""
+
+
+def wait_until_gone(pids: list[int], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"one of {pids} is still there"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_failing_rank_is_named_with_its_traceback() -> None:
+    with pytest.raises(ClusterError, match=r"rank 1 failed: ValueError: no luck here\n") as failure:
+        list(launch(entries.fail, 2, 1))
+    assert "entries.py" in str(failure.value) and "Traceback" in str(failure.value)
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"rank 1 failed: ended by SIGKILL"):
+        list(launch(entries.die, 2, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_listen_on_loopback_alone_and_end_when_nobody_listens() -> None:
+    records = launch(entries.listen, 2, "hello")
+    heard = [next(records), next(records)]
+    assert sorted(record["rank"] for record in heard) == [0, 1]
+    addresses = [record["addresses"] for record in heard]
+    assert all(addresses) and {address for of_rank in addresses for address in of_rank} == {"0100007F"}
+    assert [record["word"] for record in heard] == ["hello"] * 2
+    records.close()
+    wait_until_gone([record["pid"] for record in heard])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_end_with_their_caller() -> None:
+    command = [sys.executable, "-c", CALLER]
+    with ended(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)) as caller:
+        assert caller.stdout is not None
+        pids = [int(caller.stdout.readline()) for _ in range(2)]
+        caller.kill()
+    wait_until_gone(pids)

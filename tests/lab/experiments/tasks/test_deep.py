@@ -1,0 +1,120 @@
+"""Every setting of a deep training reaches what it is a setting of: results against ones computed by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+
+from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.data.splits import batch_order, divide
+from regtopk.lab.experiments.networks.flat import flatten
+from regtopk.lab.experiments.paper.fig3 import PRESETS
+from regtopk.lab.experiments.tasks.deep import SmallCnnTask
+from regtopk.lab.experiments.training.trainer import Trainer
+
+NUM_EXAMPLES = 60
+LR = 0.1
+
+
+def make_config(**settings: Any) -> CompareConfig:
+    tiny = {"algorithms": "dense", "num_workers": 3, "batch_size": 5, "num_steps": 2, "lr": (LR,)}
+    return CompareConfig(**{**PRESETS["smoke"], **tiny, **settings})
+
+
+def make_examples() -> Examples:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(NUM_EXAMPLES, 8, 8, 3, generator=generator)
+    labels = torch.randint(10, (NUM_EXAMPLES,), generator=generator)
+    return Examples(images, labels, images[:30], labels[:30], labels, 10)
+
+
+def make_trainer(config: CompareConfig) -> Trainer:
+    (method,) = config.methods
+    return Trainer(
+        SmallCnnTask(config, config.chosen_seeds, make_examples()),
+        config.build(MethodAt(method, config.densities[0])),
+        optimizer=config.optimizer,
+        lr=config.lr[0],
+        index_code=config.index_code_of(method),
+    )
+
+
+def grads_of_seed(config: CompareConfig, examples: Examples, seed: int) -> tuple[list[Tensor], list[int]]:
+    """Of every worker: torch's own gradient of its first batch, flat, and the size of its shard."""
+    network = SmallCnnTask.make_network(config, examples, seed)
+    shards = divide(examples.labels, config.num_workers, config.split, seed)
+    grads = []
+    for rows in batch_order(shards, config.batch_size, config.num_steps, seed)[0]:
+        scores = network(examples.train[rows].permute(0, 3, 1, 2))
+        loss = F.cross_entropy(scores, examples.train_targets[rows])
+        parts = torch.autograd.grad(loss, list(network.parameters()))
+        grads.append(torch.cat([(p.permute(0, 2, 3, 1) if p.dim() == 4 else p).flatten() for p in parts]))
+    return grads, [len(shard) for shard in shards]
+
+
+@pytest.mark.parametrize("split", ["dirichlet", "iid"])
+def test_a_worker_weighs_what_its_shard_does(split: str) -> None:
+    config, examples = make_config(split=split, seeds="5,0"), make_examples()
+    trainer = make_trainer(config)
+    trainer.run_until(1)
+    for params, seed in zip(trainer.models, config.chosen_seeds, strict=True):
+        grads, sizes = grads_of_seed(config, examples, seed)
+        assert len(set(sizes)) == (1 if split == "iid" else 3)
+        aggregate = torch.stack([n / NUM_EXAMPLES * g for n, g in zip(sizes, grads, strict=True)]).sum(0)
+        expected = flatten(SmallCnnTask.make_network(config, examples, seed)) - LR * aggregate
+        torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_workers_with_models_of_their_own_have_gradients_there() -> None:
+    task = SmallCnnTask(make_config(), [0, 1], make_examples())
+    shared = task.start()
+    expected = [x.clone() for x in task.grads(shared, 1)]
+    found = task.grads(shared.unsqueeze(1).repeat(1, 3, 1), 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_convolutions_and_linear_layers_compute_in_the_precision_asked_for(precision: str) -> None:
+    dtypes: dict[str, torch.dtype] = {}
+
+    def see(module: nn.Module, inputs: object, output: Tensor) -> None:
+        dtypes[type(module).__name__] = output.dtype
+
+    hook = register_module_forward_hook(see)
+    try:
+        task = SmallCnnTask(make_config(precision=precision), [0], make_examples())
+        grads, loss = task.grads(task.start(), 0)
+    finally:
+        hook.remove()
+    expected = getattr(torch, precision)
+    assert (dtypes["Conv2d"], dtypes["Linear"]) == (expected, expected)
+    assert grads.dtype == loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"split": "sorted"},
+        {"num_workers": 2},
+        {"batch_size": 4},
+        {"lr": (0.2,)},
+        {"optimizer": "momentum"},
+        {"optimizer": "adam"},
+        {"densities": (0.02,)},
+        {"value_code": "4bit"},
+        {"algorithms": "topk:index_code=raw32"},
+        {"seeds": "1,"},
+    ],
+    ids=str,
+)
+def test_no_setting_is_ignored(setting: dict[str, Any]) -> None:
+    found = []
+    for own in ({}, setting):
+        trainer = make_trainer(make_config(**{"algorithms": "topk", "seeds": "1", **own}))
+        trainer.run_until(2)
+        found.append((trainer.payload_bytes, trainer.models.tolist()))
+    assert found[0] != found[1]
