@@ -80,7 +80,7 @@ def tables(rows: list[dict[str, Any]], results: Path = RESULTS) -> dict[str, str
     """The blocks of the page, by name."""
     return {
         "speed-up": _by_workers(rows, "speed-up over no hook, measured", _speedup_cell(rows)),
-        "planned": _by_workers(rows, "measured / predicted", _planned_cell) + "\n\n" + _how_far_off(rows),
+        "planned": _how_far_off(rows),
         "break-even": _break_even(results),
         "accuracy": accuracy_table(
             json.loads((results / "slow-network.json").read_text())["time_to_accuracy"]
@@ -138,10 +138,6 @@ def _table(rows: list[dict[str, Any]], cell: Cell) -> str:
     for name in dict.fromkeys(_name(row) for row in rows):
         lines.append(f"| {name} | {' | '.join(cells.get((name, link), '') for link in links)} |")
     return "\n".join(lines)
-
-
-def _planned_cell(row: dict[str, Any]) -> str:
-    return f"{format_time(row['step_s'])} / {format_time(row['predicted_s'])} ({100 * row['off']:+.0f} %)"
 
 
 def _speedup_cell(rows: list[dict[str, Any]]) -> Cell:
