@@ -4,10 +4,12 @@ The index names every page, the reference every public name, and links lead some
 made from the code or from records are up to date.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean, stdev
 
 import regtopk
 from tools import catalogue, tables
@@ -41,6 +43,21 @@ def broken_links(page: Path) -> Iterator[str]:
             yield target
 
 
+def federated_rows() -> Iterator[str]:
+    """How docs/federated.md must show the accuracies that were recorded."""
+    results = ROOT / "benchmarks" / "results"
+    runs = json.loads((results / "federated.json").read_text(encoding="utf-8"))["claiming"]
+    for method in {run["method"] for run in runs}:
+        found = [run["test"] for run in runs if run["method"] == method]
+        lr = next(run["lr"] for run in runs if run["method"] == method)
+        extent = f"{min(found):.1f} to {max(found):.1f}"
+        yield f"| {method} | {lr} | {mean(found):.1f} ± {stdev(found):.1f} ({extent}) |"
+    for num_rounds in (28, 6):
+        file = results / f"federated-fedavg-{num_rounds}-rounds.json"
+        found = [run["test"] for run in json.loads(file.read_text(encoding="utf-8"))["claiming"]]
+        yield f"| {mean(found):.1f} ± {stdev(found):.1f} in {num_rounds} rounds |"
+
+
 def problems() -> Iterator[str]:
     """What is wrong, one sentence each."""
     for page in PAGES:
@@ -56,8 +73,12 @@ def problems() -> Iterator[str]:
         yield f"docs/api.md does not name {name}"
     if catalogue.PAGE.read_text(encoding="utf-8") != catalogue.catalogue():
         yield "docs/algorithms.md is not that of the classes: run python tools/catalogue.py"
-    page = tables.PAGE.read_text(encoding="utf-8")
-    if tables.with_tables(page) != page:
+    federated = (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
+    for row in federated_rows():
+        if row not in federated:
+            yield f"docs/federated.md lacks what was recorded: {row}"
+    deep = tables.PAGE.read_text(encoding="utf-8")
+    if tables.with_tables(deep) != deep:
         yield "docs/deep-networks.md has other tables than the records: run python tools/tables.py"
 
 
