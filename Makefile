@@ -24,8 +24,10 @@ LAUNCHED := tests/integrations/test_killed.py tests/integrations/test_lightning_
 demo: .venv/.installed
 	.venv/bin/regtopk demo --out out/demo --force
 
-# Warnings are errors: a link that leads nowhere, a page that the index does not name, a docstring that reads wrong.
+# Pages and recorded results are checked first. Warnings of Sphinx are errors: a docstring that reads wrong, for example.
 docs: .venv/.docs
+	.venv/bin/python -m tools.check_pages
+	.venv/bin/python -m tools.check_records
 	.venv/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c docs . out/site
 	@echo "the site is in out/site/index.html"
 

@@ -26,7 +26,7 @@ root_doc = (
 include_patterns = ["*.md", "docs/*.md", "benchmarks/*/*.md"]
 exclude_patterns = [".*", "build", "dist", "out", "docs/results", "src", "tests"]
 
-smartquotes_action = "D"  # dashes alone: "model" and "bucket" are to be copied
+smartquotes_action = "D"  # dashes alone: words in quotes, such as "4bit", are to be copied
 highlight_language = "text"
 myst_heading_anchors = 3  # named as GitHub names them
 

@@ -1,49 +1,58 @@
-"""Print a recorded run's finding and table for a document: python tools/tables.py FOLDER."""
+"""Write the tables of docs/deep-networks.md from the recorded runs: python tools/tables.py.
 
-import argparse
+A table stands between "<!-- made: NAME -->" and "<!-- end -->", where docs/results/NAME is the run; "NAME 5"
+has its first five rows. Of the learning rates that a method ran with, the table has the best.
+"""
+
+import json
 import re
-import sys
 from pathlib import Path
+from typing import Any
 
-from regtopk.errors import RegtopkError
-from regtopk.lab.method import Method
-from regtopk.lab.report import columns_of, format_number, heading_of
-from regtopk.lab.report.style import hardware_and_time, label_of
-from regtopk.lab.runs import Run, read_run
-
-
-def as_markdown(folder: Path) -> str:
-    """The finding, the table, the hardware and the time; methods have the names of the figures."""
-    run = read_run(folder)
-    rows = run.summary["table"]
-    columns = columns_of(rows)
-    head = [heading_of(name) or "method" for name in columns]
-    lines = [_finding(run), "", f"| {' | '.join(head)} |", "|---" * len(columns) + "|"]
-    for row in rows:
-        method = _label(run, Method.read(row["measure"]).without("lr"))  # the learning rate has a column
-        cells = [method, *(format_number(row.get(name)) for name in columns[1:])]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", hardware_and_time(run.summary)]).lstrip() + "\n"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "deep-networks.md"
+BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
 
 
-def _finding(run: Run) -> str:
-    """What was found; a command in it keeps the words that one types."""
-    methods = {row["measure"] for row in run.summary["table"]}
-    words = re.split(r"([:;,.]?(?:\s|$))", run.summary.get("finding", ""))
-    return "".join(f"*{_label(run, word)}*" if word in methods else word for word in words)
+def table_of(name: str, num_rows: int) -> str:
+    """One row per method, best first: accuracy in percent, with its standard deviation over seeds."""
+    rows = json.loads((DOCS / "results" / name / "summary.json").read_text(encoding="utf-8"))["table"]
+    base = "from base" if "from base" in rows[0] else "from Top-k"
+    lines = [
+        f"| method | lr | payload per step | accuracy | seeds | {base}, 95 % interval |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    shown = set()
+    for row in sorted(rows, key=lambda row: -row["accuracy"]):
+        method = re.sub(":lr=[^:]+", "", row["measure"])
+        if method not in shown:
+            shown.add(method)
+            size, seeds = f"{row['bytes a step']:,.0f}", row["seeds"]
+            cells = [f"`{method}`", row["lr"], size, _accuracy(row), seeds, _gain(row, base)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines[: 2 + num_rows]) + "\n"
 
 
-def _label(run: Run, method: str) -> str:
-    """A method's name; at equal bytes it tells how values are coded."""
-    config = run.header["config"]
-    is_open = config["like"] and "value_code" not in Method.read(method).options
-    return label_of(f"{method}:value_code={config['value_code']}" if is_open else method)
+def _accuracy(row: dict[str, Any]) -> str:
+    spread = row.get("± std")
+    return f"{row['accuracy']:.1f}" + (f" ± {spread:.1f}" if spread is not None else "")
+
+
+def _gain(row: dict[str, Any], base: str) -> str:
+    if row.get(base) is None:
+        return "–"
+    interval = row.get("95 % interval")
+    return f"{row[base]:+.1f}" + (f" ({interval})" if interval else "")
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables written anew."""
+
+    def write(block: re.Match[str]) -> str:
+        return f"{block[1]}\n{table_of(block[2], int(block[3] or 100))}\n<!-- end -->"
+
+    return BLOCK.sub(write, page)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="a recorded run of fig3")
-    try:
-        sys.stdout.write(as_markdown(parser.parse_args().folder))
-    except RegtopkError as error:
-        parser.error(str(error))
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

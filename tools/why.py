@@ -1,13 +1,7 @@
-"""Draw and count what docs/why.md explains.
+"""Draw the figures of docs/why.md, and print what it says about Figure 2: python tools/why.py."""
 
-``python tools/why.py --out docs/figures`` draws its figures and prints what it says about Figure 2.
-``python tools/why.py --senders PRESET`` counts how many workers send the same entry of a deep network, with
-RegTop-k in a preset of ``regtopk reproduce fig3``.
-"""
-
-import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,15 +12,8 @@ from torch import Tensor
 
 from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
-from regtopk.core.options import counted
-from regtopk.errors import RegtopkError
-from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config
-from regtopk.lab.experiments.paper.fig3 import PRESETS
-from regtopk.lab.experiments.settings import threads_for
-from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.experiments.tasks.regression import Regressions, draw_regressions
-from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
 from regtopk.lab.report.panels import label_log_axis, line_of
 from regtopk.lab.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style
@@ -35,6 +22,7 @@ from regtopk.simulate import Cluster
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 FIG2 = Fig2Config(seeds="4", num_iterations=4000, densities=(0.6,))
 PLAIN = 1e-30  # a mu so small that RegTop-k is Top-k
 CASES = {
@@ -146,46 +134,29 @@ def jumps_of(distance: list[list[float]], step: Step, last: Step) -> Iterator[Ju
             yield Jump(seed, len(distance), before, after, num_senders.tolist(), common.tolist())
 
 
-def count_senders(config: CompareConfig, mu: float) -> list[float]:
-    """Of what a worker sends in the last step, the shares that 1, 2, ... N workers send; of seed 0."""
-    task = Problem(config).task([0])
-    algorithm = RegTopK(density=config.densities[0], mu=mu)
-    trainer = Trainer(
-        task, algorithm, optimizer=config.optimizer, lr=config.lr[0], index_code=config.index_code
-    )
-    trainer.run_until(config.num_steps)
-    num_senders = _is_sent(trainer.clusters[0], task.layout.numel).sum(-2).flatten()
-    num_entries = num_senders.bincount(minlength=config.num_workers + 1).cpu().double()
-    num_sent = num_entries * torch.arange(config.num_workers + 1)
-    shares: list[float] = (num_sent / num_sent.sum())[1:].tolist()
-    return shares
-
-
 def draw_consensus(watched: Watched, picture: Path) -> None:
     """The distance, the entries that only some workers send, and what each reading predicts."""
     drawings = [
-        Drawing("Distance to the optimum", PANEL_INCHES, partial(_draw_distance, watched)),
+        Drawing("Distance to the optimum", PANEL_INCHES, partial(_draw_seeds, watched.distance)),
         Drawing("Entries that only some workers send, of 100", PANEL_INCHES, partial(_draw_partly, watched)),
         Drawing("Median |guess - sum| / (w |a|), seed 0", PANEL_INCHES, partial(_draw_error, watched)),
     ]
     save_png(draw_all(drawings, SEEDS), picture)
 
 
-def _draw_distance(watched: Watched, axes: "Axes") -> None:
-    for style, distance in zip(SEEDS, zip(*watched.distance, strict=True), strict=False):
-        axes.plot(range(1, len(distance) + 1), distance, **line_of(style))
+def _draw_seeds(values: Sequence[Sequence[float]], axes: "Axes") -> None:
+    for style, curve in zip(SEEDS, zip(*values, strict=True), strict=False):
+        axes.plot(range(1, len(curve) + 1), curve, **line_of(style))
     axes.set_yscale("log")
     label_log_axis(axes.yaxis, *axes.get_ylim())
-    _label_iterations(axes)
+    axes.set_xlabel("iteration")
 
 
 def _draw_partly(watched: Watched, axes: "Axes") -> None:
-    for style, counts in zip(SEEDS, zip(*watched.num_by_some, strict=True), strict=False):
-        axes.plot(range(1, len(counts) + 1), counts, **line_of(style))
+    _draw_seeds(watched.num_by_some, axes)
     axes.set_yscale("symlog", linthresh=1)
     axes.set_yticks([0, 1, 2, 5, 10, 20, 50, 100], ["0", "1", "2", "5", "10", "20", "50", "100"])
     axes.set_ylim(bottom=-0.15)
-    _label_iterations(axes)
 
 
 def _draw_error(watched: Watched, axes: "Axes") -> None:
@@ -201,11 +172,6 @@ def _draw_error(watched: Watched, axes: "Axes") -> None:
         )
     axes.set_yscale("log")
     label_log_axis(axes.yaxis, *axes.get_ylim())
-    _label_iterations(axes)
-
-
-def _label_iterations(axes: "Axes") -> None:
-    axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel("iteration")
 
 
@@ -253,51 +219,22 @@ def _draw_saturation(axes: "Axes") -> None:
     axes.set_ylabel("score, in the same units")
 
 
-def explain_figure_2(folder: Path) -> None:
+def main() -> None:
     """Draw the figures; print who sends what, the errors of both readings, and the jumps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_score(folder / "why-score.png")
-    with threads_for(FIG2.numel):
-        problems = draw_regressions(FIG2)
-        for name, algorithm in CASES.items():
-            watched = watch(FIG2, problems, algorithm)
-            by_all = sum(watched.num_by_all[END - 1]) / len(watched.distance[0])
-            distance = max(watched.distance[END - 1])
-            print(f"{name}, iteration {END}: all send {by_all:g} entries, distance up to {distance:.1e}")
-            num_jumps, last = len(watched.jumps), max(watched.distance[-1])
-            print(f"    by iteration {FIG2.num_iterations}: {counted(num_jumps, 'jump')}, up to {last:.1e}")
-    draw_consensus(watched, folder / "why-consensus.png")  # of the last of them
+    torch.set_num_threads(1)
+    draw_score(FIGURES / "why-score.png")
+    problems = draw_regressions(FIG2)
+    for name, algorithm in CASES.items():
+        watched = watch(FIG2, problems, algorithm)
+        by_all = sum(watched.num_by_all[END - 1]) / len(watched.distance[0])
+        print(f"{name}, iteration {END}: all send {by_all:g}, distance {max(watched.distance[END - 1]):.1e}")
+        print(f"    at the end: {len(watched.jumps)} jumps, distance {max(watched.distance[-1]):.1e}")
+    draw_consensus(watched, FIGURES / "why-consensus.png")  # of the last of them
     for iteration in (10, 100, 1000, END):
-        errors = [f"{reading} {error:.1e}" for reading, error in watched.error[iteration - 2].items()]
-        print(f"iteration {iteration}, error of the guess: {', '.join(errors)}")
+        print(f"iteration {iteration}, error of the guess: {watched.error[iteration - 2]}")
     for jump in watched.jumps:
-        common = ", ".join(map(float.hex, jump.common))
-        print(f"{jump}, in bits: {common}")
-
-
-def print_senders(preset: str, data: str, device: str, num_steps: int | None, mu: float) -> None:
-    """Print the shares of `count_senders`, in float32, which every device has."""
-    settings = {**PRESETS[preset], "precision": "float32", "data": data, "device": device}
-    if num_steps is not None:
-        settings["num_steps"] = num_steps
-    for num_workers, share in enumerate(count_senders(CompareConfig(**settings), mu), start=1):
-        print(f"sent by {counted(num_workers, 'worker')}: {100 * share:.2f} %")
+        print(f"{jump}, in bits: {', '.join(map(float.hex, jump.common))}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--out", type=Path, help="the folder to draw into")
-    asked.add_argument("--senders", choices=list(PRESETS), metavar="PRESET", help="a preset of fig3")
-    parser.add_argument("--data", default="", help="where the preset's data set is (docs/data.md)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--steps", type=int, help="how many steps, if not the preset's")
-    parser.add_argument("--mu", type=float, default=5.0, help="RegTop-k's")
-    given = parser.parse_args()
-    try:
-        if given.out:
-            explain_figure_2(given.out)
-        else:
-            print_senders(given.senders, given.data, given.device, given.steps, given.mu)
-    except RegtopkError as error:
-        parser.error(str(error))
+    main()

@@ -35,7 +35,6 @@ MODELS = ((11_173_962, 0.05), (124_000_000, 0.3), (1_500_000_000, 3.0))  # param
 WORKERS = (2, 8, 64)
 BANDWIDTHS = (1e8, 1e9, 1e10)
 LATENCY_S = 1e-4
-_PLANNED = "measured / predicted"
 Cell = Callable[[dict[str, Any]], str]
 TORCH = {"dense": DENSE, "fp16": FP16, "powersgd": POWERSGD}
 
@@ -84,7 +83,7 @@ def tables(rows: list[dict[str, Any]], results: Path = RESULTS) -> dict[str, str
     planned = [row for row in rows if row["is_planned"]]
     return {
         "speed-up": _by_workers(rows, "speed-up over no hook, measured", _speedup_cell(rows)),
-        "planned": f"{_by_workers(planned, _PLANNED, _planned_cell)}\n\n{_how_far_off(planned)}",
+        "planned": _how_far_off(planned),
         "break-even": _break_even(results),
         "accuracy": accuracy_table(
             json.loads((results / "slow-network.json").read_text())["time_to_accuracy"]
@@ -142,10 +141,6 @@ def _table(rows: list[dict[str, Any]], cell: Cell) -> str:
     for name in dict.fromkeys(_name(row) for row in rows):
         lines.append(f"| {name} | {' | '.join(cells.get((name, link), '') for link in links)} |")
     return "\n".join(lines)
-
-
-def _planned_cell(row: dict[str, Any]) -> str:
-    return f"{format_time(row['step_s'])} / {format_time(row['predicted_s'])} ({100 * row['off']:+.0f} %)"
 
 
 def _speedup_cell(rows: list[dict[str, Any]]) -> Cell:

@@ -1,0 +1,88 @@
+"""Check the pages of the documentation; `make docs` runs it: python -m tools.check_pages.
+
+The index names every page, the reference every public name, and links lead somewhere. The pages that are
+made from the code or from records are up to date.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, stdev
+
+import regtopk
+from tools import catalogue, tables
+
+ROOT = Path(__file__).parents[1]
+INDEX, REFERENCE = ROOT / "docs" / "README.md", ROOT / "docs" / "api.md"
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/*.md")]
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+IN_THE_TEXT = {"__version__", "ALGORITHMS", "RegtopkError"}  # names without an entry of the reference
+
+
+def text_of(page: Path) -> str:
+    """A page without its blocks of code, which may hold what looks like headings and links."""
+    return CODE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The names that GitHub and the site give to headings: in lower case, without signs, with hyphens."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    names = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    before = [names[:place].count(name) for place, name in enumerate(names)]
+    return {f"{name}-{count}" if count else name for name, count in zip(names, before, strict=True)}
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """Relative links whose file or heading does not exist."""
+    for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text_of(page)):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        if not linked.exists() or (anchor and anchor not in anchors_of(linked)):
+            yield target
+
+
+def federated_rows() -> Iterator[str]:
+    """How docs/federated.md must show the accuracies that were recorded."""
+    results = ROOT / "benchmarks" / "results"
+    runs = json.loads((results / "federated.json").read_text(encoding="utf-8"))["claiming"]
+    for method in {run["method"] for run in runs}:
+        found = [run["test"] for run in runs if run["method"] == method]
+        lr = next(run["lr"] for run in runs if run["method"] == method)
+        extent = f"{min(found):.1f} to {max(found):.1f}"
+        yield f"| {method} | {lr} | {mean(found):.1f} ± {stdev(found):.1f} ({extent}) |"
+    for num_rounds in (28, 6):
+        file = results / f"federated-fedavg-{num_rounds}-rounds.json"
+        found = [run["test"] for run in json.loads(file.read_text(encoding="utf-8"))["claiming"]]
+        yield f"| {mean(found):.1f} ± {stdev(found):.1f} in {num_rounds} rounds |"
+
+
+def problems() -> Iterator[str]:
+    """What is wrong, one sentence each."""
+    for page in PAGES:
+        for target in broken_links(page):
+            yield f"{page.relative_to(ROOT)}: the link {target} leads nowhere"
+    linked = {(INDEX.parent / path).resolve() for path in re.findall(r"\]\(([\w/.-]+\.md)\)", text_of(INDEX))}
+    for page in sorted(set(PAGES) - {INDEX} - linked):
+        yield f"docs/README.md does not name {page.relative_to(ROOT)}"
+    shown = set(
+        re.findall(r":: (?:regtopk\.)?(?:algorithms\.)?(\w+)$", REFERENCE.read_text("utf-8"), re.MULTILINE)
+    )
+    for name in sorted(set(regtopk.__all__) - IN_THE_TEXT - shown):
+        yield f"docs/api.md does not name {name}"
+    if catalogue.PAGE.read_text(encoding="utf-8") != catalogue.catalogue():
+        yield "docs/algorithms.md is not that of the classes: run python tools/catalogue.py"
+    federated = (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
+    for row in federated_rows():
+        if row not in federated:
+            yield f"docs/federated.md lacks what was recorded: {row}"
+    deep = tables.PAGE.read_text(encoding="utf-8")
+    if tables.with_tables(deep) != deep:
+        yield "docs/deep-networks.md has other tables than the records: run python tools/tables.py"
+
+
+if __name__ == "__main__":
+    found = list(problems())
+    print("\n".join(found) or f"{len(PAGES)} pages are in order")
+    sys.exit(bool(found))
