@@ -47,11 +47,44 @@ def test_a_checkpoint_that_lacks_its_states_is_refused(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared()
     attach(accelerator, model, optimizer, TOPK)
     accelerator.save_state(str(tmp_path / "checkpoint-8"))
-    for part in (tmp_path / "checkpoint-8" / "regtopk").glob("*/rank-0.pt"):
-        part.write_bytes(b"cut off")
+    (manifest,) = tmp_path.glob("checkpoint-8/regtopk/*/rank-0.json")
+    manifest.unlink()  # as if the rank had been killed before
     assert newest_checkpoint(tmp_path) is None
     with pytest.raises(StateError, match="checkpoint must hold the exchange's state of every rank"):
         accelerator.load_state(str(tmp_path / "checkpoint-8"))
+
+
+@pytest.mark.parametrize("how", ["cut off", "other format"])
+def test_states_that_cannot_be_used_stop_a_run_and_stay(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, model, optimizer = prepared()
+    attach(accelerator, model, optimizer, TOPK)
+    for number in (8, 10):
+        accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
+
+    def damage(number: int) -> Path:
+        (save,) = tmp_path.glob(f"checkpoint-{number}/regtopk/*")
+        if how == "cut off":
+            (save / "rank-0.pt").write_bytes(b"cut off")
+        else:
+            manifest = save / "rank-0.json"
+            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+        return save
+
+    newest = damage(10)
+    if how == "cut off":
+        assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+        assert "checkpoint-10/regtopk/" in caplog.text and "rank-0.pt is missing or cut off" in caplog.text
+        damage(8)
+    with pytest.raises(StateError, match=f"checkpoints in {tmp_path} cannot be used: checkpoint-10/regtopk/"):
+        newest_checkpoint(tmp_path)
+    with pytest.raises(StateError, match="cannot be used"):
+        accelerator.load_state(str(tmp_path / "checkpoint-10"))
+    accelerator.save_state(str(tmp_path / "checkpoint-10"))  # a run of one's own will, in the same folder
+    (kept,) = tmp_path.glob(f"checkpoint-10/regtopk-unused-*/{newest.name}")
+    assert (kept / "rank-0.json").exists() and not newest.exists()
+    accelerator.load_state(str(tmp_path / "checkpoint-10"))
 
 
 def test_several_models_are_saved_and_closed_exchanges_are_not(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class _EveryRanks:
 
     def hear_save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         self._folder = Path(folder)
-        beside.forget(self._folder)
+        beside.make_room(self._folder)
 
     def hear_load(self, models: list[nn.Module], folder: str) -> None:
         self._folder = Path(folder)

@@ -152,7 +152,7 @@ class RegTopKCallback(TrainerCallback):
         given = signature(save_model).bind(*args, **kwargs).arguments
         if given.get("_internal_call"):  # part of a checkpoint, on all ranks
             self._folder = Path(given["output_dir"])
-            beside.forget(self._folder)
+            beside.make_room(self._folder)
         return self._with_the_agreed_model(save_model, *args, **kwargs)
 
     def _with_the_agreed_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
