@@ -45,7 +45,7 @@ def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_checkpoint_that_lacks_its_states_is_refused(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     accelerator, model, optimizer = prepared()
-    attach(accelerator, model, optimizer, TOPK)
+    attach(accelerator, model, optimizer, TOPK, exchange="updates")
     accelerator.save_state(str(tmp_path / "checkpoint-8"))
     (manifest,) = tmp_path.glob("checkpoint-8/regtopk/*/rank-0.json")
     manifest.unlink()  # as if the rank had been killed before
@@ -59,7 +59,7 @@ def test_states_that_cannot_be_used_stop_a_run_and_stay(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, model, optimizer = prepared()
-    attach(accelerator, model, optimizer, TOPK)
+    attach(accelerator, model, optimizer, TOPK, exchange="updates")
     for number in (8, 10):
         accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
 
@@ -89,10 +89,10 @@ def test_states_that_cannot_be_used_stop_a_run_and_stay(
 
 def test_several_models_are_saved_and_closed_exchanges_are_not(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared()
-    attach(accelerator, model, optimizer, TOPK).close()
+    attach(accelerator, model, optimizer, TOPK, exchange="updates").close()
     accelerator.save_state(str(tmp_path / "none"))  # there is nothing to save
     accelerator.load_state(str(tmp_path / "none"))
-    exchanges = [attach(accelerator, model, optimizer, TOPK) for _ in range(2)]
+    exchanges = [attach(accelerator, model, optimizer, TOPK, exchange="updates") for _ in range(2)]
     accelerator.save_state(str(tmp_path / "two"))
     (part,) = tmp_path.glob("two/regtopk/*/rank-0.pt")
     assert sorted(torch.load(part, weights_only=True)) == ["exchange", "exchange_1"]
@@ -100,7 +100,7 @@ def test_several_models_are_saved_and_closed_exchanges_are_not(tmp_path: Path) -
     exchanges[0].close()
     accelerator.save_state(str(tmp_path / "one"))
     accelerator.load_state(str(tmp_path / "one"))
-    attach(accelerator, model, optimizer, TOPK)
+    attach(accelerator, model, optimizer, TOPK, exchange="updates")
     with pytest.raises(StateError, match=r"the checkpoint must hold \['exchange_1'\], got \['exchange'\]"):
         accelerator.load_state(str(tmp_path / "one"))
 
@@ -119,7 +119,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(
         ArgumentError, match=r"optimizer must be what accelerator.prepare\(\) returned, got SGD"
     ):
-        attach(accelerator, model, optimizer.optimizer, TOPK)
+        attach(accelerator, model, optimizer.optimizer, TOPK, exchange="updates")
     with pytest.raises(
         ArgumentError, match="delay must be given with exchange='updates' alone, got 'gradien"
     ):

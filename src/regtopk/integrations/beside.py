@@ -28,11 +28,7 @@ def _all_ranks() -> Collectives:
 
 
 def save(folder: Path, **exchanges: ExchangeBase) -> None:
-    """Save exchanges beside what the framework has saved before. Call it on every rank.
-
-    Raises:
-        OutputError: a rank could not write.
-    """
+    """Save exchanges beside what the framework has saved before. Call it on every rank."""
     with Checkpoints(folder / NAME, keep=1, on_error="raise") as checkpoints:
         checkpoints.save(max(each.num_steps for each in exchanges.values()), **exchanges)
 
