@@ -26,7 +26,8 @@ def prepared() -> tuple[Any, Any, Any]:
 
 def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer = prepared()
-    exchange = attach(accelerator, model, optimizer, TOPK, every=2)
+    with pytest.warns(DeprecationWarning, match="exchange must be given .*: 'updates' is taken"):
+        exchange = attach(accelerator, model, optimizer, TOPK, every=2)
     assert "there is one process: nothing is exchanged" in caplog.text
     for number in (8, 10):
         accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
@@ -116,11 +117,7 @@ def test_ranks_without_a_process_group_choose_no_checkpoint(
 
 def test_wrong_use_is_refused() -> None:
     accelerator, model, optimizer = prepared()
-    with pytest.raises(
-        ArgumentError, match=r"optimizer must be what accelerator.prepare\(\) returned, got SGD"
-    ):
+    with pytest.raises(ArgumentError, match=r"optimizer must be what accelerator.prepare\(\) .*, got SGD"):
         attach(accelerator, model, optimizer.optimizer, TOPK, exchange="updates")
-    with pytest.raises(
-        ArgumentError, match="delay must be given with exchange='updates' alone, got 'gradien"
-    ):
+    with pytest.raises(ArgumentError, match=r"delay must .*, got 'gradients'"):
         attach(accelerator, model, optimizer, TOPK, exchange="gradients", delay=1)
