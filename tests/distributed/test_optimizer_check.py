@@ -41,9 +41,10 @@ def sgd(parameters: Any, momentum: float = 0.9) -> Any:
 def attach_with_momenta() -> list[Any]:
     dgc = DGC(density=0.1)
     loud = [said_of(dgc, sgd), said_of(dgc, sgd, is_given=True), said_of(dgc, torch.optim.AdamW)]
-    for make in (sgd, lambda parameters: sgd(parameters, momentum=0.0)):
+    for momentum in (0.9, 0.0):
         net = make_net()
-        with listening() as said, closing(regtopk.UpdateExchange(net, make(net.parameters()), dgc)):
+        optimizer = sgd(net.parameters(), momentum)
+        with listening() as said, closing(regtopk.UpdateExchange(net, optimizer, dgc)):
             loud.append(list(said))
     quiet = [
         said_of(dgc, lambda parameters: sgd(parameters, momentum=0.0)),

@@ -2,20 +2,47 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.gradients.ddp import SparseHookState
+from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
 from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
 
 __all__ = ["attach", "newest_checkpoint"]
+
+
+@overload
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm[Any],
+    *,
+    exchange: Literal["updates"] | None = None,
+    **options: Any,
+) -> UpdateExchange | OneProcess: ...
+
+
+@overload
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    algorithm: Algorithm[Any],
+    *,
+    exchange: Literal["gradients"],
+    **options: Any,
+) -> SparseHookState | OneProcess: ...
 
 
 def attach(

@@ -30,14 +30,7 @@ def raise_together(
 
 
 class Loading:
-    """A load of one checkpoint on one rank.
-
-    Args:
-        collectives: the ranks that load.
-        folder: the checkpoint's.
-        parts: the manifests of all parts that any rank sees.
-        things: what is loaded into, by name.
-    """
+    """A load of one checkpoint on one rank: from the parts that any rank sees into things, by name."""
 
     def __init__(self, collectives: Collectives, folder: Path, parts: Whole, things: dict[str, Any]) -> None:
         self._collectives = collectives
@@ -48,6 +41,9 @@ class Loading:
         rank = collectives.rank
         self._source = rank if rank in parts else ranks[rank % len(ranks)]  # whose own values this rank takes
         self._lost = missing(parts)
+        self._exchanges: dict[str, ExchangeBase] = {
+            name: thing for name, thing in self._things.items() if isinstance(thing, ExchangeBase)
+        }
         weights = parts[self._source].weights
         self._resized = [  # the exchanges that were saved by other ranks, or with other weights
             name
@@ -56,22 +52,12 @@ class Loading:
         ]
         self.told: list[str] = []  # what to log
 
-    @property
-    def _exchanges(self) -> dict[str, ExchangeBase]:
-        return {name: thing for name, thing in self._things.items() if isinstance(thing, ExchangeBase)}
-
     def read(self, seen: list[Whole]) -> dict[str, bytes] | None:
-        """The files that this rank needs, sent by others where it does not see them; None if one is damaged.
-
-        Args:
-            seen: the manifests that each rank sees.
-        """
+        """The files that this rank needs, sent by others that see them; None if one is damaged."""
         ask, rank = self._collectives.all_gather_objects, self._collectives.rank
         here = {name for part in seen[rank].values() for name in part.files}
         wanted = self._wanted(here)
-        asked = sorted(
-            {name for names in ask([name for name in wanted if name not in here]) for name in names}
-        )
+        asked = sorted(set().union(*ask([name for name in wanted if name not in here])))
         owners = {name: owner for owner, part in self._parts.items() for name in part.files}
         senders = {name: next(r for r, theirs in enumerate(seen) if owners[name] in theirs) for name in asked}
         to_send = [name for name in asked if senders[name] == rank]

@@ -144,9 +144,9 @@ class Server:
         past = PastRound(tuple(reply.frame for _, reply, _ in in_order), tuple(shares))
         flat = self._flat - past.aggregate(self._layout.numel)
         if spoiled_names({"model": self._flat}, {"model": flat}):
-            error = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
+            reason = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
             self.finish([])
-            return refused + [(node, error) for node, _, _ in in_order]
+            return refused + [(node, reason) for node, _, _ in in_order]
         self._flat = flat
         self._whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
         for node in self._asked:  # one whose reply did not come may have either model: it gets the next whole
