@@ -72,7 +72,6 @@ class SparseMod:
         folder: where this client's file is, in a subfolder for each run; the "state-folder" of its
             SuperNode's node-config if None. Clients may share a folder.
         name: a callable of the context: the client's name; its partition-id if not given.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
 
     Raises:
         ArgumentError: a server with sampled clients cannot run the algorithm.
@@ -84,10 +83,9 @@ class SparseMod:
         folder: str | Path | None = None,
         *,
         name: Callable[[Context], str] = partition_of,
-        index_code: str = "elias-fano",
     ) -> None:
         check_algorithm(algorithm)
-        self.algorithm, self.folder, self.name, self.index_code = algorithm, folder, name, index_code
+        self.algorithm, self.folder, self.name = algorithm, folder, name
 
     def client(self, context: Context) -> Client:
         """This client, with what it has on its disk."""
@@ -98,7 +96,7 @@ class SparseMod:
                 "SparseMod must have a folder, or node-config a state-folder, for what was not sent; got none"
             )
         path = Path(str(folder)) / f"run-{context.run_id}" / f"client-{quote(name, safe='')}.pt"
-        return Client(self.algorithm, path, name=name, index_code=self.index_code)
+        return Client(self.algorithm, path, name=name)
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.codes import check_index_code
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.checkpoints.files import write_whole
 from regtopk.errors import GradientError, StateError
@@ -73,14 +72,10 @@ class Client:
         algorithm: what chooses the entries; see `check_algorithm`.
         path: the file that the memory is kept in; its folder is made.
         name: the client's name, the same whenever it is started, and no other client's.
-        index_code: how indices are coded.
     """
 
-    def __init__(
-        self, algorithm: Algorithm[Any], path: Path, *, name: str, index_code: str = "elias-fano"
-    ) -> None:
+    def __init__(self, algorithm: Algorithm[Any], path: Path, *, name: str) -> None:
         self.algorithm, self.path, self.name = algorithm, path, name
-        self.index_code = check_index_code(index_code)
         self._index = torch.tensor(crc32(name.encode()))
 
     @property
@@ -146,7 +141,7 @@ class Client:
         sparse, conversation = first_request(self.algorithm, update, now.state, worker)
         conversation.close()  # the answer comes with the next round: `_settle` learns from it
         whole = {name: trained[name] for name in instruction.whole}
-        reply = Reply(self.name, instruction.round, encode(sparse, self.index_code), whole)
+        reply = Reply(self.name, instruction.round, encode(sparse), whole)
         now.sent = _Sent(instruction.round, reply.token, *sparse.without_padding())
         now.model, now.names = start, tuple(model)
         self._save(now, before, instruction.server)
@@ -179,9 +174,7 @@ class Client:
 
     def _worker(self, layout: Layout, round: int, share: float) -> Worker:
         """The share is that of the last round that counts: this round's is not known before it ends."""
-        return Worker(
-            torch.tensor(share), self._index, 1, round - 1, layout=layout, index_code=self.index_code
-        )
+        return Worker(torch.tensor(share), self._index, 1, round - 1, layout=layout)
 
     def _load(self, server: str | None = None) -> tuple[_Memory | None, _Memory | None]:
         """The memory after the last round, and the one before it; None where there is none of this server."""
@@ -196,34 +189,28 @@ class Client:
             raise StateError(f"{self.path} must be of format {FORMAT}, got {found}")
         if server not in (None, saved["server"]):
             return None, None
-        mine, theirs = self._own(), (saved["client"], saved["algorithm"])
+        mine = (self.name, repr(self.algorithm.options()))
+        theirs = (saved["client"], saved["algorithm"])
         if mine != theirs:
-            raise StateError(f"{self.path} must be of client {mine[0]!r} with {mine[1]}, got {theirs}")
-        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
-        memories: list[_Memory | None] = []
-        for part in (saved["now"], saved["before"]):
-            if part is None:
-                memories.append(None)
-                continue
-            state = self.algorithm.init(self._worker(layout, 1, 1.0))
-            state.load_state_dict(part["state"])
-            sent = _Sent(**part["sent"])
-            memories.append(_Memory(tuple(saved["names"]), layout, state, part["model"], sent))
-        now, before = memories
-        return now, before
+            raise StateError(f"{self.path} must be of client {mine}, got {theirs}")
+        return self._unpacked(saved, "now"), self._unpacked(saved, "before")
 
-    def _own(self) -> tuple[str, str]:
-        """Whose memory it is: the client's name, and the algorithm's options."""
-        return self.name, repr(self.algorithm.options())
+    def _unpacked(self, saved: dict[str, Any], when: str) -> _Memory | None:
+        part = saved[when]
+        if part is None:
+            return None
+        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
+        state = self.algorithm.init(self._worker(layout, 1, 1.0))
+        state.load_state_dict(part["state"])
+        return _Memory(tuple(saved["names"]), layout, state, part["model"], _Sent(**part["sent"]))
 
     def _save(self, now: _Memory, before: _Memory | None, server: str) -> None:
         """Write both memories: the new file is whole, or the old one stays."""
-        client, algorithm = self._own()
         saved = {
             "format": FORMAT,
             "server": server,
-            "client": client,
-            "algorithm": algorithm,
+            "client": self.name,
+            "algorithm": repr(self.algorithm.options()),
             "names": list(now.names),
             "layout": [(layer.name, list(layer.shape), layer.kind) for layer in now.layout.layers],
             "now": now.packed(),
