@@ -147,7 +147,7 @@ def test_an_option_that_does_not_exist(option: str, question: str) -> None:
 
 def test_options_have_the_same_defaults_everywhere() -> None:
     options = {field.name: field.default for field in fields(Options)}
-    sharded = {"replicate_group": None, "scope": None}  # a scope that is not given fits the model
+    sharded = {"replicate_group": None, "scope": None, "optimizer": None}  # no scope: that of the model
     assert keywords(regtopk.attach) == options | sharded
     del options["scope"]  # of DDP's buckets
     assert keywords(regtopk.Exchange) == options | {"process_group": None}

@@ -154,54 +154,118 @@ def test_other_numbers_of_ranks(four_ranks: Ranks, two_ranks: Ranks, tmp_path: P
         assert said == (told if rank == 0 else [])
 
 
-def damage(folder: Path, how: str) -> None:
-    newest = folder / max(parts_in(folder)).folder
-    part = newest / "rank-1.pt"
+def damage(save: Path, how: str) -> None:
+    part, manifest = save / "rank-1.pt", save / "rank-0.json"
     if how == "flipped":
-        data = bytearray(part.read_bytes())
-        data[len(data) // 2] ^= 1
-        part.write_bytes(data)
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 1
+        part.write_bytes(content)
     elif how == "cut":
         os.truncate(part, 100)
     elif how == "unfinished":
-        (newest / "rank-1.json").unlink()
+        (save / "rank-1.json").unlink()
     elif how == "no shared":
-        (newest / "shared-0.pt").unlink()
+        (save / "shared-0.pt").unlink()
     elif how == "manifest":
-        (newest / "rank-0.json").write_text("{")
+        manifest.write_text("{")
+    elif how == "nested":
+        manifest.write_text("[" * 100_000)
     elif how == "another fact":
-        path = newest / "rank-0.json"
-        path.write_text(path.read_text().replace('"num_ranks"', '"num_rank3"'))
+        manifest.write_text(manifest.read_text().replace('"num_ranks": 2', '"num_ranks": 3'))
+    elif how == "other format":
+        for path in save.glob("*.json"):
+            path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     else:
         assert how == "empty"
-        for path in newest.iterdir():
+        for path in save.iterdir():
             path.unlink()
 
 
 HOW = {
-    "flipped": "it is damaged",
-    "cut": "parts of ranks [1] are missing",
+    "flipped": "a file has a wrong checksum",
+    "cut": "rank-1.pt is missing or cut off",
+    "no shared": "shared-0.pt is missing or cut off",
+    "manifest": "rank-0.json is damaged",
+    "nested": "rank-0.json is damaged",
+    "another fact": "rank-0.json is damaged",
     "unfinished": "parts of ranks [1] are missing",
-    "no shared": "parts of ranks [0] are missing",
-    "manifest": "parts of ranks [0] are missing",
-    "another fact": "parts of ranks [0] are missing",
-    "empty": "no part of it is whole",
+    "empty": "no rank has finished its part",
 }
+OTHER_FORMAT = "rank-0.json is of format 2, this version of regtopk reads 1"
 
 
-def test_what_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(save_and_leave, "gradients", tmp_path / "run", 4)
-    for how, reason in HOW.items():
-        folder = shutil.copytree(tmp_path / "run", tmp_path / how)
-        newest = max(parts_in(folder)).folder
-        damage(folder, how)
-        loaded = two_ranks.run(load_and_tell, "gradients", folder)
-        assert [extra["seen"] for extra, *_ in loaded] == [[2, 0], [2, 1]], how
-        assert loaded[0][3] == [f"checkpoint of step 4 is skipped ({newest}): {reason}"]
-    for path in (tmp_path / "cut").glob("*/rank-0.json"):
-        path.unlink()
-    loaded = two_ranks.run(load_and_tell, "gradients", tmp_path / "cut")
-    assert [extra for extra, *_ in loaded] == [None, None] and len(loaded[0][3]) == 2
+@pytest.fixture(scope="module")
+def saved(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the saves of steps 2 and 4, of two ranks."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    two_ranks.run(save_and_leave, "gradients", folder, 4)
+    return folder
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.glob("step-*/*")}
+
+
+def go_on_and_save(folder: Path) -> tuple[Any, list[str]]:
+    """Where a run goes on from, and what it logs; it saves until older saves would go."""
+    run = Run("gradients")
+    with listening() as said, closing(run.exchange), regtopk.Checkpoints(folder, keep=1) as checkpoints:
+        extra = run.load(checkpoints)
+        run.train(run.step + 6, checkpoints)
+    return extra, list(said)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, saved: Path, how: str) -> None:
+    folder = shutil.copytree(saved, tmp_path / "run")
+    newest = folder / max(parts_in(folder)).folder
+    damage(newest, how)
+    before = contents_of(folder)
+    (extra, said), (elsewhere, _) = two_ranks.run(go_on_and_save, folder)
+    assert [extra["seen"], elsewhere["seen"]] == [[2, 0], [2, 1]]
+    assert said == [f"checkpoint of step 4 is skipped ({newest.name}): {HOW[how]}"]
+    was_complete = how not in ("unfinished", "empty")
+    assert newest.exists() == was_complete  # a run removes nothing that it could not use
+    if was_complete:
+        assert contents_of(folder).items() >= {p: c for p, c in before.items() if newest.name in p}.items()
+    assert sorted(save.step for save in parts_in(folder)) == ([4, 8] if was_complete else [8])
+
+
+def stop(folder: Path) -> list[tuple[str, str]]:
+    run = Run("gradients")
+    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
+        load, save = lambda: run.load(checkpoints), lambda: checkpoints.save(1, exchange=run.exchange)
+        return [refusal(load), refusal(save)]
+
+
+@pytest.mark.parametrize("how", [how for how in HOW if how != "empty"] + ["other format", "only the newest"])
+def test_saves_that_cannot_be_used_stop_a_run(
+    two_ranks: Ranks, tmp_path: Path, saved: Path, how: str
+) -> None:
+    folder = shutil.copytree(saved, tmp_path / "run")
+    saves = sorted(folder.iterdir())
+    for save in saves if how != "only the newest" else saves[-1:]:
+        damage(save, "other format" if how == "only the newest" else how)
+    before = contents_of(folder)
+    for (kind, text), (save_kind, _) in two_ranks.run(stop, folder):
+        assert kind == "StateError" and save_kind == "ArgumentError"
+        assert text.startswith(f"checkpoints in {folder} cannot be used: step-00000000")
+        assert f"{HOW.get(how, OTHER_FORMAT)}" in text
+        assert "Use the regtopk that saved them, mend them, or move them to another folder" in text
+    assert contents_of(folder) == before
+
+
+def test_a_first_save_that_was_never_complete_stops_nobody(
+    two_ranks: Ranks, tmp_path: Path, saved: Path
+) -> None:
+    """A launcher restarts ranks that were killed in their first save, once or twice."""
+    folder = shutil.copytree(saved, tmp_path / "run")
+    first, second = sorted(folder.iterdir())
+    for save in (first, second.rename(folder / "step-0000000002-00000000")):
+        damage(save, "unfinished")
+    (extra, said), (elsewhere, _) = two_ranks.run(go_on_and_save, folder)
+    assert extra is None and elsewhere is None and len(said) == 2
+    assert sorted(save.step for save in parts_in(folder)) == [6]
 
 
 @pytest.mark.parametrize("kind", ["gradients", "updates"])
@@ -288,50 +352,63 @@ def test_restarts_keep_no_more_than_they_shall(two_ranks: Ranks, tmp_path: Path)
     assert two_ranks.run(restart_often, tmp_path / "run") == [[6, 8]] * 2
 
 
-def load_what_fits_one_rank(folder: Path) -> tuple[Any, ...]:
-    run = Run("gradients")
-    with closing(run.exchange), regtopk.Checkpoints(folder) as checkpoints:
-        run.train(2, checkpoints)
-    other = Run("gradients")
-    model: nn.Module = other.net
-    if dist.get_rank() == 1:
-        model = nn.Linear(3, 3)
-    before = flat_parameters(model)
-    with closing(other.exchange), regtopk.Checkpoints(folder) as checkpoints:
-        said = refusal(lambda: checkpoints.load(model=model))
-    return *said, torch.equal(flat_parameters(model), before)
-
-
-def test_a_load_that_one_rank_refuses_changes_no_rank(two_ranks: Ranks, tmp_path: Path) -> None:
-    (kind, said, is_same), (its_kind, its_said, its_is_same) = two_ranks.run(
-        load_what_fits_one_rank, tmp_path / "run"
-    )
-    assert kind == its_kind == "StateError" and is_same and its_is_same
-    assert said == f"rank 1 cannot load the checkpoint: {its_said}"
-
-
 class Unwilling:
-    """A thing that one rank cannot save."""
+    """A thing that the last rank cannot save."""
 
     def state_dict(self) -> dict[str, Any]:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == dist.get_world_size() - 1:
             raise ArgumentError("not now")
         return {}
 
 
-def save_what_one_rank_cannot(folder: Path) -> tuple[Any, ...]:
-    net = make_net()
-    with regtopk.Checkpoints(folder) as checkpoints:
-        refused = refusal(lambda: checkpoints.save(1, net=net, thing=Unwilling()))
-        checkpoints.save(2, net=net)
-    return refused, steps_in(folder)
+def fail_in_a_subgroup(folder: Path) -> list[str]:
+    """What ranks 1 and 3 are told, when these two save and load without the others, and rank 3 cannot."""
+    rank, net, other = dist.get_rank(), make_net(), nn.Linear(3, 3)
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return []
+    blocked = folder / f"of-{rank}" / "run"
+    if rank == 3:
+        blocked.parent.write_text("a file, not a folder")
+    with (
+        regtopk.Checkpoints(folder / "run", process_group=group, on_error="raise") as checkpoints,
+        regtopk.Checkpoints(blocked, process_group=group) as without_folder,
+        regtopk.Checkpoints(disk(folder), process_group=group) as on_own_disks,
+        listening() as said,
+    ):
+        refused = [
+            refusal(without_folder.load),
+            refusal(lambda: checkpoints.save(1, thing=Unwilling())),
+            refusal(lambda: checkpoints.save(rank, net=net)),
+        ]
+        assert list(parts_in(folder / "run")) == []  # what one rank cannot save is saved by none
+        checkpoints.save(1, net=net)
+        net.first.weight.data.fill_(7.0)
+        refused.append(refusal(lambda: checkpoints.load(net=net if rank == 1 else other)))
+        assert bool((net.first.weight == 7.0).all())
+        with full_disk(3):
+            refused.append(refusal(lambda: checkpoints.save(2, own=torch.zeros(1000))))
+        on_own_disks.load()
+        return [f"{kind}: {text}" for kind, text in refused] + said
 
 
-def test_a_save_that_one_rank_cannot_make_is_made_by_none(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(save_what_one_rank_cannot, tmp_path / "run") == [
-        (("ClusterError", "rank 1 cannot save: ArgumentError: not now"), [2]),
-        (("ArgumentError", "not now"), [2]),
-    ]
+SUBGROUP = [
+    "OutputError: rank 3 cannot use /",
+    "ClusterError: rank 3 cannot save: ArgumentError: not now",
+    "ClusterError: all ranks must save the same things at the same step, got ['net'] at step 1 on rank 1",
+    "StateError: rank 3 cannot load the checkpoint: StateError: net of the checkpoint must be this model's",
+    "OutputError: checkpoint of step 2 was not written (rank 3: [Errno 27] File too large)",
+]
+
+
+def test_what_one_rank_cannot_do_no_rank_does_and_ranks_are_told_as_users_know_them(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    _, told, _, of_rank_3 = four_ranks.run(fail_in_a_subgroup, tmp_path)
+    for text, beginning in zip(told, SUBGROUP, strict=False):
+        assert text.startswith(beginning)
+    assert told[2].endswith("['net'] at step 3 on rank 3") and "seen by ranks [[1], [3]]" in told[5]
+    assert of_rank_3[1] == "ArgumentError: not now" and of_rank_3[3] in told[3]
 
 
 def close_on_a_full_disk(folder: Path) -> list[str]:
@@ -441,7 +518,7 @@ def test_refusals(two_ranks: Ranks, tmp_path: Path) -> None:
         ("ArgumentError", "folder must be empty, or what it holds must be loaded first"),
         ("ArgumentError", "keep must be an integer of at least 1, got 0"),
         ("ArgumentError", "on_error must be one of warn, raise, got 'ignore'"),
-        ("OutputError", "folder must be writable on every rank, got /proc/nowhere on rank 0"),
+        ("OutputError", "folder must be writable on every rank, got /proc/nowhere: "),
         ("ArgumentError", "checkpoints must not be used after close()"),
     ]
     for found in two_ranks.run(refusals, tmp_path):

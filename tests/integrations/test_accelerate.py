@@ -26,7 +26,8 @@ def prepared() -> tuple[Any, Any, Any]:
 
 def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer = prepared()
-    exchange = attach(accelerator, model, optimizer, TOPK, every=2)
+    with pytest.warns(DeprecationWarning, match="exchange must be given .*: 'updates' is taken"):
+        exchange = attach(accelerator, model, optimizer, TOPK, every=2)
     assert "there is one process: nothing is exchanged" in caplog.text
     for number in (8, 10):
         accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
@@ -45,21 +46,54 @@ def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_checkpoint_that_lacks_its_states_is_refused(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     accelerator, model, optimizer = prepared()
-    attach(accelerator, model, optimizer, TOPK)
+    attach(accelerator, model, optimizer, TOPK, exchange="updates")
     accelerator.save_state(str(tmp_path / "checkpoint-8"))
-    for part in (tmp_path / "checkpoint-8" / "regtopk").glob("*/rank-0.pt"):
-        part.write_bytes(b"cut off")
+    (manifest,) = tmp_path.glob("checkpoint-8/regtopk/*/rank-0.json")
+    manifest.unlink()  # as if the rank had been killed before
     assert newest_checkpoint(tmp_path) is None
     with pytest.raises(StateError, match="checkpoint must hold the exchange's state of every rank"):
         accelerator.load_state(str(tmp_path / "checkpoint-8"))
 
 
+@pytest.mark.parametrize("how", ["cut off", "other format"])
+def test_states_that_cannot_be_used_stop_a_run_and_stay(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, model, optimizer = prepared()
+    attach(accelerator, model, optimizer, TOPK, exchange="updates")
+    for number in (8, 10):
+        accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))
+
+    def damage(number: int) -> Path:
+        (save,) = tmp_path.glob(f"checkpoint-{number}/regtopk/*")
+        if how == "cut off":
+            (save / "rank-0.pt").write_bytes(b"cut off")
+        else:
+            manifest = save / "rank-0.json"
+            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+        return save
+
+    newest = damage(10)
+    if how == "cut off":
+        assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+        assert "checkpoint-10/regtopk/" in caplog.text and "rank-0.pt is missing or cut off" in caplog.text
+        damage(8)
+    with pytest.raises(StateError, match=f"checkpoints in {tmp_path} cannot be used: checkpoint-10/regtopk/"):
+        newest_checkpoint(tmp_path)
+    with pytest.raises(StateError, match="cannot be used"):
+        accelerator.load_state(str(tmp_path / "checkpoint-10"))
+    accelerator.save_state(str(tmp_path / "checkpoint-10"))  # a run of one's own will, in the same folder
+    (kept,) = tmp_path.glob(f"checkpoint-10/regtopk-unused-*/{newest.name}")
+    assert (kept / "rank-0.json").exists() and not newest.exists()
+    accelerator.load_state(str(tmp_path / "checkpoint-10"))
+
+
 def test_several_models_are_saved_and_closed_exchanges_are_not(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared()
-    attach(accelerator, model, optimizer, TOPK).close()
+    attach(accelerator, model, optimizer, TOPK, exchange="updates").close()
     accelerator.save_state(str(tmp_path / "none"))  # there is nothing to save
     accelerator.load_state(str(tmp_path / "none"))
-    exchanges = [attach(accelerator, model, optimizer, TOPK) for _ in range(2)]
+    exchanges = [attach(accelerator, model, optimizer, TOPK, exchange="updates") for _ in range(2)]
     accelerator.save_state(str(tmp_path / "two"))
     (part,) = tmp_path.glob("two/regtopk/*/rank-0.pt")
     assert sorted(torch.load(part, weights_only=True)) == ["exchange", "exchange_1"]
@@ -67,7 +101,7 @@ def test_several_models_are_saved_and_closed_exchanges_are_not(tmp_path: Path) -
     exchanges[0].close()
     accelerator.save_state(str(tmp_path / "one"))
     accelerator.load_state(str(tmp_path / "one"))
-    attach(accelerator, model, optimizer, TOPK)
+    attach(accelerator, model, optimizer, TOPK, exchange="updates")
     with pytest.raises(StateError, match=r"the checkpoint must hold \['exchange_1'\], got \['exchange'\]"):
         accelerator.load_state(str(tmp_path / "one"))
 
@@ -83,11 +117,7 @@ def test_ranks_without_a_process_group_choose_no_checkpoint(
 
 def test_wrong_use_is_refused() -> None:
     accelerator, model, optimizer = prepared()
-    with pytest.raises(
-        ArgumentError, match=r"optimizer must be what accelerator.prepare\(\) returned, got SGD"
-    ):
-        attach(accelerator, model, optimizer.optimizer, TOPK)
-    with pytest.raises(
-        ArgumentError, match="delay must be given with exchange='updates' alone, got 'gradien"
-    ):
+    with pytest.raises(ArgumentError, match=r"optimizer must be what accelerator.prepare\(\) .*, got SGD"):
+        attach(accelerator, model, optimizer.optimizer, TOPK, exchange="updates")
+    with pytest.raises(ArgumentError, match=r"delay must .*, got 'gradients'"):
         attach(accelerator, model, optimizer, TOPK, exchange="gradients", delay=1)

@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from regtopk import DGC, RegTopK, TopK
 from regtopk.errors import ArgumentError, ClusterError, WireFormatError
-from regtopk.integrations.flower.app import SparseFedAvg, SparseMod
+from regtopk.integrations.flower import SparseFedAvg, SparseMod
 
 APP = Path(__file__).parents[2] / "examples/flower"
 COMMANDS = Path(sys.executable).parent
@@ -43,21 +43,8 @@ class OneProcess(Grid):  # what Flower sends, handed over by a call
         self.apps, self.folder, self.damage = apps, folder, damage
         self.told: list[Message] = []
 
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Any:
-        raise NotImplementedError
-
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
-        raise NotImplementedError
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
+    run: Any = None  # nothing else of a Grid is used
+    set_run = create_message = push_messages = pull_messages = run
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.apps)
@@ -134,64 +121,52 @@ def test_bytes_of_both_directions_are_counted(tmp_path: Path) -> None:
     assert 0 < strategy.received_bytes < 6 * 4 * 1202 / 5
 
 
-@pytest.mark.usefixtures("in_one_process")
-@pytest.mark.parametrize("is_fatal", [False, True])
-def test_a_damaged_frame_is_refused_and_counted(tmp_path: Path, is_fatal: bool) -> None:
-    def damage(node: int, reply: Message) -> None:
-        if node == 2:
-            frame = reply.content["arrays"]["regtopk.frames"].numpy()
-            frame[-1] ^= 1
-            reply.content["arrays"]["regtopk.frames"] = Array(frame)
+def flip(reply: Message) -> None:
+    frame = reply.content["arrays"]["regtopk.frames"].numpy()
+    frame[-1] ^= 1
+    reply.content["arrays"]["regtopk.frames"] = Array(frame)
 
+
+def replace_frame(array: Array) -> Callable[[Message], None]:
+    def damage(reply: Message) -> None:
+        reply.content["arrays"]["regtopk.frames"] = array
+
+    return damage
+
+
+def spoil_metrics(reply: Message) -> None:
+    reply.content["metrics"]["step"] = [1.0, 2.0]
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize(
+    ("damage", "is_refused"),
+    [
+        (flip, True),
+        (replace_frame(Array(dtype="uint8", shape=(9,), stype="numpy.ndarray", data=b"no header")), True),
+        (replace_frame(Array(dtype="uint8", shape=(9,), stype="other", data=b"")), True),
+        (replace_frame(Array(np.array(["words"]))), True),
+        (lambda reply: reply.content.pop("regtopk"), True),  # as of an app without the mod
+        (spoil_metrics, False),  # which are left out
+    ],
+)
+def test_a_bad_reply_is_refused_and_counted(
+    tmp_path: Path, damage: Callable[[Message], None], is_refused: bool
+) -> None:
     mods = [SparseMod(TopK(density=1.0))]
     apps = {1: app_that_adds(1.0, 1, mods), 2: app_that_adds(5.0, 1, mods)}
-    strategy = SparseFedAvg(fraction_evaluate=0.0, raise_on_refused=is_fatal)
-    if is_fatal:
-        with pytest.raises(WireFormatError, match="checksum"):
-            run(strategy, OneProcess(apps, tmp_path, damage), 1)
-        return
-    assert run(strategy, OneProcess(apps, tmp_path, damage), 3)[0] == 3.0
-    assert strategy.num_refused == 3
+    strategy = SparseFedAvg(fraction_evaluate=0.0)
+    grid = OneProcess(apps, tmp_path, lambda node, reply: damage(reply) if node == 2 else None)
+    assert run(strategy, grid, 3)[0] == (3.0 if is_refused else 9.0)
+    assert strategy.num_refused == (3 if is_refused else 0)
 
 
 @pytest.mark.usefixtures("in_one_process")
-def test_arrays_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    unreadable = [
-        Array(dtype="uint8", shape=(9,), stype="numpy.ndarray", data=b"no header"),
-        Array(dtype="uint8", shape=(9,), stype="other", data=b""),
-        Array(np.array(["words"])),
-    ]
-
-    def damage(node: int, reply: Message) -> None:
-        if node == 2:
-            reply.content["arrays"]["regtopk.frames"] = unreadable.pop()
-
-    mods = [SparseMod(TopK(density=1.0))]
-    apps = {1: app_that_adds(1.0, 1, mods), 2: app_that_adds(5.0, 1, mods)}
-    strategy = SparseFedAvg(fraction_evaluate=0.0)
-    assert run(strategy, OneProcess(apps, tmp_path, damage), 3)[0] == 3.0
-    assert strategy.num_refused == 3
-
-
-@pytest.mark.usefixtures("in_one_process")
-def test_metrics_that_do_not_go_together_are_left_out(tmp_path: Path) -> None:
-    def change(node: int, reply: Message) -> None:
-        if node == 2:
-            reply.content["metrics"]["step"] = [1.0, 2.0]
-
-    mods = [SparseMod(TopK(density=1.0))]
-    apps = {node: app_that_adds(1.0, 1, mods) for node in (1, 2)}
-    strategy = SparseFedAvg(fraction_evaluate=0.0)
-    assert run(strategy, OneProcess(apps, tmp_path, change), 2)[0] == 2.0
-    assert strategy.num_refused == 0
-
-
-@pytest.mark.usefixtures("in_one_process")
-def test_a_reply_without_the_mod_is_refused(tmp_path: Path) -> None:
-    apps = {1: app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))]), 2: app_that_adds(5.0, 1, [])}
-    strategy = SparseFedAvg(fraction_evaluate=0.0)
-    assert run(strategy, OneProcess(apps, tmp_path), 1)[0] == 1.0
-    assert strategy.num_refused == 1
+def test_a_refused_reply_ends_the_run_if_asked_to(tmp_path: Path) -> None:
+    apps = {node: app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))]) for node in (1, 2)}
+    strategy = SparseFedAvg(fraction_evaluate=0.0, raise_on_refused=True)
+    with pytest.raises(WireFormatError, match="checksum"):
+        run(strategy, OneProcess(apps, tmp_path, lambda _, reply: flip(reply)), 1)
 
 
 @pytest.mark.usefixtures("in_one_process")

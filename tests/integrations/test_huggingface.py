@@ -106,9 +106,9 @@ def trainer(tmp_path: Path) -> Any:
 
 
 def callback(*args: Any, **options: Any) -> Any:
-    from regtopk.integrations.huggingface import RegTopKCallback
+    from regtopk.integrations.huggingface import HuggingFaceCallback
 
-    return RegTopKCallback(*args, **options)
+    return HuggingFaceCallback(*args, **options)
 
 
 TOPK = regtopk.TopK(density=0.1)
@@ -134,10 +134,10 @@ def test_a_trainer_has_one(trainer: Any) -> None:
     with pytest.raises(ArgumentError, match=r"once, got 0: trainer.add_callback\(callback\)"):
         trainer.train()
     trainer.add_callback(first)
-    with pytest.raises(ArgumentError, match="trainer must have one RegTopKCallback, got a second"):
+    with pytest.raises(ArgumentError, match="trainer must have one HuggingFaceCallback, got a second"):
         callback(trainer, TOPK)
     trainer.add_callback(first)
-    with pytest.raises(ArgumentError, match="trainer must have its RegTopKCallback once, got 2"):
+    with pytest.raises(ArgumentError, match="trainer must have its HuggingFaceCallback once, got 2"):
         trainer.train()
 
 

@@ -42,9 +42,9 @@ def trainer_of(
 
 
 def callback(*args: Any, **options: Any) -> Any:
-    from regtopk.integrations.lightning import RegTopKCallback
+    from regtopk.integrations.lightning import LightningCallback
 
-    return RegTopKCallback(*args, **options)
+    return LightningCallback(*args, **options)
 
 
 @pytest.mark.parametrize("exchange", ["updates", "gradients"])
@@ -76,5 +76,5 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, module, loader = trainer_of(tmp_path, callback(TOPK), max_epochs=2)
-    with pytest.raises(StateError, match="which was saved without RegTopKCallback"):
+    with pytest.raises(StateError, match="which was saved without LightningCallback"):
         trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")

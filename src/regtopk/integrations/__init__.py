@@ -5,7 +5,8 @@
     huggingface.py   a callback of the Hugging Face Trainer
     accelerate.py    one call after accelerator.prepare()
     lightning.py     a callback of the Lightning Trainer
-    flower.py        a mod and a strategy of Flower, for clients that are sampled
+    torchft.py       replicas that come and go, with torchft
+    flower/          a mod and a strategy of Flower, for clients that are sampled
     wrapped.py       what the first three share: an exchange for a model that a framework has wrapped in DDP
     beside.py        and its state, every rank's own, in the folder of a framework's checkpoint
 """

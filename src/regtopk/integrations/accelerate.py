@@ -1,5 +1,6 @@
 """An exchange with Accelerate: ``pip install 'regtopk[accelerate]'``, which this file does not import."""
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ def attach(
     optimizer: Optimizer,
     algorithm: Algorithm[Any],
     *,
-    exchange: Literal["updates"] = "updates",
+    exchange: Literal["updates"] | None = None,
     **options: Any,
 ) -> UpdateExchange | OneProcess: ...
 
@@ -50,13 +51,13 @@ def attach(
     optimizer: Optimizer,
     algorithm: Algorithm[Any],
     *,
-    exchange: What = "updates",
+    exchange: What | None = None,
     **options: Any,
 ) -> Made:
     """Exchange the updates of a prepared optimizer, or the gradients of a prepared model. On every rank.
 
     >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    >>> exchange = attach(accelerator, model, optimizer, regtopk.TopK(density=0.01), every=2)
+    >>> exchange = attach(accelerator, model, optimizer, TopK(density=0.01), exchange="updates", every=2)
 
     `accelerator.save_state(folder)` then saves every rank's state in `folder/regtopk`, and
     `accelerator.load_state(folder)` loads it. A script with several models attaches to each, in the same
@@ -65,9 +66,10 @@ def attach(
     Args:
         accelerator: an accelerate.Accelerator.
         model: as prepare() returned it.
-        optimizer: likewise.
+        optimizer: as prepare() returned it.
         algorithm: what is run; the same on every rank.
-        exchange: "updates" (for AdamW, and where gradients are clipped), or "gradients".
+        exchange: "updates" (for AdamW, and where gradients are clipped), or "gradients", which is what
+            `regtopk.attach` exchanges. To leave it out is deprecated, and means "updates".
         options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are Accelerate's.
 
     Returns:
@@ -77,6 +79,10 @@ def attach(
         ArgumentError: an option breaks its rule, or the optimizer was not prepared.
         ClusterError: the model was not wrapped in DistributedDataParallel.
     """
+    if exchange is None:
+        told = "exchange must be given in the next release, 'updates' or 'gradients': 'updates' is taken"
+        warnings.warn(told, DeprecationWarning, stacklevel=2)
+        exchange = "updates"
     check_options("attach", algorithm, exchange, options)
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer):
@@ -106,7 +112,7 @@ class _EveryRanks:
 
     def hear_save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         self._folder = Path(folder)
-        beside.forget(self._folder)
+        beside.make_room(self._folder)
 
     def hear_load(self, models: list[nn.Module], folder: str) -> None:
         self._folder = Path(folder)
@@ -122,8 +128,7 @@ class _EveryRanks:
 
     def _named(self) -> dict[str, ExchangeBase]:
         self.exchanges = [each for each in self.exchanges if not each.is_closed]
-        names = ["exchange", *(f"exchange_{number}" for number in range(1, len(self.exchanges)))]
-        return dict(zip(names, self.exchanges, strict=False))  # without any there is a name too many
+        return {f"exchange_{i}" if i else "exchange": each for i, each in enumerate(self.exchanges)}
 
 
 _states: "WeakKeyDictionary[Any, _EveryRanks]" = WeakKeyDictionary()  # by accelerator

@@ -1,14 +1,17 @@
 """The state of an exchange in the folder of a framework's checkpoint: every rank writes its own part.
 
-Frameworks save what rank 0 has. An exchange differs from rank to rank, and over the slow links that it is
-for nobody wants to gather it on one. `regtopk.Checkpoints` writes it whole or not at all.
+Frameworks save what rank 0 has. An exchange differs from rank to rank, and over slow links nobody wants to
+gather it on one. `regtopk.Checkpoints` writes it whole or not at all.
 """
 
+import logging
 import re
+import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from regtopk.distributed.checkpoints.choice import choose
+from regtopk.distributed.checkpoints.choice import choose, refuse
 from regtopk.distributed.checkpoints.files import parts_in
 from regtopk.distributed.checkpoints.folder import Checkpoints
 from regtopk.distributed.gradients.one_process import Alone, is_one_process
@@ -17,21 +20,31 @@ from regtopk.distributed.transport.collectives import Collectives, group_or_defa
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's
+_log = logging.getLogger("regtopk")
+
+
+def _all_ranks() -> Collectives:
+    return Alone() if is_one_process() else Collectives(group_or_default(None))
 
 
 def save(folder: Path, **exchanges: ExchangeBase) -> None:
-    """Save them beside what the framework has saved before. Call it on every rank.
-
-    Raises:
-        OutputError: a rank could not write.
-    """
+    """Save exchanges beside what the framework has saved before. Call it on every rank."""
     with Checkpoints(folder / NAME, keep=1, on_error="raise") as checkpoints:
         checkpoints.save(max(each.num_steps for each in exchanges.values()), **exchanges)
 
 
-def forget(folder: Path) -> None:
-    """Drop what a folder holds that is about to be written again: it would not fit the rest."""
-    shutil.rmtree(folder / NAME, ignore_errors=True)  # by all ranks at once: some will find nothing
+def make_room(folder: Path) -> None:
+    """Take away the state in a folder that is about to be written again. Call it on every rank.
+
+    What cannot be read, and may be of another version, is kept under another name.
+    """
+    collectives, state = _all_ranks(), folder / NAME
+    seen, name = zip(*collectives.all_gather_objects((parts_in(state), secrets.token_hex(4))), strict=True)
+    if not choose(list(seen), set()).refused:
+        shutil.rmtree(state, ignore_errors=True)  # by all ranks at once: some will find nothing
+        return
+    with suppress(FileNotFoundError):
+        state.rename(folder / f"{NAME}-unused-{name[0]}")
 
 
 def load(folder: Path, **exchanges: ExchangeBase) -> None:
@@ -42,8 +55,8 @@ def load(folder: Path, **exchanges: ExchangeBase) -> None:
     Raises:
         StateError: there is none, not all ranks had written theirs, or it does not fit.
     """
-    loaded, (first, *_) = None, exchanges.values()
-    if any(first._collectives.all_gather_objects((folder / NAME).is_dir())):  # which loading would make
+    loaded = None
+    if any(_all_ranks().all_gather_objects((folder / NAME).is_dir())):  # which loading would make
         with Checkpoints(folder / NAME) as checkpoints:
             loaded = checkpoints.load(**exchanges)
     if loaded is None:
@@ -57,23 +70,33 @@ def load(folder: Path, **exchanges: ExchangeBase) -> None:
 def newest_checkpoint(folder: str | Path) -> str | None:
     """The newest `checkpoint-STEP` of a folder that all ranks have finished. Call it on every rank.
 
-    A rank that is killed while a checkpoint is written leaves a folder that cannot be gone on from.
+    A rank that is killed while a checkpoint is written leaves a folder that nobody can go on from. It is
+    passed over. So is one that is damaged, with a warning.
 
     Returns:
         Its path, the same on every rank; None if there is none.
 
     Raises:
         ClusterError: there are other processes, and no process group to ask them yet.
+        StateError: all are damaged, or a newer one has another format.
     """
-    collectives = Alone() if is_one_process() else Collectives(group_or_default(None))
     found = {
         path.name: parts_in(path / NAME)
         for path in Path(folder).glob("checkpoint-*")
         if re.fullmatch(r"checkpoint-\d+", path.name)
     }
+    collectives = _all_ranks()
     seen = collectives.all_gather_objects(found)
     names = {name for theirs in seen for name in theirs}
+    passed_over: list[str] = []
     for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
-        if choose([theirs.get(name, {}) for theirs in seen], set()).save is not None:
+        choice = choose([theirs.get(name, {}) for theirs in seen], set())
+        passed_over += [f"{name}/{NAME}/{problem}" for problem in choice.refused]
+        if choice.is_other_format:
+            break
+        if choice.save is not None:
+            for problem in passed_over if collectives.rank == 0 else []:
+                _log.warning("a newer checkpoint in %s is passed over: %s", folder, problem)
             return str(Path(folder) / name)
+    refuse(folder, passed_over)
     return None

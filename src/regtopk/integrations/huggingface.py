@@ -1,19 +1,17 @@
 """An exchange in the Trainer of Hugging Face: ``pip install 'regtopk[huggingface]'``."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
-from regtopk.integrations.wrapped import Made, What, check_options, make_exchange, silence
+from regtopk.integrations.wrapped import ExchangeInTrainer, What, silence
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -23,17 +21,17 @@ except ImportError as error:
         "regtopk.integrations.huggingface needs transformers: pip install 'regtopk[huggingface]'"
     ) from error
 
-__all__ = ["RegTopKCallback", "newest_checkpoint"]
+__all__ = ["HuggingFaceCallback", "RegTopKCallback", "newest_checkpoint"]
 
 _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _log = logging.getLogger("regtopk")
 
 
-class RegTopKCallback(TrainerCallback):
+class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
     """Exchange the updates of a Trainer's optimizer, or its gradients. Make it on every rank.
 
     >>> trainer = Trainer(model=model, args=args, train_dataset=texts)
-    >>> callback = RegTopKCallback(trainer, regtopk.TopK(density=0.01), every=2)
+    >>> callback = HuggingFaceCallback(trainer, regtopk.TopK(density=0.01), every=2)
     >>> trainer.add_callback(callback)
     >>> trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
     >>> print(callback.exchange.summary())
@@ -63,7 +61,7 @@ class RegTopKCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        algorithm: Algorithm[Any] | None = None,  # for those who hand over no trainer, to be told so
+        algorithm: Any = None,  # for those who hand over no trainer, to be told so
         *,
         exchange: What = "updates",
         **options: Any,
@@ -71,26 +69,20 @@ class RegTopKCallback(TrainerCallback):
         if not isinstance(trainer, Trainer):
             raise ArgumentError(
                 f"trainer must be a transformers.Trainer, got {type(trainer).__name__}: make the Trainer "
-                "first, then trainer.add_callback(RegTopKCallback(trainer, ...))"
+                "first, then trainer.add_callback(HuggingFaceCallback(trainer, ...))"
             )
-        check_options("RegTopKCallback", algorithm, exchange, options)
-        assert algorithm is not None
+        super().__init__("HuggingFaceCallback", algorithm, exchange, options)
         kind = trainer.accelerator.distributed_type.value
         if kind in _REFUSED:
             raise ClusterError(
                 f"trainer must train in DistributedDataParallel, got {kind}, which is not supported here"
             )
         if _callbacks_of(trainer):
-            raise ArgumentError("trainer must have one RegTopKCallback, got a second")
-        self.exchange: Made | None = None  # from the beginning of training on
+            raise ArgumentError("trainer must have one HuggingFaceCallback, got a second")
         self._trainer = trainer
-        self._algorithm = algorithm
-        self._what: What = exchange
-        self._options = options
         self._made_for: object = None  # what the exchange belongs to
         self._resumes_from: str | bool | None = None
         self._folder: Path | None = None  # of the checkpoint that is being saved
-        self._may_differ = False  # whether the ranks' models may
         for name, around in (
             ("train", self._train),
             ("save_model", self._save_model),
@@ -103,7 +95,7 @@ class RegTopKCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Make the exchange, and load its state."""
         if args is not self._trainer.args:
-            raise ArgumentError("RegTopKCallback must be added to the trainer that it was made with")
+            raise ArgumentError("HuggingFaceCallback must be added to the trainer that it was made with")
         self._advise(args)
         self._make_exchange()
         assert self.exchange is not None
@@ -119,10 +111,7 @@ class RegTopKCallback(TrainerCallback):
         if control.should_training_stop:
             self._finish()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The same where training was stopped by an evaluation."""
-        if control.should_training_stop:
-            self._finish()
+    on_epoch_end = on_step_end  # where training was stopped by an evaluation
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save every rank's state, when all else is in the checkpoint."""
@@ -140,7 +129,7 @@ class RegTopKCallback(TrainerCallback):
         """Listen to what training resumes from."""
         if _callbacks_of(self._trainer) != [self]:
             raise ArgumentError(
-                "trainer must have its RegTopKCallback once, got "
+                "trainer must have its HuggingFaceCallback once, got "
                 f"{len(_callbacks_of(self._trainer))}: trainer.add_callback(callback)"
             )
         given = signature(train).bind(*args, **kwargs).arguments
@@ -152,31 +141,12 @@ class RegTopKCallback(TrainerCallback):
         given = signature(save_model).bind(*args, **kwargs).arguments
         if given.get("_internal_call"):  # part of a checkpoint, on all ranks
             self._folder = Path(given["output_dir"])
-            beside.forget(self._folder)
+            beside.make_room(self._folder)
         return self._with_the_agreed_model(save_model, *args, **kwargs)
 
     def _with_the_agreed_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._agreed():
             return method(*args, **kwargs)
-
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        if not self._may_differ:
-            yield
-            return
-        assert isinstance(self.exchange, UpdateExchange)
-        self._may_differ = False  # an evaluation of several data sets calls itself
-        try:
-            with self.exchange.agreed():
-                yield
-        finally:
-            self._may_differ = True
-
-    def _finish(self) -> None:
-        if self._may_differ:
-            assert isinstance(self.exchange, UpdateExchange)
-            self.exchange.finish()
-            self._may_differ = False
 
     def _make_exchange(self) -> None:
         """Make the exchange, unless train() was called before with the same model and optimizer."""
@@ -187,36 +157,34 @@ class RegTopKCallback(TrainerCallback):
             if isinstance(self.exchange, UpdateExchange):
                 silence(trainer.model_wrapped)  # with auto_find_batch_size it is wrapped anew
             return
-        if self.exchange is not None:
-            _log.warning("train() was called again: what the exchange before had not sent yet is dropped")
-            self.exchange.close()
         scaler = getattr(trainer.accelerator, "scaler", None)
-        self.exchange = make_exchange(
-            trainer.model_wrapped, optimizer, self._algorithm, self._what, self._options, scaler
-        )
+        self._make(trainer.model_wrapped, optimizer, scaler, "train()")
         self._made_for = belongs_to
 
     def _advise(self, args: Any) -> None:
         """Say which of the Trainer's defaults work against the exchange."""
-        if args.process_index != 0:
-            return
+        advice = []
         if self._what == "gradients" and args.max_grad_norm:
-            _log.warning(
-                "max_grad_norm=%s clips sparse aggregates, whose norm is larger than that of gradients: "
-                "choose it anew, or exchange updates",
-                args.max_grad_norm,
+            advice.append(
+                f"max_grad_norm={args.max_grad_norm} clips sparse aggregates, whose norm is larger than that "
+                "of gradients: choose it anew, or exchange updates"
             )
         if self._what == "updates" and args.average_tokens_across_devices and args.world_size > 1:
-            _log.warning(
+            advice.append(
                 "average_tokens_across_devices=True makes all ranks meet in every step, to count tokens: "
                 "with False they meet once a round"
             )
         if args.save_total_limit == 1:
-            _log.warning(
+            advice.append(
                 "save_total_limit=1 removes the last checkpoint before the new one has every rank's state: "
                 "keep 2, should a rank be killed meanwhile"
             )
+        for text in advice if args.process_index == 0 else []:
+            _log.warning("%s", text)
 
 
 def _callbacks_of(trainer: Any) -> list[Any]:
-    return [each for each in trainer.callback_handler.callbacks if isinstance(each, RegTopKCallback)]
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, HuggingFaceCallback)]
+
+
+RegTopKCallback = HuggingFaceCallback  # its first name

@@ -1,13 +1,12 @@
 """An exchange in the Trainer of Lightning: ``pip install 'regtopk[lightning]'``."""
 
-import logging
 from contextlib import ExitStack
 from typing import Any
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, MissingExtraError, StateError
-from regtopk.integrations.wrapped import Made, What, check_options, make_exchange, silence
+from regtopk.integrations.wrapped import ExchangeInTrainer, What, silence
 
 try:
     from lightning import Callback
@@ -16,13 +15,13 @@ except ImportError as error:
         "regtopk.integrations.lightning needs lightning: pip install 'regtopk[lightning]'"
     ) from error
 
-_log = logging.getLogger("regtopk")
+__all__ = ["LightningCallback", "RegTopKCallback"]
 
 
-class RegTopKCallback(Callback):
+class LightningCallback(ExchangeInTrainer, Callback):
     """Exchange the updates of a module's optimizer, or its gradients.
 
-    >>> sparse = RegTopKCallback(regtopk.TopK(density=0.01), every=2)
+    >>> sparse = LightningCallback(regtopk.TopK(density=0.01), every=2)
     >>> trainer = lightning.Trainer(strategy="ddp", devices=2, callbacks=[sparse])
     >>> trainer.fit(module, loader, ckpt_path="last")
     >>> print(sparse.exchange.summary())
@@ -46,14 +45,14 @@ class RegTopKCallback(Callback):
     """
 
     def __init__(self, algorithm: Algorithm[Any], *, exchange: What = "updates", **options: Any) -> None:
-        check_options("RegTopKCallback", algorithm, exchange, options)
-        self.exchange: Made | None = None  # from the start of training on
-        self._algorithm = algorithm
-        self._what: What = exchange
-        self._options = options
+        super().__init__("LightningCallback", algorithm, exchange, options)
         self._saved: dict[str, Any] | None = None  # to go on from
-        self._may_differ = False  # whether the ranks' models may
-        self._agreed = ExitStack()
+        self._validation = ExitStack()
+
+    @property
+    def state_key(self) -> str:
+        """What the state is under in Lightning's file: this class's first name."""
+        return "RegTopKCallback"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the exchange, and load its state: the model is wrapped, and the optimizers are loaded."""
@@ -65,18 +64,15 @@ class RegTopKCallback(Callback):
         if trainer.ckpt_path is not None and self._saved is None:
             raise StateError(
                 f"checkpoint must hold the exchange's state, got {trainer.ckpt_path}, which was saved "
-                "without RegTopKCallback"
+                "without LightningCallback"
             )
-        if self.exchange is not None:
-            _log.warning("fit() was called again: what the exchange before had not sent yet is dropped")
-            self.exchange.close()
-        model, scaler = trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None)
-        optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
-        self.exchange = make_exchange(model, optimizer, self._algorithm, self._what, self._options, scaler)
+        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        exchange = self._make(trainer.strategy.model, optimizer, scaler, "fit()")
         if self._saved is not None:
-            self.exchange.load_state_dict(self._saved)
+            exchange.load_state_dict(self._saved)
             self._saved = None
-        self._may_differ = isinstance(self.exchange, UpdateExchange)
+        self._may_differ = isinstance(exchange, UpdateExchange)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keep DDP silent: Lightning lets it average again after every step of a manual optimization."""
@@ -85,30 +81,24 @@ class RegTopKCallback(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validate the model that all ranks share."""
-        if self._may_differ:
-            assert isinstance(self.exchange, UpdateExchange)
-            self._agreed.enter_context(self.exchange.agreed())
+        self._validation.enter_context(self._agreed())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Go on with this rank's own; Lightning calls those callbacks that save after this one."""
-        self._agreed.close()
+        self._validation.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The same where validation has failed: fit() may be called again."""
-        self._agreed.close()
+        self._validation.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give all ranks the same model."""
-        if self._may_differ:
-            assert isinstance(self.exchange, UpdateExchange)
-            self.exchange.finish()
-            self._may_differ = False
+        self._finish()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Let the model in the file be the one that all ranks share."""
         if self._may_differ:
-            assert isinstance(self.exchange, UpdateExchange)
-            with self.exchange.agreed():
+            with self._agreed():
                 state = trainer.strategy.lightning_module_state_dict()
                 checkpoint["state_dict"] = {name: tensor.clone() for name, tensor in state.items()}
 
@@ -120,3 +110,6 @@ class RegTopKCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until there is an exchange to load it into."""
         self._saved = state_dict
+
+
+RegTopKCallback = LightningCallback  # its first name

@@ -1,5 +1,8 @@
 """An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizer."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Literal
 
@@ -8,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from regtopk.core.algorithm import Algorithm
+from regtopk.core.algorithm import Algorithm, check_is_algorithm
 from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import attach
 from regtopk.distributed.gradients.ddp import SparseHookState
@@ -21,6 +24,7 @@ from regtopk.errors import ArgumentError, ClusterError
 
 What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | OneProcess
+_log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
 _FROM_THE_FRAMEWORK |= {"replicate_group", "process_group"}
@@ -33,7 +37,7 @@ _OPTIONS = {
 def check_options(call: str, algorithm: object, exchange: str, options: dict[str, Any]) -> None:
     """Refuse what can be refused before there is a model: at the call, not when training begins."""
     check_choice("exchange", exchange, ("gradients", "updates"))
-    Options().check_algorithm(algorithm)
+    check_is_algorithm(algorithm)
     (other,) = _OPTIONS.keys() - {exchange}
     for option in options:
         if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
@@ -52,21 +56,15 @@ def make_exchange(
     """The exchange of a wrapped model's gradients, or of its optimizer's updates. Call it on every rank.
 
     Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
-    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent. A
-    communication hook that returns its bucket would not: DDP then copies gradients to buckets and back, and
-    with find_unused_parameters, the default of some frameworks, all ranks meet in every backward.
+    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
 
     Args:
         model: in DistributedDataParallel, with torch.compile around or inside; on one process it may be bare.
-        optimizer: torch's own, not a framework's wrapper; only updates need it.
+        optimizer: torch's own, not a framework's wrapper.
         algorithm: what is run.
         exchange: "gradients" or "updates".
         options: of `regtopk.attach`, or of `regtopk.UpdateExchange`.
         grad_scaler: the framework's, if it has one.
-
-    Raises:
-        ArgumentError: updates with a GradScaler.
-        ClusterError: the model is wrapped in something else.
     """
     inner: Any = uncompiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -79,7 +77,7 @@ def make_exchange(
         if exchange == "updates":
             return OneProcess(inner, algorithm, Options())
     if exchange == "gradients":
-        made = attach(model, algorithm, grad_scaler=grad_scaler, **options)
+        made = attach(model, algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **options)
         assert not isinstance(made, ShardedHookState)
         return made
     assert optimizer is not None
@@ -94,9 +92,57 @@ def make_exchange(
 
 
 def silence(model: nn.Module) -> None:
-    """Let DDP send nothing, if the model is in it; again wherever a framework has wrapped or changed it."""
+    """Let DDP send nothing, if the model is in it; again wherever a framework has wrapped or changed it.
+
+    A communication hook that returns its bucket would not do: DDP copies gradients to buckets and back then,
+    and with find_unused_parameters, the default of some frameworks, all ranks meet in every backward.
+    """
     inner: Any = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         inner.require_backward_grad_sync = False  # as in no_sync()
         inner.broadcast_buffers = False  # the exchange has its own way with them
         inner.static_graph = False  # else the first backward looks for what to average in all others
+
+
+class ExchangeInTrainer:
+    """What trainers' callbacks share: an exchange that is made when training begins.
+
+    With updates the ranks' models differ until training ends.
+    """
+
+    def __init__(self, call: str, algorithm: Algorithm[Any], exchange: What, options: dict[str, Any]) -> None:
+        check_options(call, algorithm, exchange, options)
+        self.exchange: Made | None = None  # from the beginning of training on
+        self._algorithm, self._what, self._options = algorithm, exchange, options
+        self._may_differ = False  # whether the ranks' models may
+
+    def _make(self, model: Any, optimizer: Any, grad_scaler: Any, method: str) -> Made:
+        """Make the exchange, in the place of the one before, if there is one."""
+        if self.exchange is not None:
+            _log.warning("%s was called again: what the exchange before had not sent yet is dropped", method)
+            self.exchange.close()
+        self.exchange = make_exchange(
+            model, optimizer, self._algorithm, self._what, self._options, grad_scaler
+        )
+        return self.exchange
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Let the model be theta_start meanwhile, the same on all ranks."""
+        if not self._may_differ:
+            yield
+            return
+        assert isinstance(self.exchange, UpdateExchange)
+        self._may_differ = False  # an evaluation of several data sets calls itself
+        try:
+            with self.exchange.agreed():
+                yield
+        finally:
+            self._may_differ = True
+
+    def _finish(self) -> None:
+        """Give all ranks the same model, if they may differ."""
+        if self._may_differ:
+            assert isinstance(self.exchange, UpdateExchange)
+            self.exchange.finish()
+            self._may_differ = False

@@ -5,29 +5,30 @@
     folder/step-0000000120-1a2b3c4d/     one save: its step, and the run (a start of all ranks) that made it
         shared-0.pt                      what all ranks have the same, written once for each file system
         rank-3.pt                        what only rank 3 has
-        rank-3.json                      rank 3's manifest: its files' sizes and checksums, facts of the run,
-                                         and a checksum of these words
+        rank-3.json                      rank 3's manifest
 
-A file gets a temporary name, reaches the disk, and is then renamed. The manifest comes last. So a rank's part
-is there when its manifest is, and the sizes in it are those of the files. Checksums are looked at when a file
-is read.
+A file gets a temporary name, reaches the disk, and is then renamed. The manifest comes last. So a part whose
+manifest is there was finished, and a save was complete once all its manifests were there. A file that is
+missing or of another size then is damage. Checksums are compared when a file is read.
 """
 
 import io
-import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 
+from regtopk.distributed.checkpoints.manifest import Manifest, Unusable, read_manifest
 from regtopk.errors import StateError
 
-FORMAT = 1
-Manifest = dict[str, Any]  # what a rank says of its part
+Parts = dict[int, Manifest | Unusable]  # the finished parts of a save, by rank
 
 
 class Save(NamedTuple):
@@ -42,74 +43,48 @@ class Save(NamedTuple):
         return f"step-{self.step:010d}-{self.run}"
 
 
-class _Sink:
-    """A file that takes a checksum of what is written, and remembers why it could not be written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.size, self.checksum = 0, 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:  # torch would say where in its own code it was
-            self.error = self.error or error
-            raise
-        self.size += len(data)
-        self.checksum = crc32(data, self.checksum)
-        return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def write_part(folder: Path, rank: int, contents: dict[str, Any], facts: Manifest) -> None:
-    """Write a rank's files, and its manifest when they are on the disk.
+    """Write a rank's files, by name, and its manifest when they are on the disk.
 
     Raises:
-        OSError: the disk is full, say; nothing of the part is left.
+        OSError: the disk is full, say; the part has no manifest, and does not count.
     """
-    path = folder / f"rank-{rank}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {
-            name: _write(folder / name, partial(torch.save, content)) for name, content in contents.items()
-        }
-        manifest = {"format": FORMAT, "files": files, **facts}
-        text = json.dumps({**manifest, "checksum": _checksum(manifest)})
-        _write(path, lambda sink: sink.write(text.encode()))
-        _sync(folder.parent)
-    except OSError:
-        for name in (path.name, *contents):
-            (folder / name).unlink(missing_ok=True)
-        raise
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        name: write_whole(folder / name, partial(torch.save, content)) for name, content in contents.items()
+    }
+    text = replace(facts, files=files).to_json()
+    write_whole(folder / f"rank-{rank}.json", lambda file: file.write(text))
+    _sync(folder.parent)
 
 
-def _checksum(manifest: Manifest) -> int:
-    return crc32(json.dumps(manifest).encode())
+class _ChecksummedFile(io.BufferedWriter):
+    """A file that takes a checksum of what is written."""
+
+    checksum = 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = crc32(data, self.checksum)
+        return super().write(data)
 
 
-def _write(path: Path, write: Callable[[Any], Any]) -> list[int]:
+def write_whole(path: Path, write: Callable[[Any], Any]) -> list[int]:
     """Write a file that is whole or not there; its size and checksum."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
-            sink = _Sink(file)
-            try:
-                write(sink)
-            except RuntimeError:
-                if sink.error is not None:
-                    raise sink.error from None
-                raise
+        with _ChecksummedFile(io.FileIO(temporary, "wb")) as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
+            written = [file.tell(), file.checksum]
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch would say where in its own code it was
         raise
     _sync(path.parent)
-    return [sink.size, sink.checksum]
+    return written
 
 
 def _sync(folder: Path) -> None:
@@ -131,28 +106,40 @@ def saves_in(folder: Path) -> Iterator[tuple[Save, Path]]:
             yield Save(int(step), run), path
 
 
-def parts_in(folder: Path) -> dict[Save, dict[int, Manifest]]:
-    """The parts that can be seen of each save, by rank: those whose files have the right sizes."""
-    return {save: dict(_parts_of(path)) for save, path in saves_in(folder)}
+def parts_in(folder: Path) -> dict[Save, Parts]:
+    """The finished parts of each save that this rank sees; of those that are damaged, why."""
+    return {
+        save: {
+            int(number): _part(file)
+            for file in path.glob("rank-*.json")
+            if (number := file.stem.removeprefix("rank-")).isdecimal()
+        }
+        for save, path in saves_in(folder)
+    }
 
 
-def _parts_of(path: Path) -> Iterator[tuple[int, Manifest]]:
-    for file in path.glob("rank-*.json"):
-        try:
-            manifest = json.loads(file.read_bytes())
-            told = manifest.pop("checksum", None)  # older manifests have none
-            is_whole = told in (None, _checksum(manifest)) and all(
-                (path / name).stat().st_size == size for name, (size, _) in manifest["files"].items()
-            )
-            if is_whole and manifest["format"] == FORMAT:
-                yield int(file.stem.removeprefix("rank-")), manifest
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # cut off, or being removed
-            continue
+def _part(path: Path) -> Manifest | Unusable:
+    manifest = read_manifest(path)
+    if isinstance(manifest, Unusable):
+        return manifest
+    for name, (size, _) in manifest.files.items():
+        file = path.with_name(name)
+        if not file.is_file() or file.stat().st_size != size:
+            return Unusable(f"{name} is missing or cut off")
+    return manifest
+
+
+def remove(path: Path) -> None:
+    """Remove a save. It gets another name first: killed on the way, it is not taken for a damaged one."""
+    removed = path.with_name(f"removed-{path.name.removeprefix('removed-')}")
+    with suppress(OSError):
+        path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def read_checked(path: Path, manifest: Manifest) -> bytes | None:
     """A file's bytes; None if it cannot be read, or is not what the manifest says."""
-    size, checksum = manifest["files"][path.name]
+    size, checksum = manifest.files[path.name]
     try:
         data = path.read_bytes()
     except OSError:

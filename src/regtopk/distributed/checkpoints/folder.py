@@ -1,12 +1,11 @@
 """Checkpoints of a whole run, for ranks that come and go: what the ranks agree on when they save and load.
 
-checkpoint_files.py has the files. No rank waits for another while files are written: a save is complete when
-the parts of all its ranks are there, which those who load find out.
+No rank waits for another while files are written. A save is complete when the parts of all its ranks are
+there, and those who load find that out.
 """
 
 import logging
 import secrets
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +13,15 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from regtopk.core.options import check_choice, check_integer
-from regtopk.distributed.checkpoints.choice import choose
+from regtopk.distributed.checkpoints.choice import choose, refuse, whole
 from regtopk.distributed.checkpoints.copies import Copies, copies_of
-from regtopk.distributed.checkpoints.files import Manifest, Save, parts_in, saves_in, write_part
-from regtopk.distributed.checkpoints.loading import Loading
+from regtopk.distributed.checkpoints.files import Save, parts_in, remove, saves_in, write_part
+from regtopk.distributed.checkpoints.loading import Loading, raise_together
+from regtopk.distributed.checkpoints.manifest import Manifest
 from regtopk.distributed.gradients.one_process import Alone, is_one_process
 from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Collectives, by_rank, group_or_default
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")
@@ -46,21 +46,24 @@ class Checkpoints:
       tensors, dicts, lists), are each rank's own.
 
     A run goes on from the newest complete checkpoint. One that is half-written or damaged is skipped for the
-    one before, and the log says so. On as many ranks as before each gets back what it saved, and training
-    continues bit for bit. On other numbers sum_n w_n e_n of the exchange is conserved, as `load_state_dict`
-    of it says, and rank n gets the values of rank n mod N. A sharded model needs the mesh it was saved on.
+    one before, and the log says so. If all are damaged, or a newer one has another format, `load` raises
+    StateError. What a run could not use it never removes.
 
-    The folder may be on one file system for all ranks, or on every machine's own disk. This is found out:
-    what the ranks have the same is then written once on each, and parts are sent to ranks that do not see
-    them. If a disk is lost with its machine, and no complete checkpoint is left, the others go on from their
-    parts. How much residual is lost is in the log and in `exchange.total.lost_residual`.
+    On as many ranks as before each rank gets back what it saved, and training continues bit for bit. On
+    another number of ranks sum_n w_n e_n of the exchange is conserved (see its `load_state_dict`), and rank n
+    gets the values of rank n mod N. A sharded model needs the mesh it was saved on.
+
+    The folder may be on one file system for all ranks, or on every machine's own disk. The ranks find out
+    which. With own disks, what all ranks share is written once on each disk, and ranks that do not see a part
+    are sent it. If a disk is lost and no complete checkpoint is left, the others go on from their parts. The
+    log and `exchange.total.lost_residual` say how much residual is lost.
 
     Args:
-        folder: of this run alone; it is made if it is not there.
+        folder: the folder of this run alone; it is made if it is not there.
         keep: how many complete checkpoints stay. While one is written there is one more.
         asynchronous: whether `save` copies and returns, and a thread writes. The next `save` waits for it.
-        on_error: what to do when a checkpoint cannot be written (the disk is full): "warn" in the log and
-            train on, or "raise" an OutputError on all ranks.
+        on_error: what to do when a checkpoint cannot be written, because the disk is full, say: "warn" in the
+            log and train on, or "raise" an OutputError on all ranks.
         process_group: the ranks that take part; the default group if None.
     """
 
@@ -87,6 +90,7 @@ class Checkpoints:
         self._run = ""  # which start of all ranks this is: a killed one's files are never mixed with it
         self._file_systems: list[list[int]] = []  # the ranks that see one another's files
         self._complete: list[Save] = []
+        self._removable: set[Save] = set()  # older ones that this run knows and does not need
         self._has_loaded = False
         self._is_closed = False
 
@@ -113,17 +117,16 @@ class Checkpoints:
         self._begin()
         self.wait()
         self._check(step, things)
-        rank, copies, error = self._collectives.rank, Copies(), None
+        rank, error, copies = self._collectives.rank, None, Copies()
         try:
             copies = copies_of(things, writes_shared=rank == self._writer_here)
-        except Exception as problem:  # heard by all ranks: none may save alone
+        except Exception as problem:
             error = problem
-        facts = self._facts(step, things, error)
-        facts["meshes"], facts["shared"] = copies.meshes, copies.shared_names
+        raise_together(self._collectives, error, "save", ClusterError)
         contents = {f"rank-{rank}.pt": copies.own}
         if copies.shared:
             contents[f"shared-{rank}.pt"] = copies.shared
-        save = Save(step, self._run)
+        save, facts = Save(step, self._run), self._facts(step, things, copies)
         writing = self._pool.submit(write_part, self.folder / save.folder, rank, contents, facts)
         self._writing = save, writing
         if not self.asynchronous:
@@ -133,11 +136,12 @@ class Checkpoints:
         """Load the newest complete checkpoint into things. Call it on every rank, with the same names.
 
         Returns:
-            Its step, and what was saved but not named here, by name; None if there is no checkpoint.
+            Its step, and what was saved but not named here, by name; None if no checkpoint was ever complete.
 
         Raises:
             ArgumentError: a thing has no `load_state_dict()`.
-            StateError: the checkpoint does not fit the things; no module, optimizer or exchange was changed.
+            StateError: the checkpoint does not fit the things, or none of those in the folder can be used; no
+                module, optimizer or exchange was changed.
         """
         for name, thing in things.items():
             if not hasattr(thing, "load_state_dict"):
@@ -146,26 +150,25 @@ class Checkpoints:
                 )
         self._begin()
         self.wait()
-        self._has_loaded = True
         damaged: set[Save] = set()
         while True:
             seen = self._collectives.all_gather_objects(parts_in(self.folder))
-            save, parts, skipped, older = choose(seen, damaged)
-            if save is None or not damaged:
-                self._tell(skipped)
-            if save is None:
-                return None
-            loading = Loading(self._collectives, self.folder / save.folder, parts, things)
-            loading.check_meshes()
-            files = loading.read([theirs.get(save, {}) for theirs in seen])
-            if files is not None:
+            choice = choose(seen, damaged)
+            refuse(self.folder, choice.refused)
+            extra, told = None, choice.skipped
+            if choice.save is None:
                 break
-            self._tell([f"checkpoint of step {save.step} is skipped ({save.folder}): it is damaged"])
-            damaged.add(save)
-        extra = loading.take_over(files)
-        self._tell(loading.told)
-        self._complete = [*older, save]
-        return {"step": save.step, **extra}
+            loading = Loading(self._collectives, self.folder / choice.save.folder, choice.parts, things)
+            files = loading.read([whole(theirs.get(choice.save, {})) for theirs in seen])
+            if files is not None:
+                extra = {"step": choice.save.step, **loading.take_over(files)}
+                told = [*choice.skipped, *loading.told]
+                break
+            damaged.add(choice.save)
+        for message in told if self._collectives.rank == 0 else []:
+            _log.warning("%s", message)
+        self._complete, self._removable, self._has_loaded = choice.usable, choice.removable, True
+        return extra
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, by all ranks. Call it on every rank.
@@ -181,19 +184,21 @@ class Checkpoints:
         errors = self._collectives.all_gather_objects(told_error)
         if error is not None and not isinstance(error, OSError):
             raise error
-        failed = {rank: theirs for rank, theirs in enumerate(errors) if theirs is not None}
+        told = zip(self._collectives.ranks, errors, strict=True)
+        failed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in told if theirs is not None)
         if not failed:
             self._complete.append(save)
             self._remove_old()
             return
         if self._collectives.rank == self._writer_here:
-            shutil.rmtree(self.folder / save.folder, ignore_errors=True)
+            remove(self.folder / save.folder)
         last = f"of step {self._complete[-1].step}" if self._complete else "none"
-        told = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in failed.items())
-        message = f"checkpoint of step {save.step} was not written ({told}); the last complete one is {last}"
+        message = (
+            f"checkpoint of step {save.step} was not written ({failed}); the last complete one is {last}"
+        )
         if self.on_error == "raise":
             raise OutputError(message)
-        if self._collectives.rank in (0, *failed):
+        if self._collectives.rank == 0 or error is not None:
             _log.warning("%s; training goes on", message)
 
     def close(self) -> None:
@@ -225,26 +230,25 @@ class Checkpoints:
             raise ArgumentError("checkpoints must not be used after close()")
         if self._run:
             return
-        ask, rank = self._collectives.all_gather_objects, self._collectives.rank
-        run: str = ask(secrets.token_hex(4))[0]
-        probe, error = self.folder / f"probe-{run}-{rank}", None
+        rank, ranks, error = self._collectives.rank, self._collectives.ranks, None
+        run: str = self._collectives.all_gather_objects(secrets.token_hex(4))[0]
+        probe = self.folder / f"probe-{run}-{rank}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
         except OSError as problem:
-            error = f"folder must be writable on every rank, got {self.folder} on rank {rank}: {problem}"
-        for message in ask(error):
-            if message is not None:
-                raise OutputError(message)
+            error = OutputError(f"folder must be writable on every rank, got {self.folder}: {problem}")
+        raise_together(self._collectives, error, f"use {self.folder}", OutputError)
         here = sorted(int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"probe-{run}-*"))
-        self._file_systems = [list(ranks) for ranks in sorted({tuple(ranks) for ranks in ask(here)})]
+        everyone = self._collectives.all_gather_objects(here)
+        self._file_systems = [list(members) for members in sorted(set(map(tuple, everyone)))]
         probe.unlink()
         self._run = run
         if len(self._file_systems) > 1 and rank == 0:
             _log.warning(
                 "%s is on several file systems, seen by ranks %s: a lost disk takes its ranks' parts along",
                 self.folder,
-                self._file_systems,
+                [[ranks[member] for member in members] for members in self._file_systems],
             )
 
     def _check(self, step: int, things: dict[str, Any]) -> None:
@@ -270,42 +274,37 @@ class Checkpoints:
                     f"over {thing.num_workers}: pass its process_group to Checkpoints, too"
                 )
 
-    def _facts(self, step: int, things: dict[str, Any], error: Exception | None) -> Manifest:
-        """What every part tells of the whole, should other parts be lost.
-
-        Raises:
-            Exception: the error, or another rank's.
-        """
+    def _facts(self, step: int, things: dict[str, Any], copies: Copies) -> Manifest:
+        """The manifest of this rank's part, without its files; refuses ranks that save different things."""
         exchanges = {name: thing for name, thing in things.items() if isinstance(thing, ExchangeBase)}
         norms = {name: exchange.total.residual_norm for name, exchange in exchanges.items()}
-        told_error = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = self._collectives.all_gather_objects((step, sorted(things), norms, told_error))
-        if error is not None:
-            raise error
-        for rank, (*_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                raise ClusterError(f"rank {rank} cannot save: {theirs}")
+        everyone = self._collectives.all_gather_objects((step, sorted(things), norms))
         if any(theirs[:2] != everyone[0][:2] for theirs in everyone):
-            told = ", ".join(f"{names} at step {n} on rank {r}" for r, (n, names, *_) in enumerate(everyone))
-            raise ClusterError(f"all ranks must save the same things at the same step, got {told}")
-        return {
-            "num_ranks": self._collectives.num_workers,
-            "file_systems": self._file_systems,
-            "weights": {name: exchange.weights for name, exchange in exchanges.items()},
-            "norms": {name: [theirs[2][name] for theirs in everyone] for name in exchanges},
-        }
-
-    def _tell(self, messages: list[str]) -> None:
-        for message in messages if self._collectives.rank == 0 else []:
-            _log.warning("%s", message)
+            told = (f"{names} at step {number}" for number, names, _ in everyone)
+            raise ClusterError(
+                "all ranks must save the same things at the same step, got "
+                f"{by_rank(told, self._collectives.ranks)}"
+            )
+        return Manifest(
+            files={},
+            num_ranks=len(everyone),
+            file_systems=self._file_systems,
+            weights={name: exchange.weights for name, exchange in exchanges.items()},
+            norms={name: [theirs[name] for *_, theirs in everyone] for name in exchanges},
+            meshes=copies.meshes,
+            shared=copies.shared_names,
+        )
 
     def _remove_old(self) -> None:
-        """Keep the newest complete saves; those before them, and what killed runs have left, go."""
+        """Keep the newest complete saves. Older ones go: this run's, and those it knew when it loaded."""
+        self._removable.update(self._complete)
         self._complete = self._complete[-self.keep :]
         if self._collectives.rank != self._writer_here or len(self._complete) < self.keep:
             return
         for save, path in list(saves_in(self.folder)):
-            if save.step < self._complete[0].step:
-                shutil.rmtree(path, ignore_errors=True)
+            if save in self._removable and save.step < self._complete[0].step:
+                remove(path)
+        for path in self.folder.glob("removed-*"):  # by a rank that was killed
+            remove(path)
         for probe in self.folder.glob("probe-*"):
             probe.unlink(missing_ok=True)

@@ -6,27 +6,33 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from regtopk.distributed.checkpoints.choice import Parts, lost_residual, missing, shared_files
+from regtopk.distributed.checkpoints.choice import Whole, lost_residual, missing, shared_files
 from regtopk.distributed.checkpoints.copies import check_optimizer, fitting, meshes_of, unwrapped
 from regtopk.distributed.checkpoints.files import content_of, read_checked
 from regtopk.distributed.state.saved import merge_state_dicts
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates.saved import shard_state
-from regtopk.errors import StateError
+from regtopk.errors import RegtopkError, StateError
+
+
+def raise_together(
+    collectives: Collectives, error: Exception | None, act: str, kind: type[RegtopkError]
+) -> None:
+    """Raise this rank's error, or another rank's: none may go on alone. Call it on every rank."""
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    errors = collectives.all_gather_objects(told)
+    if error is not None:
+        raise error
+    for rank, theirs in zip(collectives.ranks, errors, strict=True):
+        if theirs is not None:
+            raise kind(f"rank {rank} cannot {act}: {theirs}")
 
 
 class Loading:
-    """A load of one checkpoint on one rank.
+    """A load of one checkpoint on one rank: from the parts that any rank sees into things, by name."""
 
-    Args:
-        collectives: the ranks that load.
-        folder: the checkpoint's.
-        parts: the manifests of all parts that any rank sees.
-        things: what is loaded into, by name.
-    """
-
-    def __init__(self, collectives: Collectives, folder: Path, parts: Parts, things: dict[str, Any]) -> None:
+    def __init__(self, collectives: Collectives, folder: Path, parts: Whole, things: dict[str, Any]) -> None:
         self._collectives = collectives
         self._folder = folder
         self._parts = parts
@@ -35,7 +41,10 @@ class Loading:
         rank = collectives.rank
         self._source = rank if rank in parts else ranks[rank % len(ranks)]  # whose own values this rank takes
         self._lost = missing(parts)
-        weights = parts[self._source]["weights"]
+        self._exchanges: dict[str, ExchangeBase] = {
+            name: thing for name, thing in self._things.items() if isinstance(thing, ExchangeBase)
+        }
+        weights = parts[self._source].weights
         self._resized = [  # the exchanges that were saved by other ranks, or with other weights
             name
             for name, thing in self._exchanges.items()
@@ -43,36 +52,13 @@ class Loading:
         ]
         self.told: list[str] = []  # what to log
 
-    @property
-    def _exchanges(self) -> dict[str, ExchangeBase]:
-        return {name: thing for name, thing in self._things.items() if isinstance(thing, ExchangeBase)}
-
-    def check_meshes(self) -> None:
-        """Refuse a sharded model on another mesh than the one it was saved on."""
-        facts, num_ranks = self._parts[self._source], self._collectives.num_workers
-        for name, saved in facts["meshes"].items():
-            thing = self._things.get(name)
-            mine = meshes_of(thing, thing.state_dict()) if isinstance(thing, nn.Module) else saved
-            if facts["num_ranks"] != num_ranks or mine != saved:
-                raise StateError(
-                    f"{name} is sharded and must be loaded on the mesh that it was saved on, {saved} of "
-                    f"{facts['num_ranks']} ranks, got {mine} of {num_ranks}: save and load by "
-                    "torch.distributed.checkpoint (DCP) to change the mesh"
-                )
-
-    def read(self, seen: list[Parts]) -> dict[str, bytes] | None:
-        """The files that this rank needs, sent by others where it does not see them; None if one is damaged.
-
-        Args:
-            seen: the manifests that each rank sees.
-        """
+    def read(self, seen: list[Whole]) -> dict[str, bytes] | None:
+        """The files that this rank needs, sent by others that see them; None if one is damaged."""
         ask, rank = self._collectives.all_gather_objects, self._collectives.rank
-        here = {name for part in seen[rank].values() for name in part["files"]}
+        here = {name for part in seen[rank].values() for name in part.files}
         wanted = self._wanted(here)
-        asked = sorted(
-            {name for names in ask([name for name in wanted if name not in here]) for name in names}
-        )
-        owners = {name: owner for owner, part in self._parts.items() for name in part["files"]}
+        asked = sorted(set().union(*ask([name for name in wanted if name not in here])))
+        owners = {name: owner for owner, part in self._parts.items() for name in part.files}
         senders = {name: next(r for r, theirs in enumerate(seen) if owners[name] in theirs) for name in asked}
         to_send = [name for name in asked if senders[name] == rank]
         files = {
@@ -103,26 +89,35 @@ class Loading:
         state: dict[str, Any] = {}
         loaded: dict[str, Any] = {}
         try:
+            self._check_meshes()
             state = self._state(files)
             loaded = self._checked(state)
         except StateError as problem:
             error = problem
-        errors = self._collectives.all_gather_objects(None if error is None else str(error))
-        if error is not None:
-            raise error
-        for rank, theirs in enumerate(errors):
-            if theirs is not None:
-                raise StateError(f"rank {rank} cannot load the checkpoint: {theirs}")
+        raise_together(self._collectives, error, "load the checkpoint", StateError)
         for name, thing in self._things.items():
             if name in loaded:
                 continue
             thing.load_state_dict(state[name])
-            if isinstance(thing, Optimizer) and name in self._parts[self._source]["meshes"]:
+            if isinstance(thing, Optimizer) and name in self._parts[self._source].meshes:
                 shard_state(thing)
         for name, exchange in self._exchanges.items():  # last: that of updates sets its model and optimizer
             exchange._go_on_from(loaded[name])
             self._count_lost(name, exchange)
         return {name: each for name, each in state.items() if name not in self._things}
+
+    def _check_meshes(self) -> None:
+        """Refuse a sharded model on another mesh than the one it was saved on."""
+        facts, num_ranks = self._parts[self._source], self._collectives.num_workers
+        for name, saved in facts.meshes.items():
+            thing = self._things.get(name)
+            mine = meshes_of(thing, thing.state_dict()) if isinstance(thing, nn.Module) else saved
+            if facts.num_ranks != num_ranks or mine != saved:
+                raise StateError(
+                    f"{name} is sharded and must be loaded on the mesh that it was saved on, {saved} of "
+                    f"{facts.num_ranks} ranks, got {mine} of {num_ranks}: save and load by "
+                    "torch.distributed.checkpoint (DCP) to change the mesh"
+                )
 
     def _state(self, files: dict[str, bytes]) -> dict[str, Any]:
         """By name, what this rank loads."""
@@ -158,6 +153,6 @@ class Loading:
             )
         elif name in self._resized:
             self.told.append(
-                f"{name} was saved by {self._parts[self._source]['num_ranks']} ranks and goes on on "
+                f"{name} was saved by {self._parts[self._source].num_ranks} ranks and goes on on "
                 f"{exchange.num_workers}, or with other weights: no residual is lost"
             )

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.ddp import SparseHookState, attach_to_ddp
@@ -14,6 +15,7 @@ from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.gradients.one_process import OneProcess, is_one_process
 from regtopk.distributed.options import Collective, Options, ResidualDtype, Scope, Skip, Writer, names_typos
 from regtopk.distributed.state.parameters import is_fsdp, is_fsdp2, uncompiled
+from regtopk.distributed.steps.optimizer_check import watch_optimizer
 from regtopk.distributed.updates.exchange import refuse_updates
 from regtopk.errors import ArgumentError
 
@@ -23,6 +25,7 @@ def attach(
     model: nn.Module,
     algorithm: Algorithm[Any],
     *,
+    optimizer: Optimizer | None = None,
     replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
     scope: Scope | None = None,
     index_code: str = "elias-fano",
@@ -66,6 +69,8 @@ def attach(
             around that. Where there is one process, a model that is not wrapped is left as it is. Or sharded
             by fully_shard over a mesh of one dimension.
         algorithm: what is run; the same on every rank.
+        optimizer: the one that trains the model. If given, what does not go with the algorithm (DGC beside
+            momentum) is logged now, otherwise in the first step.
         replicate_group: of a sharded model, and only then: the ranks that hold the same part of it.
         scope: "model" selects over the whole model, "bucket" within each DDP bucket, overlapping backward. A
             sharded model has "bucket" alone, its FSDP units. None: "model" for DDP.
@@ -111,6 +116,7 @@ def attach(
     )
     if isinstance(inner, nn.Module):
         refuse_updates(inner)
+        watch_optimizer(inner, algorithm, optimizer)
     if isinstance(inner, nn.Module) and is_sharded:
         return ShardedHookState(inner, algorithm, replicate_group, options)
     is_wrapped = isinstance(inner, DistributedDataParallel) or is_fsdp(inner)

@@ -21,6 +21,7 @@ from regtopk.distributed.state.shards import Shards, group_of
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
 from regtopk.distributed.steps.kind import Kind
+from regtopk.distributed.steps.optimizer_check import warn_of_two_momenta
 from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
@@ -182,6 +183,8 @@ class UpdateExchange(ExchangeBase):
         steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
         super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
+        warn_of_two_momenta(algorithm, optimizer)
+        warn_of_two_momenta(algorithm, model.outer)
         self.every, self.delay = every, delay
         self._rounds = rounds
         self._model = model

@@ -1,7 +1,10 @@
-"""A server and the clients that it asks now and then: what each keeps, and what they tell each other.
+"""A server and the clients that it samples: what each keeps, and what they tell each other.
 
-Nothing here knows how messages travel. `regtopk.integrations.flower.app` carries them with Flower.
+`Client` and `Server` do not know how messages travel. `SparseMod` and `SparseFedAvg`, in app.py, carry them
+with Flower, which is imported when one of these two is asked for.
 """
+
+from typing import Any
 
 from regtopk.integrations.flower.client import Client
 from regtopk.integrations.flower.messages import (
@@ -16,6 +19,7 @@ from regtopk.integrations.flower.messages import (
 from regtopk.integrations.flower.one_message import check_algorithm
 from regtopk.integrations.flower.server import Server
 
+_OF_FLOWER = ("SparseFedAvg", "SparseMod", "partition_of")
 __all__ = [
     "Accepted",
     "Client",
@@ -28,3 +32,12 @@ __all__ = [
     "check_algorithm",
     "is_statistic",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Bring what needs Flower."""
+    if name not in _OF_FLOWER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from regtopk.integrations.flower import app
+
+    return getattr(app, name)

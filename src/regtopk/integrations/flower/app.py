@@ -20,29 +20,21 @@ import torch
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ClusterError, MissingExtraError, RegtopkError, StateError
-from regtopk.integrations.flower import (
+from regtopk.integrations.flower.client import Client
+from regtopk.integrations.flower.messages import (
     Accepted,
-    Client,
     Instruction,
     Model,
     PastRound,
     Reply,
-    Server,
     Skip,
-    check_algorithm,
     is_statistic,
 )
+from regtopk.integrations.flower.one_message import check_algorithm
+from regtopk.integrations.flower.server import Server
 
 try:
-    from flwr.app import (
-        ArrayRecord,
-        ConfigRecord,
-        Context,
-        Message,
-        MessageType,
-        MetricRecord,
-        RecordDict,
-    )
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import FedAvg
     from flwr.supercore import log
@@ -80,7 +72,6 @@ class SparseMod:
         folder: where this client's file is, in a subfolder for each run; the "state-folder" of its
             SuperNode's node-config if None. Clients may share a folder.
         name: a callable of the context: the client's name; its partition-id if not given.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
 
     Raises:
         ArgumentError: a server with sampled clients cannot run the algorithm.
@@ -92,10 +83,9 @@ class SparseMod:
         folder: str | Path | None = None,
         *,
         name: Callable[[Context], str] = partition_of,
-        index_code: str = "elias-fano",
     ) -> None:
         check_algorithm(algorithm)
-        self.algorithm, self.folder, self.name, self.index_code = algorithm, folder, name, index_code
+        self.algorithm, self.folder, self.name = algorithm, folder, name
 
     def client(self, context: Context) -> Client:
         """This client, with what it has on its disk."""
@@ -106,7 +96,7 @@ class SparseMod:
                 "SparseMod must have a folder, or node-config a state-folder, for what was not sent; got none"
             )
         path = Path(str(folder)) / f"run-{context.run_id}" / f"client-{quote(name, safe='')}.pt"
-        return Client(self.algorithm, path, name=name, index_code=self.index_code)
+        return Client(self.algorithm, path, name=name)
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -138,10 +128,8 @@ class SparseFedAvg(FedAvg):
     fails, or whose frame is damaged, is left out of its round: what it sent goes back into its residual.
 
     Args:
-        skip: a callable of an array's name: True sends it whole, and averages it as FedAvg does. Arrays that
-            are not float32 always travel whole.
-        sparse_down: whether a client that has an older model is sent the frames of the rounds since then, if
-            they are fewer bytes than the model.
+        skip: as `Server` takes it; running statistics of batch norms are skipped if it is not given.
+        sparse_down: as `Server` takes it.
         raise_on_refused: whether a reply that is refused ends the run. Otherwise it is logged and counted.
         fedavg: FedAvg's own arguments, for sampling, weights and metrics.
 
@@ -162,9 +150,7 @@ class SparseFedAvg(FedAvg):
         super().__init__(**fedavg)
         self._server = Server(skip=skip, sparse_down=sparse_down)
         self._raise_on_refused = raise_on_refused
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.num_refused = 0
+        self.sent_bytes, self.received_bytes, self.num_refused = 0, 0, 0
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -185,38 +171,35 @@ class SparseFedAvg(FedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The model after this round, and the clients' metrics."""
         answers, _ = self._check_and_log_replies(list(replies), is_train=True, validate=False)
-        read: dict[int, tuple[Reply, float, RecordDict]] = {}
-        refused: list[tuple[int, RegtopkError]] = []
+        replies_at: dict[int, tuple[Reply, float]] = {}
+        refused: dict[int, RegtopkError] = {}
         for answer in answers:
             node = answer.metadata.src_node_id
             self.received_bytes += _num_bytes(answer.content)
             try:
-                read[node] = (*_to_reply(answer.content, self.weighted_by_key), answer.content)
+                replies_at[node] = _to_reply(answer.content, self.weighted_by_key)
             except StateError as error:
-                refused.append((node, error))
-        refused += self._server.finish([(node, reply, weight) for node, (reply, weight, _) in read.items()])
-        for node, reason in refused:
-            self._refuse(node, reason)
-        out = {node for node, _ in refused}
-        accepted = [parts for node, parts in read.items() if node not in out]
-        contents = [content for _, _, content in sorted(accepted, key=lambda parts: parts[0].client)]
-        if not contents:
+                refused[node] = error
+        refused |= self._server.finish([(node, *reply) for node, reply in replies_at.items()])
+        for node, reason in refused.items():
+            self.num_refused += 1
+            if self._raise_on_refused:
+                raise reason
+            log(WARNING, "reply of node %d is refused: %s", node, reason)
+        accepted = {
+            replies_at[node][0].client: answer.content
+            for answer in answers
+            if (node := answer.metadata.src_node_id) not in refused
+        }
+        if not accepted:
             return None, None
-        return _record(self._server.model), self._metrics_of(contents)
-
-    def _metrics_of(self, contents: list[RecordDict]) -> MetricRecord | None:
-        """The clients' metrics together; the model has moved, whatever these are."""
+        metrics = None
         try:
-            return self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        except Exception as error:
+            contents = [accepted[client] for client in sorted(accepted)]
+            metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        except Exception as error:  # the model has moved, whatever these are
             log(WARNING, "clients' metrics do not go together, and are left out: %r", error)
-            return None
-
-    def _refuse(self, node: int, reason: RegtopkError) -> None:
-        self.num_refused += 1
-        if self._raise_on_refused:
-            raise reason
-        log(WARNING, "reply of node %d is refused: %s", node, reason)
+        return _record(self._server.model), metrics
 
 
 def _of_instruction(instruction: Instruction, key: str) -> RecordDict:

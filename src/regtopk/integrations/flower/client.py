@@ -1,7 +1,5 @@
 """A client: what it remembers from one of its rounds to the next, on its disk."""
 
-import io
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ import torch
 from torch import Tensor
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.codes import check_index_code
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.checkpoints.files import write_whole
 from regtopk.errors import GradientError, StateError
 from regtopk.integrations.flower.messages import (
     Accepted,
@@ -51,6 +49,10 @@ class _Memory:
     model: Tensor
     sent: _Sent | None
 
+    def packed(self) -> dict[str, Any]:
+        """For the disk."""
+        return {"state": self.state.state_dict(), "model": self.model, "sent": vars(self.sent)}
+
 
 class Client:
     """One client's side of a round: an instruction and a trained model in, a reply out.
@@ -70,14 +72,10 @@ class Client:
         algorithm: what chooses the entries; see `check_algorithm`.
         path: the file that the memory is kept in; its folder is made.
         name: the client's name, the same whenever it is started, and no other client's.
-        index_code: how indices are coded.
     """
 
-    def __init__(
-        self, algorithm: Algorithm[Any], path: Path, *, name: str, index_code: str = "elias-fano"
-    ) -> None:
+    def __init__(self, algorithm: Algorithm[Any], path: Path, *, name: str) -> None:
         self.algorithm, self.path, self.name = algorithm, path, name
-        self.index_code = check_index_code(index_code)
         self._index = torch.tensor(crc32(name.encode()))
 
     @property
@@ -126,10 +124,10 @@ class Client:
         layout = layout_of(model, tuple(instruction.whole))
         start = to_flat(model, layout)
         update = start - to_flat(trained, layout)
-        if not bool(update.isfinite().all()):
-            raise GradientError(f"update of client {self.name!r} must be finite, got NaN or inf")
-        if spoiled := spoiled_names(instruction.whole, trained):
-            raise GradientError(f"arrays of client {self.name!r} must be finite, got NaN or inf in {spoiled}")
+        spoiled = spoiled_names(instruction.whole, trained)
+        if spoiled or not bool(update.isfinite().all()):
+            where = f"in {spoiled}" if spoiled else "in what it trained"
+            raise GradientError(f"arrays of client {self.name!r} must be finite, got NaN or inf {where}")
         before = self._before(instruction)
         if before is not None and before.layout != layout:
             raise StateError(f"arrays must stay those in {self.path}, got other names or shapes")
@@ -140,13 +138,10 @@ class Client:
             now = replace(before, state=before.state.clone())
         share = self._settle(now, instruction, start)
         worker = self._worker(layout, instruction.round, share)
-        sparse = first_request(self.algorithm, update, now.state, worker)
-        reply = Reply(
-            self.name,
-            instruction.round,
-            encode(sparse, self.index_code),
-            {name: trained[name] for name in instruction.whole},
-        )
+        sparse, conversation = first_request(self.algorithm, update, now.state, worker)
+        conversation.close()  # the answer comes with the next round: `_settle` learns from it
+        whole = {name: trained[name] for name in instruction.whole}
+        reply = Reply(self.name, instruction.round, encode(sparse), whole)
         now.sent = _Sent(instruction.round, reply.token, *sparse.without_padding())
         now.model, now.names = start, tuple(model)
         self._save(now, before, instruction.server)
@@ -179,9 +174,7 @@ class Client:
 
     def _worker(self, layout: Layout, round: int, share: float) -> Worker:
         """The share is that of the last round that counts: this round's is not known before it ends."""
-        return Worker(
-            torch.tensor(share), self._index, 1, round - 1, layout=layout, index_code=self.index_code
-        )
+        return Worker(torch.tensor(share), self._index, 1, round - 1, layout=layout)
 
     def _load(self, server: str | None = None) -> tuple[_Memory | None, _Memory | None]:
         """The memory after the last round, and the one before it; None where there is none of this server."""
@@ -189,30 +182,27 @@ class Client:
             return None, None
         try:
             saved = torch.load(self.path, weights_only=True)
-            file_format = saved["format"]
+            found = saved["format"]
         except Exception as error:
             raise StateError(f"{self.path} must hold the memory of a client, got {error}") from error
-        if file_format != FORMAT:
-            raise StateError(f"{self.path} must be of format {FORMAT}, got {file_format}")
+        if found != FORMAT:
+            raise StateError(f"{self.path} must be of format {FORMAT}, got {found}")
         if server not in (None, saved["server"]):
             return None, None
-        options = repr(self.algorithm.options())
-        if (saved["client"], saved["algorithm"]) != (self.name, options):
-            raise StateError(
-                f"{self.path} must be of client {self.name!r} with {self.algorithm.name} {options}, "
-                f"got client {saved['client']!r} with {saved['algorithm']}"
-            )
-        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
-        now, before = (
-            None if part is None else self._unpacked(part, tuple(saved["names"]), layout)
-            for part in (saved["now"], saved["before"])
-        )
-        return now, before
+        mine = (self.name, repr(self.algorithm.options()))
+        theirs = (saved["client"], saved["algorithm"])
+        if mine != theirs:
+            raise StateError(f"{self.path} must be of client {mine}, got {theirs}")
+        return self._unpacked(saved, "now"), self._unpacked(saved, "before")
 
-    def _unpacked(self, part: dict[str, Any], names: tuple[str, ...], layout: Layout) -> _Memory:
+    def _unpacked(self, saved: dict[str, Any], when: str) -> _Memory | None:
+        part = saved[when]
+        if part is None:
+            return None
+        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
         state = self.algorithm.init(self._worker(layout, 1, 1.0))
         state.load_state_dict(part["state"])
-        return _Memory(names, layout, state, part["model"], _Sent(**part["sent"]))
+        return _Memory(tuple(saved["names"]), layout, state, part["model"], _Sent(**part["sent"]))
 
     def _save(self, now: _Memory, before: _Memory | None, server: str) -> None:
         """Write both memories: the new file is whole, or the old one stays."""
@@ -223,23 +213,8 @@ class Client:
             "algorithm": repr(self.algorithm.options()),
             "names": list(now.names),
             "layout": [(layer.name, list(layer.shape), layer.kind) for layer in now.layout.layers],
-            "now": _packed(now),
-            "before": None if before is None else _packed(before),
+            "now": now.packed(),
+            "before": None if before is None else before.packed(),
         }
-        content = io.BytesIO()
-        torch.save(saved, content)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-def _packed(memory: _Memory) -> dict[str, Any]:
-    return {"state": memory.state.state_dict(), "model": memory.model, "sent": vars(memory.sent)}
+        write_whole(self.path, lambda file: torch.save(saved, file))

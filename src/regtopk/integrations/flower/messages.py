@@ -21,15 +21,9 @@ def is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
-def whole_names(model: Mapping[str, Tensor], skip: Skip) -> tuple[str, ...]:
-    """The arrays that travel whole: those to be skipped, and those that are not float32."""
-    return tuple(name for name, array in model.items() if array.dtype != torch.float32 or skip(name))
-
-
 def layout_of(model: Mapping[str, Tensor], whole: Sequence[str]) -> Layout:
-    """Where the arrays that are exchanged sparsely lie in the flat vector."""
-    shapes = [(name, tuple(array.shape), "other") for name, array in model.items() if name not in whole]
-    return Layout.of_shapes(shapes)
+    """Where the arrays lie in the flat vector that is exchanged sparsely; some travel whole instead."""
+    return Layout.of_shapes((name, tuple(x.shape), "other") for name, x in model.items() if name not in whole)
 
 
 def to_flat(model: Mapping[str, Tensor], layout: Layout) -> Tensor:
@@ -66,19 +60,12 @@ def checksum(flat: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client answers in a round.
+    """What a client answers in a round."""
 
-    Args:
-        client: its name, which stays when its process is started anew.
-        round: the round that it was asked in.
-        frame: what it sends of its update, as `wire.encode` makes it.
-        whole: the arrays that travel whole, as they are after training.
-    """
-
-    client: str
-    round: int
-    frame: Tensor
-    whole: Model = field(default_factory=dict)
+    client: str  # its name, which stays when its process is started anew
+    round: int  # in which it was asked
+    frame: Tensor  # what it sends of its update, as `wire.encode` makes it
+    whole: Model = field(default_factory=dict)  # the arrays that travel whole, after training
 
     @property
     def token(self) -> str:
@@ -120,23 +107,12 @@ class PastRound:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the server tells a client when it asks it to train.
+    """What the server tells a client when it asks it to train."""
 
-    Args:
-        server: its name, which no other has.
-        round: r, from 1.
-        accepted: what became of clients' last replies, by client.
-        whole: the arrays that travel whole.
-        model: all arrays, those among them; None if the client can make the others from what it missed.
-        missed: the rounds since the client last took part, that one included; they lead from the model it had
-            then to this round's.
-        checksum: of this round's flat vector.
-    """
-
-    server: str
-    round: int
-    accepted: dict[str, Accepted]
-    whole: Model
-    model: Model | None
-    missed: tuple[PastRound, ...] = ()
-    checksum: int = 0
+    server: str  # its name, which no other has
+    round: int  # from 1
+    accepted: dict[str, Accepted]  # what became of clients' last replies, by client
+    whole: Model  # the arrays that travel whole
+    model: Model | None  # all arrays; None if the client can make the others from what it missed
+    missed: tuple[PastRound, ...] = ()  # from the round that the client last took part in to this one
+    checksum: int = 0  # of this round's flat vector

@@ -1,5 +1,6 @@
-"""Which algorithms a client can run, and what they send: one message a round, before any answer."""
+"""Which algorithms a client can run, and what they send: one message per round, before any answer."""
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -13,27 +14,28 @@ from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
 
 
-def first_request(algorithm: Algorithm[Any], update: Tensor, state: Any, worker: Worker) -> SparseGradient:
-    """What an algorithm sends of an update; the state is then the one to keep.
+def first_request(
+    algorithm: Algorithm[Any], update: Tensor, state: Any, worker: Worker
+) -> tuple[SparseGradient, Generator[Any, Any, Tensor]]:
+    """What an algorithm sends of an update, and the conversation, which waits for the answer.
 
     Raises:
         ArgumentError: it asks for anything but a sparse sum.
     """
     conversation = algorithm.exchange(update, state, worker)
     request = next(conversation)
-    conversation.close()  # the answer is not there before the next round: `Client` brings it in then
     if type(request) is not SparseSum or request.sparse.numel != worker.numel:
         raise ArgumentError(
-            "algorithm must send one sparse vector of the whole model a round and need no answer in it, got "
-            f"{algorithm.name!r} with its {type(request).__name__}"
+            "algorithm must send one sparse vector of the whole model per round and need no answer in it, "
+            f"got {algorithm.name!r} with its {type(request).__name__}"
         )
-    return request.sparse
+    return request.sparse, conversation
 
 
 def check_algorithm(algorithm: Algorithm[Any]) -> None:
     """Refuse an algorithm that a server with sampled clients cannot run.
 
-    A client sends one message a round, and hears of the others at the earliest with the next model. So the
+    A client sends one message per round, and hears of the others at the earliest with the next model. So the
     algorithm must ask for one sparse sum, use it as it is, and conserve: sent + residual = residual + update.
 
     Raises:
@@ -55,22 +57,19 @@ def check_algorithm(algorithm: Algorithm[Any]) -> None:
     worker = Worker(torch.tensor(1.0), torch.tensor(0), 1, 0, layout)
     grad = torch.linspace(-1.0, 2.0, layout.numel)
     kept = algorithm.init(worker)
-    first_request(algorithm, grad, kept, worker)
+    first_request(algorithm, grad, kept, worker)[1].close()
     for answer in (torch.zeros_like(grad), grad.flip(0)):
         state = algorithm.init(worker)
-        if not _only_learns_from(algorithm, grad, state, worker, answer) or not _is_same(kept, state):
+        _, conversation = first_request(algorithm, grad, state, worker)
+        if not _ends_with(conversation, answer) or not _is_same(kept, state):
             raise ArgumentError(
-                "algorithm must need one sparse sum a round and apply it as it is, got "
+                "algorithm must need one sparse sum per round and apply it as it is, got "
                 f"{algorithm.name!r}, which needs what the others sent in the same round"
             )
 
 
-def _only_learns_from(
-    algorithm: Algorithm[Any], grad: Tensor, state: Any, worker: Worker, answer: Tensor
-) -> bool:
-    """Whether the conversation ends with the answer, unchanged."""
-    conversation = algorithm.exchange(grad, state, worker)
-    next(conversation)
+def _ends_with(conversation: Generator[Any, Any, Tensor], answer: Tensor) -> bool:
+    """Whether a conversation ends with the answer, unchanged."""
     try:
         conversation.send(answer.clone())
     except StopIteration as done:
@@ -82,11 +81,8 @@ def _only_learns_from(
 def _is_same(kept: Any, state: Any) -> bool:
     """Whether two states differ at most in what a score learns from an answer."""
     learned = {"indices", "own", "aggregate"} if learns_from_aggregates(state) else set()
-    return all(
-        torch.equal(tensor, state.state_dict()[name])
-        for name, tensor in kept.state_dict().items()
-        if name not in learned
-    )
+    now = state.state_dict()
+    return all(name in learned or torch.equal(old, now[name]) for name, old in kept.state_dict().items())
 
 
 def learns_from_aggregates(state: Any) -> bool:

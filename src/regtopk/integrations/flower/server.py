@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from regtopk.errors import RegtopkError, StateError, WireFormatError
 from regtopk.integrations.flower.messages import (
@@ -20,7 +19,6 @@ from regtopk.integrations.flower.messages import (
     layout_of,
     spoiled_names,
     to_flat,
-    whole_names,
 )
 from regtopk.wire import decode
 
@@ -34,14 +32,14 @@ class Server:
 
     x_n is what client n sent of theta - theta_n and its residual, w_n its part of their weights.
 
-    A node is an address that clients are asked at, which may change when a client is started anew. A node
-    that replied has the model of that round. If `sparse_down`, it is sent the frames of the rounds since then
-    instead of the model, as long as these are fewer bytes.
+    A node is an address that clients are asked at. It may change when a client is started anew. A node that
+    replied has the model of that round.
 
     Args:
         skip: a callable of an array's name: True sends it whole, and averages it as FedAvg does. Arrays that
             are not float32 always travel whole.
-        sparse_down: whether nodes that have an older model get what changed since.
+        sparse_down: whether a node that has an older model is sent the frames of the rounds since then, if
+            they are fewer bytes than the model.
     """
 
     def __init__(self, *, skip: Skip = is_statistic, sparse_down: bool = True) -> None:
@@ -68,7 +66,7 @@ class Server:
 
         If it is not the one that the last round ended with, no node has an older one of it.
         """
-        whole = whole_names(model, self._skip)
+        whole = [name for name, x in model.items() if x.dtype != torch.float32 or self._skip(name)]
         layout = layout_of(model, whole)
         if layout.numel == 0:
             raise StateError("model must have an array of float32 that is not skipped, got none")
@@ -104,19 +102,22 @@ class Server:
             StateError: it is of another round, or its arrays or its weight do not fit.
             WireFormatError: its frame is damaged, or of another model.
         """
+        frame = reply.frame
         if reply.round != self._round:
             raise StateError(f"round of a reply must be {self._round}, got {reply.round}")
         if not 0 < weight <= MAX_WEIGHT:
             raise StateError(f"weight of a reply must be above 0 and at most {MAX_WEIGHT:g}, got {weight}")
-        if reply.frame.dtype != torch.uint8 or reply.frame.dim() != 1:
-            raise StateError(f"frame of a reply must be bytes, got {reply.frame.dtype} {reply.frame.shape}")
-        found = {name: (tuple(array.shape), array.dtype) for name, array in reply.whole.items()}
-        wanted = {name: (tuple(array.shape), array.dtype) for name, array in self._whole.items()}
+        if frame.dtype != torch.uint8 or frame.dim() != 1:
+            raise StateError(f"frame of a reply must be bytes, got {frame.dtype} {frame.shape}")
+        found, wanted = (
+            {name: (tuple(array.shape), array.dtype) for name, array in model.items()}
+            for model in (reply.whole, self._whole)
+        )
         if found != wanted:
             raise StateError(f"arrays that travel whole must be {wanted}, got {found}")
         if spoiled := spoiled_names(self._whole, reply.whole):
             raise StateError(f"arrays that travel whole must be finite, got NaN or inf in {spoiled}")
-        values = decode(reply.frame, self._layout.numel).values
+        values = decode(frame, self._layout.numel).values
         if values.dtype != torch.float32:
             raise StateError(f"values of a frame must be float32, as the model is, got {values.dtype}")
 
@@ -141,7 +142,12 @@ class Server:
         total = sum(weight for _, _, weight in in_order)
         shares = [weight / total for _, _, weight in in_order]
         past = PastRound(tuple(reply.frame for _, reply, _ in in_order), tuple(shares))
-        self._flat = self._flat - past.aggregate(self._layout.numel)
+        flat = self._flat - past.aggregate(self._layout.numel)
+        if spoiled_names({"model": self._flat}, {"model": flat}):
+            reason = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
+            self.finish([])
+            return refused + [(node, reason) for node, _, _ in in_order]
+        self._flat = flat
         self._whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
         for node in self._asked:  # one whose reply did not come may have either model: it gets the next whole
             self._round_of_model_at.pop(node, None)
@@ -172,15 +178,10 @@ class Server:
 
 def _mean_of(models: list[Model], shares: list[float]) -> Model:
     """The weighted mean of arrays of numbers with a fraction; of others the first client's."""
-    if not models:
-        return {}
-    means: Model = {}
-    for name, first in models[0].items():
-        if not first.is_floating_point():
-            means[name] = first
-            continue
-        mean: Tensor = torch.zeros_like(first)
-        for model, share in zip(models, shares, strict=True):
-            mean += share * model[name]
-        means[name] = mean
+    means = dict(models[0]) if models else {}
+    for name, first in means.items():
+        if first.is_floating_point():
+            means[name] = torch.zeros_like(first)
+            for model, share in zip(models, shares, strict=True):
+                means[name] += share * model[name]
     return means

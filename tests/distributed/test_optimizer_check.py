@@ -1,0 +1,65 @@
+"""An algorithm with a momentum of its own beside an optimizer that has one, too: said once, with a remedy."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import regtopk
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import closing, ddp, listening, loss_of, make_net, refusal
+
+MESSAGE = (
+    "dgc keeps a momentum of its own, and the optimizer has one, too (SGD with momentum=0.9): steps become "
+    "many times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
+)
+
+
+class DGC(regtopk.DGC):
+    has_own_momentum = True
+
+
+def said_of(algorithm: Any, make: Any, *, is_given: bool = False) -> list[str]:
+    """What is logged when a model is attached, and in two steps."""
+    net = ddp()
+    optimizer = make(net.parameters())
+    with listening() as said:
+        with closing(regtopk.attach(net, algorithm, optimizer=optimizer if is_given else None)):
+            assert len(said) <= is_given
+            for step in range(2):
+                other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+                other.step()  # which trains something else
+                loss_of(net, step).backward()
+                optimizer.step()
+        return list(said)
+
+
+def sgd(parameters: Any, momentum: float = 0.9) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+
+
+def attach_with_momenta() -> list[Any]:
+    dgc = DGC(density=0.1)
+    loud = [said_of(dgc, sgd), said_of(dgc, sgd, is_given=True), said_of(dgc, torch.optim.AdamW)]
+    for momentum in (0.9, 0.0):
+        net = make_net()
+        optimizer = sgd(net.parameters(), momentum)
+        with listening() as said, closing(regtopk.UpdateExchange(net, optimizer, dgc)):
+            loud.append(list(said))
+    quiet = [
+        said_of(dgc, lambda parameters: sgd(parameters, momentum=0.0)),
+        said_of(DGC(density=0.1, momentum=0.0), sgd),
+        said_of(regtopk.TopK(density=0.1), sgd, is_given=True),
+    ]
+    assert quiet == [[], [], []]
+    given: Any = "adam"
+    return [*loud, refusal(lambda: regtopk.attach(ddp(), dgc, optimizer=given))]
+
+
+def test_two_momenta_are_said_once_on_rank_0(two_ranks: Ranks) -> None:
+    here, elsewhere = two_ranks.run(attach_with_momenta)
+    first, given, adam, updates, plain, refused = here
+    assert elsewhere == [[], [], [], [], [], refused]
+    assert first == given == updates == [MESSAGE]
+    assert len(adam) == 1 and "AdamW with betas=(0.9, 0.999)" in adam[0] and plain == []
+    assert refused[0] == "ArgumentError" and "optimizer" in refused[1] and "str" in refused[1]
