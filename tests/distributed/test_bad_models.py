@@ -15,7 +15,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.options import Scope
 from regtopk.errors import ClusterError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import closing, ddp, flat_gradients, loss_of, make_net, refusal
@@ -180,36 +179,34 @@ def refuse_model(case: str) -> tuple[str, str]:
     return refusal(MODELS[case][0])
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_attached_twice(two_ranks: Ranks, scope: Scope) -> None:
+def test_attached_twice(two_ranks: Ranks) -> None:
     expected = (
         "ClusterError",
         "attach must be called once for a model: this one has been attached already (after detach(), wrap "
         "the network in a new DistributedDataParallel)",
     )
-    assert two_ranks.run(attach_twice, scope) == [expected] * 2
+    assert two_ranks.run(attach_twice) == [expected] * 2
 
 
-def attach_twice(scope: Scope) -> tuple[str, str]:
+def attach_twice() -> tuple[str, str]:
     model = ddp()
-    with closing(regtopk.attach(model, TOPK, scope=scope)) as exchange:
-        refused = refusal(lambda: regtopk.attach(model, TOPK, scope=scope))
+    with closing(regtopk.attach(model, TOPK)) as exchange:
+        refused = refusal(lambda: regtopk.attach(model, TOPK))
         loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
     return refused
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_another_hook(two_ranks: Ranks, scope: Scope) -> None:
-    for kind, text in two_ranks.run(attach_beside_another, scope):
+def test_another_hook(two_ranks: Ranks) -> None:
+    for kind, text in two_ranks.run(attach_beside_another):
         assert kind == "ClusterError"
         assert text.startswith("the model must not have another communication hook: ")
 
 
-def attach_beside_another(scope: Scope) -> tuple[str, str]:
+def attach_beside_another() -> tuple[str, str]:
     model = ddp()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
-    refused = refusal(lambda: regtopk.attach(model, TOPK, scope=scope))
+    refused = refusal(lambda: regtopk.attach(model, TOPK))
     loss_of(model, 0).backward()  # the other hook still works
     assert flat_gradients(model).count_nonzero() == 3363
     return refused

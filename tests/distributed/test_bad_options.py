@@ -37,13 +37,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
         "ArgumentError",
         "k must be at most the number of entries, J = 3363, got 10000",
     ),
-    "k of a bucket": (
-        {"algorithm": regtopk.TopK(k=10), "scope": "bucket"},
-        "ArgumentError",
-        "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ in size, "
-        "got 10: give a density",
-    ),
-    "scope": ({"scope": "layer"}, "ArgumentError", "scope must be one of model, bucket, got 'layer'"),
     "dense_steps": (
         {"dense_steps": -1},
         "ArgumentError",
@@ -128,7 +121,7 @@ def assert_still_attaches(model: DistributedDataParallel) -> None:
 
 @pytest.mark.parametrize(
     ("option", "question"),
-    [("scpoe", " (did you mean 'scope'?)"), ("wieght", " (did you mean 'weight'?)"), ("quorum", "")],
+    [("wieght", " (did you mean 'weight'?)"), ("quorum", "")],
 )
 def test_an_option_that_does_not_exist(option: str, question: str) -> None:
     """The error names the nearest option, and none if none is near."""
@@ -139,7 +132,6 @@ def test_an_option_that_does_not_exist(option: str, question: str) -> None:
     with pytest.raises(TypeError) as refused:
         regtopk.SparseHookState(net, TOPK, **options)
     assert str(refused.value) == f"SparseHookState() got an unexpected option {option!r}{question}"
-    question = "" if option == "scpoe" else question  # which an Exchange has not
     with pytest.raises(TypeError) as refused:
         regtopk.Exchange(net, TOPK, **options)  # type: ignore[arg-type]
     assert str(refused.value) == f"Exchange() got an unexpected option {option!r}{question}"
@@ -147,9 +139,7 @@ def test_an_option_that_does_not_exist(option: str, question: str) -> None:
 
 def test_options_have_the_same_defaults_everywhere() -> None:
     options = {field.name: field.default for field in fields(Options)}
-    sharded = {"replicate_group": None, "scope": None}  # a scope that is not given fits the model
-    assert keywords(regtopk.attach) == options | sharded
-    del options["scope"]  # of DDP's buckets
+    assert keywords(regtopk.attach) == options | {"replicate_group": None}
     assert keywords(regtopk.Exchange) == options | {"process_group": None}
 
 
@@ -188,10 +178,6 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "deterministic": (
         {"deterministic": False},
         "all ranks must have the same deterministic, got True on rank 0, False on rank 1",
-    ),
-    "scope": (
-        {"scope": "bucket"},
-        "all ranks must have the same scope, got 'model' on rank 0, 'bucket' on rank 1",
     ),
     "dense_steps": (
         {"dense_steps": 3},

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from regtopk.core.codes import full_message_bytes, segment_bytes
 from regtopk.core.traffic import all_reduce_bytes
-from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     algorithm_state,
@@ -40,15 +39,14 @@ class Writer:
         self.scalars.append((tag, scalar, step))
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_counts_add_up(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(count_steps, scope)
+def test_counts_add_up(two_ranks: Ranks) -> None:
+    two_ranks.run(count_steps)
 
 
-def count_steps(scope: Scope) -> None:
+def count_steps() -> None:
     model, writer = DistributedDataParallel(make_net()), Writer()
     algorithm = regtopk.RegTopK(density=0.1)
-    with closing(regtopk.attach(model, algorithm, scope=scope, writer=writer)) as exchange:
+    with closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
         records = []
         for step in range(120):  # more than the clocks that are kept unread
             model.zero_grad()
@@ -84,17 +82,16 @@ class FullDisk:
         raise OSError("no space left on device")
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_a_writer_that_fails_does_not_end_training(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(train_with_a_full_disk, scope)
+def test_a_writer_that_fails_does_not_end_training(two_ranks: Ranks) -> None:
+    two_ranks.run(train_with_a_full_disk)
 
 
-def train_with_a_full_disk(scope: Scope) -> None:
+def train_with_a_full_disk() -> None:
     results = []
     for writer in (FullDisk(), None):
         model = DistributedDataParallel(make_net())
         algorithm = regtopk.RegTopK(density=0.1)
-        with closing(regtopk.attach(model, algorithm, scope=scope, writer=writer)) as exchange:
+        with closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
             with listening() as said:
                 for step in range(3):
                     loss_of(model, step).backward()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     closing,
@@ -107,35 +106,34 @@ def exchange_with_an_empty_parameter() -> None:
 # Process groups.
 
 
-@pytest.mark.parametrize("scope", ["exchange", "model", "bucket"])
-def test_subgroups_do_not_mix(four_ranks: Ranks, scope: Any) -> None:
-    found = four_ranks.run(train_in_a_subgroup, scope)
+@pytest.mark.parametrize("is_ddp", [True, False])
+def test_subgroups_do_not_mix(four_ranks: Ranks, is_ddp: bool) -> None:
+    found = four_ranks.run(train_in_a_subgroup, is_ddp)
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert not torch.equal(found[0], found[1])
 
 
-def train_in_a_subgroup(scope: Any) -> Tensor:
+def train_in_a_subgroup(is_ddp: bool) -> Tensor:
     rank = dist.get_rank()
     dist.new_group([0, 1])  # so that not all ranks are in equally many groups
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]
     net = make_net()
-    if scope == "exchange":
-        exchange: Any = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), process_group=group)
-        model: nn.Module = net
-    else:
+    model: nn.Module = net
+    if is_ddp:
         model = DistributedDataParallel(net, process_group=group)
-        exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope=scope)
+        exchange: Any = regtopk.attach(model, regtopk.RegTopK(density=0.1))
+    else:
+        exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), process_group=group)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, step).backward()
-        if scope == "exchange":
+        if not is_ddp:
             exchange.step()
         optimizer.step()
     assert exchange.num_workers == 2 and exchange.rank == rank // 2
-    if scope != "exchange":
-        exchange.close()
+    exchange.close()
     return flat_parameters(net)
 
 
@@ -177,16 +175,13 @@ def skip_everything() -> None:
     assert torch.equal(flat_gradients(net), expected) and exchange.last_step.residual_norm == 0
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_dense_steps_come_first(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(train_dense_first, scope)
+def test_dense_steps_come_first(two_ranks: Ranks) -> None:
+    two_ranks.run(train_dense_first)
 
 
-def train_dense_first(scope: Scope) -> None:
+def train_dense_first() -> None:
     model = DistributedDataParallel(make_net())
-    with closing(
-        regtopk.attach(model, regtopk.RegTopK(density=0.01), scope=scope, dense_steps=3)
-    ) as exchange:
+    with closing(regtopk.attach(model, regtopk.RegTopK(density=0.01), dense_steps=3)) as exchange:
         for step in range(5):
             model.zero_grad()
             alone = make_net()

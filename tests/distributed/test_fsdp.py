@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.agreement import Agreement
 from regtopk.errors import ClusterError
 from regtopk.lab.experiments.threads import threads_for
 from regtopk.simulate import Cluster
@@ -403,7 +403,7 @@ def test_gradients_are_zero_where_an_exchange_failed(four_ranks: Ranks) -> None:
 def fail_and_go_on() -> tuple[tuple[str, str], bool, int]:
     model = sharded(grid(2, 2)["shard"])
     exchange = regtopk.attach(model, regtopk.TopK(density=0.1), replicate_group=grid(2, 2)["replicate"])
-    with patch.object(Steps, "agree_later", side_effect=ClusterError("ranks differ")):
+    with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
         found = refusal(loss_of(model, 0).backward)
     is_cleared = not whole_gradients(model).any()
     model.zero_grad()

@@ -259,12 +259,6 @@ CASES: dict[str, tuple[Act, str, str]] = {
         "model must have no UpdateExchange, got one, and gradients would be exchanged beside updates: "
         "close() it first",
     ),
-    "scope": (
-        lambda: attach(scope="model"),
-        "ArgumentError",
-        "scope must be 'bucket' (or not given) for a fully_shard'ed model, which selects within units, got "
-        "'model'",
-    ),
     "skip": (
         lambda: attach(skip=max),
         "ArgumentError",
@@ -274,8 +268,8 @@ CASES: dict[str, tuple[Act, str, str]] = {
     "k": (
         lambda: attach(algorithm=regtopk.TopK(k=3)),
         "ArgumentError",
-        "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ in size, "
-        "got 3: give a density",
+        "k must be None for a model that is exchanged in parts (FSDP units, fragments), which differ in "
+        "size, got 3: give a density",
     ),
     "replicas differ": (
         lambda: attach(algorithm=by_replica(TOPK, regtopk.Dense())),

@@ -12,8 +12,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import Options
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import Parameters
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
@@ -29,10 +28,8 @@ def steps_of(algorithm: Algorithm[Any]) -> Steps:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
-    steps = Steps(parameters, algorithm, Collectives(group), Options(), Kind("test"))
-    for name in SIZES:
-        steps.buckets.covering((name,))
-    return steps
+    kind = Kind("test", parts=tuple((name,) for name in SIZES))
+    return Steps(parameters, algorithm, Collectives(group), Options(), kind)
 
 
 def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False) -> tuple[list[Tensor], bool]:
@@ -40,13 +37,11 @@ def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False)
     grads = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
     if is_bad and dist.get_rank() == BAD_RANK:
         grads["b"][7] = torch.nan
-    steps.begin()
-    flats = [grads[bucket.names[0]] for bucket in steps.buckets.all]
-    steps.agree_later(steps.buckets.all, torch.cat(flats).isfinite().all())
-    is_late = steps.is_bad is not None
-    steps.exchange(steps.buckets.all, flats, into(grads))
-    steps.end()
-    return list(grads.values()), is_late
+    flats = list(grads.values())
+    with steps.step((flats, torch.cat(flats).isfinite().all()), may_go_on=True) as step:
+        is_late = step.is_spoilt is not None
+        step.exchange(into(grads))
+    return flats, is_late
 
 
 def run(case: Case) -> tuple[list[Tensor], list[bool]]:
@@ -94,7 +89,7 @@ def damage_a_message() -> tuple[bool, tuple[str, str], tuple[str, str]]:
             _, is_late = make_step(steps, generator)
         finally:
             Collectives.all_gather = real  # type: ignore[method-assign]
-        return is_late, refusal(lambda: steps.num_steps), refusal(steps.begin)
+        return is_late, refusal(lambda: steps.num_steps), refusal(lambda: make_step(steps, generator))
 
 
 def test_a_damaged_message_is_refused_when_somebody_looks(two_ranks: Ranks) -> None:

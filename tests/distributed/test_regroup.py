@@ -11,8 +11,7 @@ from regtopk.distributed.gradients.one_process import Alone
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.state.parameters import Parameters
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.bare_group import BareCollectives
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates.buffers import ModelBuffers

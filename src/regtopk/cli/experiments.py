@@ -33,7 +33,7 @@ COMPARED = (
 )  # fmt: skip
 TRAINED = (
     "task", "num_workers", "algorithm", "exchange", "every", "outer", "outer_lr", "outer_momentum", "delay",
-    "fragments", "density", "value_code", "index_code", "scope", "optimizer", "lr", "num_steps", "data",
+    "fragments", "density", "value_code", "index_code", "optimizer", "lr", "num_steps", "data",
     "device",
 )  # fmt: skip
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps", "num_seeds": "--seeds"}

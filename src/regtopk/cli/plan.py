@@ -54,7 +54,6 @@ def plan(
     density: Annotated[
         str | None, typer.Option(help="Shares of entries to send: 0.001,0.01,0.1, or 0.01 of updates.")
     ] = None,
-    scope: Annotated[str, typer.Option(help="model, or bucket, which overlaps with backward.")] = "model",
     local_workers: Annotated[int, typer.Option(help="How many workers share a machine like this.")] = 1,
     threads: Annotated[int, typer.Option(help="Threads per worker; 0 for torch's own number.")] = 0,
     memory: Annotated[
@@ -111,7 +110,7 @@ def plan(
     else:
         raise ArgumentError("--measure needs --model, got --params")
     optimizer: Optimizer = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
-    situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), scope, optimizer)
+    situation = Situation(workload, workers, Link(bits_per_s, latency_s, step_time_s), optimizer)
     try:
         lines = set[str]().union(*(situation.exchange(method).lines for method in methods))
         costs = _costs(machine, calibration, lines, again=recalibrate)
@@ -124,7 +123,6 @@ def plan(
         "bandwidth_bits_per_s": bits_per_s,
         "latency_s": latency_s,
         "step_time_s": step_time_s,
-        "scope": scope,
         "exchange": exchange,
         "every": every,
         "delay": delay,

@@ -9,7 +9,6 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from regtopk.core.algorithm import check_is_algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
 from regtopk.core.precision import check_residual_dtype
@@ -17,7 +16,6 @@ from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
 ResidualDtype = Literal["float32", "bfloat16"]
-Scope = Literal["model", "bucket"]
 Skip = Callable[[str, nn.Parameter], bool]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +32,6 @@ class Writer(Protocol):
 class Options:
     """See `regtopk.attach` for what each means."""
 
-    scope: Scope = "model"
     index_code: str = "elias-fano"
     weight: float | None = None
     dense_steps: int = 0
@@ -48,7 +45,6 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check what can be checked without the other ranks."""
-        check_choice("scope", self.scope, ("model", "bucket"))
         check_index_code(self.index_code)
         check_integer("dense_steps", self.dense_steps, at_least=0)
         if self.skip is not None and not callable(self.skip):
@@ -61,15 +57,15 @@ class Options:
         check_positive("handshake_timeout_s", self.handshake_timeout_s)
         check_residual_dtype(self.residual_dtype)
 
-    def check_algorithm(self, algorithm: object) -> None:
-        """Refuse what is no algorithm, and a k that does not fit the scope."""
-        check_is_algorithm(algorithm)
-        k = getattr(algorithm, "k", None)
-        if self.scope == "bucket" and k is not None:
-            raise ArgumentError(
-                "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ "
-                f"in size, got {k}: give a density"
-            )
+
+def refuse_k(algorithm: object) -> None:
+    """Refuse a number of entries where a model is exchanged in parts."""
+    k = getattr(algorithm, "k", None)
+    if k is not None:
+        raise ArgumentError(
+            "k must be None for a model that is exchanged in parts (FSDP units, fragments), which differ in "
+            f"size, got {k}: give a density"
+        )
 
 
 def names_typos(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,7 +4,9 @@ torchft has wheels for x86_64 Linux alone: ``pip install regtopk[torchft]``.
 """
 
 import logging
+from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -22,8 +24,7 @@ from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.steps.base import Counted
 from regtopk.distributed.steps.handshake import compare
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Step, Steps
 from regtopk.distributed.transport.bare_group import BareCollectives
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import LocalModel
@@ -208,27 +209,37 @@ class UpdateExchange(Counted):
     def _make_round(self) -> bool:
         """Exchange an update with the replicas that are there. Whether it counts."""
         manager, model, steps = self._manager, self._model, self._steps
-        has_sent, self._problem = False, None
+        step, self._problem, self._buffers_before = None, None, None
         manager.start_quorum()
-        self._buffers_before = None
-        try:
-            if manager.errored() is None:
-                has_sent = self._meet() and self._send()
-        except Exception as problem:
-            self._problem = problem
-            manager.report_error(problem)
-        if not manager.should_commit():
-            steps.take_back()
+        with ExitStack() as stack:
+            try:
+                if manager.errored() is None and self._meet():
+                    model.parameters.check()
+                    model.parameters.check_trainable()
+                    buckets = steps.buckets.all
+                    step = stack.enter_context(
+                        steps.step(
+                            partial(model.take_update, buckets), num_dense=self.every, can_be_taken_back=True
+                        )
+                    )
+                    self._send(step)
+            except Exception as problem:
+                self._problem = problem
+                manager.report_error(problem)
+            is_committed = bool(manager.should_commit())
+            if step is not None and is_committed:
+                self._go_on(step)
+            elif step is not None:
+                step.take_back()
+        if is_committed:
+            self._is_new = False
+        else:
             if self._buffers_before is not None:
                 model.buffers.put_back(self._buffers_before)
             self._num_failed += 1
             why = self._problem or manager.errored()
             _log.warning("round %d was not committed: %s", self.num_rounds, why)
-            return False
-        self._is_new = False
-        if has_sent:
-            self._go_on()
-        return True
+        return is_committed
 
     def _meet(self) -> bool:
         """See who is there. Whether anybody has something to send."""
@@ -244,41 +255,28 @@ class UpdateExchange(Counted):
         weights = everyone[:, 0] / everyone[:, 0].sum().clamp(min=torch.finfo(torch.float64).tiny)
         if not bool(weights.any()):
             return False
-        if group.rank != steps.rank.index or not torch.equal(weights, steps.rank.weights):
-            steps.regroup(group, weights)
-        steps.rank.collectives = group
+        steps.regroup(group, weights)
         return True
 
-    def _send(self) -> bool:
+    def _send(self, step: Step) -> None:
         """Get the aggregate, and leave theta_start as it is."""
         model, steps = self._model, self._steps
-        buckets = steps.buckets.all
-        model.parameters.check()
-        model.parameters.check_trainable()
-        steps.begin()
-        with steps.rank.timer.phase("select_s"):
-            flats, is_finite = model.take_update(buckets)
-        steps.agree(buckets, is_finite)
-        if steps.is_finite:
-            for bucket in buckets:
-                bucket.keep_state()
-            steps.exchange(buckets, flats, into(model.update))
+        if step.is_finite:
+            step.exchange(into(model.update))
             self._buffers_before = model.buffers.copies()
             model.buffers.join(steps.rank, steps.device)
-        return True
 
-    def _go_on(self) -> None:
+    def _go_on(self, step: Step) -> None:
         """Begin the next round from the aggregate, now that it counts."""
-        model, steps = self._model, self._steps
-        names = [name for bucket in steps.buckets.all for name in bucket.names]
-        if not steps.is_finite:
+        model = self._model
+        names = [name for bucket in step.buckets for name in bucket.names]
+        if not step.is_finite:
             model.take_back()
         elif model.outer is None:
             torch._foreach_sub_([model.start[name] for name in names], [model.update[name] for name in names])
         else:
             model.apply_outer(model.outer, names)
         model.write_back()
-        steps.end(num_dense=self.every)
 
     def _begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""

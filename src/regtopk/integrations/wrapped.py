@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from regtopk.core.algorithm import Algorithm
+from regtopk.core.algorithm import Algorithm, check_is_algorithm
 from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import attach
 from regtopk.distributed.gradients.ddp import SparseHookState
@@ -33,7 +33,7 @@ _OPTIONS = {
 def check_options(call: str, algorithm: object, exchange: str, options: dict[str, Any]) -> None:
     """Refuse what can be refused before there is a model: at the call, not when training begins."""
     check_choice("exchange", exchange, ("gradients", "updates"))
-    Options().check_algorithm(algorithm)
+    check_is_algorithm(algorithm)
     (other,) = _OPTIONS.keys() - {exchange}
     for option in options:
         if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:

@@ -12,7 +12,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.ddp import SparseHookState, attach_to_ddp
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.gradients.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Collective, Options, ResidualDtype, Scope, Skip, Writer, names_typos
+from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.state.parameters import is_fsdp, is_fsdp2, uncompiled
 from regtopk.distributed.updates.exchange import refuse_updates
 from regtopk.errors import ArgumentError
@@ -24,7 +24,6 @@ def attach(
     algorithm: Algorithm[Any],
     *,
     replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
-    scope: Scope | None = None,
     index_code: str = "elias-fano",
     weight: float | None = None,
     dense_steps: int = 0,
@@ -54,12 +53,9 @@ def attach(
     entry that is sent rarely brings what it gathered over many steps. So `clip_grad_norm_` after backward
     clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
 
-    The scope also decides what a failure in the middle of a step leaves behind. With "bucket" a step can be
-    taken back, at the cost of one more copy of the state: after a failure (of a rank, or of your own code in
-    backward) `state_dict()` is the state before the step, and can be saved. With "model" nothing is exchanged
-    before backward is over, so your own code cannot interrupt it; but if the exchange itself fails (a lost
-    rank), the state is no longer whole, and the exchange refuses to be saved or to go on until a checkpoint
-    is loaded.
+    Nothing is exchanged before backward is over, so your own code cannot interrupt it. If the exchange itself
+    fails (a lost rank), the state is no longer whole: the exchange refuses to be saved or to go on until a
+    checkpoint is loaded.
 
     Args:
         model: wrapped in DistributedDataParallel, without another communication hook; torch.compile may be
@@ -67,8 +63,6 @@ def attach(
             by fully_shard over a mesh of one dimension.
         algorithm: what is run; the same on every rank.
         replicate_group: of a sharded model, and only then: the ranks that hold the same part of it.
-        scope: "model" selects over the whole model, "bucket" within each DDP bucket, overlapping backward. A
-            sharded model has "bucket" alone, its FSDP units. None: "model" for DDP.
         index_code: how indices are coded: "elias-fano", "rice" or "raw32".
         weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
         dense_steps: how many first steps send everything.
@@ -95,9 +89,8 @@ def attach(
     """
     inner = uncompiled(model)
     is_sharded = isinstance(inner, nn.Module) and any(map(is_fsdp2, inner.modules()))
-    _check_sharding(inner, is_sharded, replicate_group, scope, skip)
+    _check_sharding(inner, is_sharded, replicate_group, skip)
     options = Options(
-        scope="bucket" if is_sharded else "model" if scope is None else scope,
         index_code=index_code,
         weight=weight,
         dense_steps=dense_steps,
@@ -119,20 +112,13 @@ def attach(
     return attach_to_ddp(model, algorithm, options)
 
 
-def _check_sharding(
-    model: object, is_sharded: bool, replicate_group: object, scope: Scope | None, skip: Skip | None
-) -> None:
+def _check_sharding(model: object, is_sharded: bool, replicate_group: object, skip: Skip | None) -> None:
     """Refuse options that do not fit a model that is sharded, or one that is not."""
     if not is_sharded and replicate_group is not None:
         raise ArgumentError(
             f"replicate_group must be None for a model that is not fully_shard'ed, got one for "
             f"{type(model).__name__}: call fully_shard(model, mesh=mesh['shard']) first, or wrap it in "
             "DistributedDataParallel and leave the group out"
-        )
-    if is_sharded and scope == "model":
-        raise ArgumentError(
-            "scope must be 'bucket' (or not given) for a fully_shard'ed model, which selects within units, "
-            "got 'model'"
         )
     if is_sharded and skip is not None:
         raise ArgumentError(

@@ -28,13 +28,13 @@ from regtopk.distributed.gradients.fsdp_units import (
     places_of,
     sharding_of,
 )
-from regtopk.distributed.options import Options
+from regtopk.distributed.options import Options, refuse_k
+from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward
 from regtopk.distributed.state.shards import DenseMean, Shards, group_of, local
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ClusterError
 
@@ -52,15 +52,15 @@ class ShardedHookState(ExchangeBase):
         self, model: nn.Module, algorithm: Algorithm[Any], replicate_group: object, options: Options
     ) -> None:
         group = group_of("replicate_group", replicate_group)
+        refuse_k(algorithm)
         everything = all_units_of(model)
         units = [unit for unit in everything if unit.members]
         check_units(model, units)
         shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
-        steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
+        kind = Kind("regtopk.attach", parts=tuple((unit.name,) for unit in units))
+        steps = Steps(parameters, algorithm, Collectives(group), options, kind, shards)
         super().__init__(steps, sharding_of(model, units))
-        for unit in units:
-            steps.buckets.covering((unit.name,))  # each is a bucket of its own
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._units = {unit.name: unit for unit in units}
@@ -92,11 +92,9 @@ class ShardedHookState(ExchangeBase):
         rank, between two steps. Then `attach` may be called again, or `UpdateExchange` be made, which ends
         that mean.
         """
-        self._steps.close("detach")
-        # sets the memory of residuals and gradients free
+        self._steps.drop()
         self._clear_arrived()
-        self._steps.buckets.all, self._blocks, self._flats = [], [], {}
-        self._steps.forget_rows()
+        self._blocks, self._flats = [], {}  # sets their memory free
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
@@ -207,27 +205,20 @@ class ShardedHookState(ExchangeBase):
         arrived, self._arrived = self._arrived, {}
         wholes = {name: flat for name, flat in arrived.items() if flat is not None}
         grads: list[Tensor] = []
-        with steps.lock, self._cleared_if_it_fails(wholes):
+        with self._cleared_if_it_fails(wholes):
             self._check_model()
-            is_finite = self._take(arrived)
-            steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
-            steps.agree_later(buckets, is_finite)
-            with steps.half_way():
-                if steps.is_finite:
+            with steps.step(partial(self._take, buckets, arrived), buckets, may_go_on=True) as step:
+                if step.is_finite:
                     aggregates: dict[str, Tensor] = {}
-                    flats = [self._flats[bucket.names[0]] for bucket in buckets]
-                    steps.exchange(
-                        buckets, flats, lambda names, vector, *_: aggregates.update({names[0]: vector})
-                    )
+                    step.exchange(lambda names, vector, *_: aggregates.update({names[0]: vector}))
                     grads = self._add(aggregates, wholes)
-            steps.end()
         # no part may make a step alone: also gradients of units that did not arrive become NaN
-        others = [unit for name, unit in self._units.items() if not steps.is_finite or name not in arrived]
+        others = [unit for name, unit in self._units.items() if not step.is_finite or name not in arrived]
         grads += [local(p.grad) for unit in others for p in unit.trainable if p.grad is not None]
-        if grads and steps.is_spoilt is not None:
-            kernels.overwrite_if_(steps.is_spoilt, grads, math.nan)
-        elif grads and not steps.is_finite:
+        if grads and step.is_spoilt is not None:
+            kernels.overwrite_if_(step.is_spoilt, grads, math.nan)
+        elif grads and not step.is_finite:
             torch._foreach_mul_(grads, math.nan)
 
     @contextmanager
@@ -240,7 +231,9 @@ class ShardedHookState(ExchangeBase):
                 flat.zero_()
             raise
 
-    def _take(self, arrived: Mapping[str, Tensor | None]) -> Tensor:
+    def _take(
+        self, buckets: list[Bucket], arrived: Mapping[str, Tensor | None]
+    ) -> tuple[list[Tensor], Tensor]:
         """Copy what has arrived and is still with FSDP; is all of it finite without the scale?"""
         are_finite: list[Tensor] = []
         for names, block in self._blocks:
@@ -254,7 +247,8 @@ class ShardedHookState(ExchangeBase):
                     torch._foreach_copy_(into, wholes)
                 taken = [block] if here == names else [self._flats[name] for name in here]
                 are_finite += map(self._steps.unscale_, taken)
-        return torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
+        is_finite = torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
+        return [self._flats[bucket.names[0]] for bucket in buckets], is_finite
 
     def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
         """Add the units' aggregates to their gradients, or write them where these are views.

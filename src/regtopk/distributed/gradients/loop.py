@@ -10,8 +10,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.state.parameters import NamedParameters, Parameters
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import ClusterError
 

@@ -13,8 +13,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import Options
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 
 _log = logging.getLogger("regtopk")

@@ -52,7 +52,7 @@ class ExchangeBase(Counted):
     def __init__(self, steps: Steps, sharding: Sharding | None = None) -> None:
         self._steps = steps
         self._sharding = sharding
-        self._collectives = steps.rank.collectives  # for what users call; a queue's steps get their own
+        self._collectives = steps.collectives
 
     def _warn_of_one_rank(self, vectors: str = "gradients") -> None:
         if self.num_workers == 1:
@@ -71,7 +71,7 @@ class ExchangeBase(Counted):
     @property
     def is_sharded(self) -> bool:
         """Whether every rank holds a part of the model."""
-        return self._steps.is_sharded
+        return self._steps.shard is not None
 
     @property
     def is_closed(self) -> bool:

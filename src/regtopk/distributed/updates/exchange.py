@@ -14,14 +14,21 @@ from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer
-from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
+from regtopk.distributed.options import (
+    Collective,
+    Options,
+    ResidualDtype,
+    Skip,
+    Writer,
+    names_typos,
+    refuse_k,
+)
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.shards import Shards, group_of
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
 from regtopk.distributed.updates.buffers import How
@@ -162,8 +169,8 @@ class UpdateExchange(ExchangeBase):
         )
         model = LocalModel(parameters, optimizer, outer, buffers, anchors)
         parts = fragments_of(model, fragments)
-        if fragments > 1 and getattr(algorithm, "k", None) is not None:
-            raise ArgumentError("k must be None with fragments, which differ in size: give a density")
+        if fragments > 1:
+            refuse_k(algorithm)
         if delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
             raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
@@ -178,7 +185,7 @@ class UpdateExchange(ExchangeBase):
         times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
         settings = tuple({**times, **model.describe()}.items())
         names = tuple(part.names for part in parts) if fragments > 1 else ()
-        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names)
+        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names, fragments > 1, has_thread=delay > 0)
         steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
         super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
@@ -267,12 +274,11 @@ class UpdateExchange(ExchangeBase):
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        end_group = self._turns.end_thread()
+        self._turns.end_thread()
         super().close()
         for hook in self._hooks:
             hook.remove()
         _attached.discard(self._model.optimizer)
-        end_group()
 
     @torch.no_grad()
     def finish(self) -> None:

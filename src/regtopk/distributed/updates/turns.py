@@ -1,6 +1,8 @@
 """The rounds of a model whose parts take turns: what is sent and applied, at once or with a delay."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,10 +10,8 @@ from torch.optim import Optimizer
 
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import into, subtract_
-from regtopk.distributed.steps.handshake import end_group
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.background import Background
-from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.distributed.updates.fragments import Flight, Fragment
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.errors import ArgumentError, ClusterError
@@ -34,7 +34,7 @@ class Turns:
     """The rounds of all fragments of a model.
 
     Args:
-        steps: what makes them; with a delay it gets a process group of its own.
+        steps: what makes them.
         model: whose updates are exchanged.
         rounds: when they are sent, and when they are applied.
         fragments: the parts of the model.
@@ -48,10 +48,7 @@ class Turns:
         self.is_whole = True  # whether the model is theta_start, the same on all ranks
         self._num_steps = 0  # of the optimizer
         self._finished_at = 0  # how many there were when all fragments were last exchanged together
-        self._background: Background | None = None
-        if rounds.delay:  # whose thread must not mix its collectives with the user's own
-            steps.rank.collectives = Collectives(new_group_like(steps.rank.collectives.group, steps.device))
-            self._background = Background(steps.device)
+        self._background = Background(steps.device) if rounds.delay else None
 
     def after_step(self, num_steps: int) -> None:
         """Send and receive what is due after so many steps of the optimizer."""
@@ -119,38 +116,31 @@ class Turns:
             }
             fragment.is_skipped = number < len(skipped) and skipped[number]
 
-    def end_thread(self) -> Callable[[], None]:
-        """Let what has begun end on all ranks; what to call when nothing else is done with its group."""
+    def end_thread(self) -> None:
+        """Let what has begun end on all ranks."""
         background, self._background = self._background, None
-        if background is None:
-            return lambda: None
-        background.close()
-        return lambda: end_group(self._steps.rank.collectives)
+        if background is not None:
+            background.close()
 
     def _make_round(self, fragment: Fragment) -> None:
         """Exchange an update, and go on from the aggregate."""
-        steps, model = self._steps, self._model
+        model, buckets = self._model, self._buckets_of(fragment)
         with model.at_hand():
             model.parameters.check()
             model.parameters.check_trainable()
-            steps.begin()
-            with steps.rank.timer.phase("select_s"):
-                update = model.take_update(self._buckets_of(fragment))
-            self._meet(fragment, *update, model.outer, then=self._go_on)
+            self._meet(fragment, partial(model.take_update, buckets), model.outer, then=self._go_on)
 
     def _send(self, fragment: Fragment, background: Background) -> None:
         """Start the exchange of an update, which goes on beside training."""
         self._model.parameters.check()
         self._model.parameters.check_trainable()
-        flats, is_finite = self._model.take_update(self._buckets_of(fragment))
+        vectors = self._model.take_update(self._buckets_of(fragment))
         fragment.sent = self._model.copies(fragment.names)
         outer = self._model.outer_as_it_is()
 
         def make_round() -> bool:
-            with self._steps.lock:  # whoever looks at the counts meanwhile waits
-                self._keep_for_this_stream(fragment, flats)
-                self._steps.begin()
-                return self._meet(fragment, flats, is_finite, outer)
+            self._keep_for_this_stream(fragment, vectors[0])
+            return self._meet(fragment, vectors, outer)
 
         fragment.flight = Flight(background, make_round, self._steps.device)
 
@@ -164,8 +154,7 @@ class Turns:
     def _meet(
         self,
         fragment: Fragment,
-        flats: list[Tensor],
-        is_finite: Tensor,
+        vectors: Vectors | Take,
         outer: Optimizer | None,
         then: Callable[[Fragment, bool], None] | None = None,
     ) -> bool:
@@ -173,34 +162,43 @@ class Turns:
 
         Args:
             fragment: whose round it is.
-            flats: its update, as the buckets' vectors.
-            is_finite: whether that is finite.
+            vectors: its update, as the buckets' vectors.
             outer: what applies the aggregate.
             then: what follows, if it is applied at once.
 
         Returns:
             Whether all ranks' updates were finite; if not, nothing has changed.
         """
-        steps, buckets = self._steps, self._buckets_of(fragment)
-        self._agree(buckets, is_finite)
-        steps.agree_with_shards()
-        with steps.half_way():
-            if steps.is_finite:
-                self._exchange(fragment, buckets, flats, outer)
+        with ExitStack() as stack:
+            step = self._begun(stack, fragment, vectors)
+            if step.is_finite:
+                self._exchange(fragment, step, outer)
             if then is not None:
-                with steps.rank.timer.phase("decode_s"):
-                    then(fragment, steps.is_finite)
-        steps.end(buckets, fragment.num_steps)
-        return steps.is_finite
+                with self._steps.rank.timer.phase("decode_s"):
+                    then(fragment, step.is_finite)
+        return step.is_finite
 
-    def _exchange(
-        self, fragment: Fragment, buckets: list[Bucket], flats: list[Tensor], outer: Optimizer | None
-    ) -> None:
+    def _begun(self, stack: ExitStack, fragment: Fragment, vectors: Vectors | Take) -> Step:
+        """Wait until all ranks are here."""
+        steps = self._steps
+        step = steps.step(vectors, self._buckets_of(fragment), num_dense=fragment.num_steps)
+        try:
+            return stack.enter_context(step)
+        except ClusterError as error:
+            if error.__cause__ is None:  # all ranks are here, but differ
+                raise
+            raise ClusterError(
+                f"{error} Round {steps.num_turns} did not begin at step {self._num_steps} of this rank. If "
+                "no rank has stopped: did every rank call optimizer.step() equally often? A step that a "
+                "GradScaler skips on one rank is none: count by num_steps, not by batches"
+            ) from error
+
+    def _exchange(self, fragment: Fragment, step: Step, outer: Optimizer | None) -> None:
         model = self._model
         if outer is None:
-            self._steps.exchange(buckets, flats, into(model.start, subtract_))
+            step.exchange(into(model.start, subtract_))
         else:
-            self._steps.exchange(buckets, flats, into(model.update))
+            step.exchange(into(model.update))
             # theta_start is its parameters, the update their gradients
             model.apply_outer(outer, fragment.names)
 
@@ -228,13 +226,12 @@ class Turns:
     def _join_buffers(self) -> None:
         """Make the buffers the same on all ranks."""
         self.land()  # whose collectives must not mix with these
-        steps = self._steps
+        buffers, steps = self._model.buffers, self._steps
         if self._rounds.delay == 0:
-            self._model.buffers.join(steps.rank, self._steps.device)
+            buffers.join(steps.rank, steps.device)
             return
-        steps.rank.begin(self._steps.device)  # the round they belong to is counted already
-        self._model.buffers.join(steps.rank, self._steps.device)
-        steps.ledger.add_to_total(steps.rank.record, steps.rank.timer)
+        with steps.afterwards() as rank:
+            buffers.join(rank, steps.device)
 
     def _keep_for_this_stream(self, fragment: Fragment, flats: list[Tensor]) -> None:
         """Memory of another stream must not be reused there before this stream is done with it."""
@@ -247,17 +244,3 @@ class Turns:
     def _buckets_of(self, fragment: Fragment) -> list[Bucket]:
         names = set(fragment.names)
         return [bucket for bucket in self._steps.buckets.all if names.issuperset(bucket.names)]
-
-    def _agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
-        """Wait until all ranks are here."""
-        steps = self._steps
-        try:
-            steps.agree(buckets, is_finite)
-        except ClusterError as error:
-            if error.__cause__ is None:  # all ranks are here, but differ
-                raise
-            raise ClusterError(
-                f"{error} Round {steps.num_turns} did not begin at step {self._num_steps} of this rank. If "
-                "no rank has stopped: did every rank call optimizer.step() equally often? A step that a "
-                "GradScaler skips on one rank is none: count by num_steps, not by batches"
-            ) from error

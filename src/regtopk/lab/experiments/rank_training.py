@@ -91,7 +91,7 @@ class RankTraining:
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
             if algorithm is not None:
-                self.exchange = attach(self.model, algorithm, scope=config.scope, **options)
+                self.exchange = attach(self.model, algorithm, **options)
 
     def step(self) -> None:
         """One step of the optimizer, and what the method exchanges after it or before it."""

@@ -8,7 +8,7 @@ import torch
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_choice, check_integer
-from regtopk.distributed.options import Collective, Scope
+from regtopk.distributed.options import Collective
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare import DEFAULTED, CompareConfig
 from regtopk.lab.experiments.compared_task import Defaults
@@ -62,7 +62,6 @@ class TrainConfig:
         density: share of the entries that a worker sends, k / J in (0, 1].
         value_code: how values travel.
         index_code: how indices travel.
-        scope: with gradients, select entries over the whole model, or over each DDP bucket: model or bucket.
         collective: how sparse sums run: auto (computed), all_gather or split.
         optimizer: what follows gradients: sgd, momentum, adam, adamw or sgdw, as in regtopk compare. If not
             given, sgd for digits, adamw for gpt.
@@ -92,7 +91,6 @@ class TrainConfig:
     density: float = 0.01
     value_code: str = "float32"
     index_code: str = "elias-fano"
-    scope: Scope = "model"
     collective: Collective = "auto"
     optimizer: str = ""
     lr: float = 0.0
@@ -114,7 +112,6 @@ class TrainConfig:
         check_integer("num_workers", self.num_workers, at_least=2)
         for name in ("num_seeds", "record_every"):
             check_integer(name, getattr(self, name), at_least=1)
-        check_choice("scope", self.scope, ("model", "bucket"))
         check_choice("collective", self.collective, ("auto", "all_gather", "split"))
         method = self.method
         self.simulated  # noqa: B018 -- which checks what a comparison has too
@@ -123,8 +120,6 @@ class TrainConfig:
                 "algorithm must not be dense, which is always there, unless it exchanges updates, "
                 f"got {method.label!r}"
             )
-        if self.scope == "bucket" and method.rounds.has_updates:
-            raise ArgumentError(f"scope must be model where updates are exchanged, got {self.scope!r}")
         if self.task == "digits":
             self._check_digits()
         check_device(self.device)

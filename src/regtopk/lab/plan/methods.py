@@ -168,8 +168,8 @@ def numel_units(numel: float) -> Units:
 
 
 @lru_cache(maxsize=16384)
-def exchange_of(method: Method, workload: Workload, num_workers: int, scope: str) -> Exchange:
-    """What a step with a method does; `scope`, "model" or "bucket", is that of this library's exchanges."""
+def exchange_of(method: Method, workload: Workload, num_workers: int) -> Exchange:
+    """What a step with a method does."""
     numel, N = workload.numel, num_workers
     num_parts = num_buckets(numel)
     in_bucket = numel / num_parts
@@ -188,7 +188,7 @@ def exchange_of(method: Method, workload: Workload, num_workers: int, scope: str
         return Exchange(sum(sizes), [all_reduce(size, N) for size in sizes], work)
     if method.rounds.has_updates:
         return _ours(method, numel, N, method.rounds.fragments)
-    return _ours(method, numel, N, num_parts if scope == "bucket" else 1)
+    return _ours(method, numel, N, 1)
 
 
 def num_buckets(numel: int) -> int:

@@ -152,7 +152,7 @@ def _in_words(method: Method, name: str | None = None) -> str:
     return f"{name}, density {method.amount}, {method.value_code} values by {method.collective}"
 
 
-def as_code(method: Method, scope: str) -> str:
+def as_code(method: Method) -> str:
     """The line of Python that does what a method of this library does."""
     algorithm = make_algorithm(method.name, method.density, method.value_code)
     given = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
@@ -162,7 +162,7 @@ def as_code(method: Method, scope: str) -> str:
     if len(probe(method.name, method.density, method.value_code).ways) > 1:
         options["collective"] = method.collective
     if not method.rounds.has_updates:
-        return f"exchange = regtopk.attach(model, {made}, {_arguments({'scope': scope} | options)})"
+        return f"exchange = regtopk.attach(model, {', '.join(filter(None, (made, _arguments(options))))})"
     words = _arguments({"every": method.rounds.every} | method.turns | options)
     if method.rounds.outer != "none":
         settings = _arguments(method.rounds.outer_settings._asdict())
@@ -233,7 +233,7 @@ def notes(plan: Plan, memory_bytes: float) -> list[str]:
     if plan.situation.optimizer == "sgd":
         said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")
     if plan.best.method not in TORCH:
-        said.append(f"The best, on every rank: {as_code(plan.best.method, plan.situation.scope)}")
+        said.append(f"The best, on every rank: {as_code(plan.best.method)}")
     for p, every in plan.affordable_rounds():
         costs = f"A round of {_in_words(p.method, p.method.kind)}, costs"
         said.append(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from regtopk.core.link import Link
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_integer
 from regtopk.errors import ArgumentError
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import Exchange, Move
@@ -35,7 +35,6 @@ class Situation:
     workload: Workload
     num_workers: int  # N, >= 2
     link: Link  # of every worker, latency one way; its compute_s is a step without an exchange
-    scope: str = "model"  # or "bucket", of this library's exchanges of gradients
     optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
@@ -43,7 +42,6 @@ class Situation:
         check_integer("workers", self.num_workers, at_least=2)
         if self.num_workers > MOST_WORKERS:
             raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
-        check_choice("scope", self.scope, ("model", "bucket"))
 
     def at(self, *, bandwidth: float | None = None, num_workers: int | None = None) -> "Situation":
         """The same on a link of another bandwidth, or with another number of workers."""
@@ -52,7 +50,7 @@ class Situation:
 
     def exchange(self, method: Method) -> Exchange:
         """What a method does in a step."""
-        return exchange_of(method, self.workload, self.num_workers, self.scope)
+        return exchange_of(method, self.workload, self.num_workers)
 
 
 class Prediction(NamedTuple):
