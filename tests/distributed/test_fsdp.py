@@ -61,7 +61,7 @@ def test_all_entries_equal_native_hsdp(
 def train_native_and_attached(shape: tuple[int, int], algorithm: Algorithm[Any]) -> tuple[Tensor, Tensor]:
     mesh = grid(*shape)
     model = sharded(mesh["shard"])
-    regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
+    regtopk.attach(model, algorithm, process_group=mesh["replicate"])
     return train(sharded(mesh)), train(model)
 
 
@@ -101,7 +101,7 @@ def test_kinds_of_models_equal_native_hsdp(four_ranks: Ranks, kind: str) -> None
 def train_a_kind(kind: str) -> tuple[Tensor, Tensor, int]:
     mesh = grid(2, 2)
     model, native = KINDS[kind](mesh["shard"]), KINDS[kind](mesh)
-    exchange = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
     return train(native, range(3)), train(model, range(3)), exchange.num_steps
 
 
@@ -134,7 +134,7 @@ def train_attached(shape: tuple[int, int]) -> list[Tensor]:
     results = []
     for algorithm in ALGORITHMS:
         model = sharded(mesh["shard"])
-        regtopk.attach(model, algorithm, replicate_group=mesh["replicate"].get_group())
+        regtopk.attach(model, algorithm, process_group=mesh["replicate"].get_group())
         results.append(train(model))
     return results
 
@@ -199,8 +199,8 @@ def test_accumulation_is_one_step_of_the_sum(four_ranks: Ranks) -> None:
 def accumulate() -> tuple[Tensor, Tensor, int]:
     mesh = grid(2, 2)
     model, other = sharded(mesh["shard"]), sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), replicate_group=mesh["replicate"])
-    regtopk.attach(other, regtopk.TopK(density=0.2), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
+    regtopk.attach(other, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
     assert exchange.num_steps == 0 and exchange.total.sent_bytes == 0
@@ -221,7 +221,7 @@ def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual(four_ranks
 def leave_out_a_unit() -> tuple[int, int, Any, Any]:
     mesh = grid(2, 2)
     model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
     place = str(exchange.rank)
     loss_of(model, 0).backward()
     with_extra, before = exchange.last_step.num_entries, exchange.state_dict()
@@ -243,7 +243,7 @@ def arrive_twice(set_to_none: bool) -> tuple[Tensor, Tensor]:
     """Gradients of two steps whose unit "middle" arrives once more, with one more in every entry."""
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    exchange: Any = regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
 
     def hook(flat: Tensor) -> None:
         again = torch.ones_like(flat)
@@ -282,13 +282,13 @@ def test_hooks_of_users_on_gradients(four_ranks: Ranks) -> None:
 def train_with_hooks() -> tuple[Tensor, Tensor, tuple[str, str]]:
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
-    regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(twice_the_gradient)
     for net in (model, native):
         loss_of(net, 0).backward()
     other = sharded(mesh["shard"])
-    regtopk.attach(other, regtopk.Dense(), replicate_group=mesh["replicate"])
+    regtopk.attach(other, regtopk.Dense(), process_group=mesh["replicate"])
     other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
     return whole_gradients(model), whole_gradients(native), refusal(loss_of(other, 0).backward)
 
@@ -313,7 +313,7 @@ def train_mixed(reduce_dtype: str) -> tuple[Tensor, Tensor, torch.dtype]:
     mesh = grid(2, 2)
     policy, dtype = POLICIES[reduce_dtype]
     model, native = sharded(mesh["shard"], mp_policy=policy), sharded(mesh, mp_policy=policy)
-    exchange: Any = regtopk.attach(model, regtopk.TopK(density=1), replicate_group=mesh["replicate"])
+    exchange: Any = regtopk.attach(model, regtopk.TopK(density=1), process_group=mesh["replicate"])
     assert all(p.dtype == dtype for p in exchange._steps.parameters.named.values())
     for each in (model, native):
         loss_of(each, 0).backward()
@@ -343,14 +343,14 @@ def train_resumed() -> tuple[Tensor, Tensor, list[str]]:
     mesh = grid(2, 2)
     algorithm = regtopk.RegTopK(density=0.05)
     model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, algorithm, process_group=mesh["replicate"])
     train(model, range(3))
     net = make_net()
     saved = exchange.state_dict()
     nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
     straight = train(model, range(3, 6))
     again = sharded(mesh["shard"], net)
-    resumed = regtopk.attach(again, algorithm, replicate_group=mesh["replicate"])
+    resumed = regtopk.attach(again, algorithm, process_group=mesh["replicate"])
     ((_, part),) = saved["shards"].items()
     other = 1 - part["shard"][0]
     of_another_part = [{"shards": {f"{other} of 2": part}}, {**part, "shard": [other, 2]}]
@@ -369,14 +369,14 @@ def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:
 def detach() -> tuple[Tensor, Tensor, str]:
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
     loss_of(model, 0).backward()
     exchange.detach()
     model.zero_grad()
     for each in (model, native):
         loss_of(each, 1).backward()
     grads = whole_gradients(model), whole_gradients(native)
-    regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])  # again
+    regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])  # again
     return *grads, exchange.summary()
 
 
@@ -390,7 +390,7 @@ def train_one_replica() -> tuple[list[str], int, int, int]:
     mesh = grid(1, 4)
     model = sharded(mesh["shard"])
     with listening() as said:
-        exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+        exchange = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
         train(model, range(2))
     return said, exchange.total.sent_bytes, exchange.total.num_entries, exchange.num_steps
 
@@ -402,7 +402,7 @@ def test_gradients_are_zero_where_an_exchange_failed(four_ranks: Ranks) -> None:
 
 def fail_and_go_on() -> tuple[tuple[str, str], bool, int]:
     model = sharded(grid(2, 2)["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), replicate_group=grid(2, 2)["replicate"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), process_group=grid(2, 2)["replicate"])
     with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
         found = refusal(loss_of(model, 0).backward)
     is_cleared = not whole_gradients(model).any()

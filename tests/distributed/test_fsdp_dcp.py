@@ -37,7 +37,7 @@ class Job:
         narrow: dict[str, Any] = {"residual_dtype": "bfloat16"} if is_narrow else {}
         if kind == "attach":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-            self.exchange = regtopk.attach(self.model, algorithm, replicate_group=replicate, **narrow)
+            self.exchange = regtopk.attach(self.model, algorithm, process_group=replicate, **narrow)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
             options: dict[str, Any] = {"every": 2, "outer": nesterov, "process_group": replicate}

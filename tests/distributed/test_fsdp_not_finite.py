@@ -41,7 +41,7 @@ def train_straight_and_with_each() -> list[Tensor]:
 def train(layer: str = "", row: int = 0, *, bad_steps: tuple[int, ...]) -> Tensor:
     mesh = grid(2, 2)
     model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         if step in bad_steps:
@@ -87,7 +87,7 @@ def interrupted_at(bad_step: int | None) -> Tensor:
     net = make_net()
     fully_shard(net.last, mesh=mesh["shard"])  # FSDP would keep half a gradient of the root's own layer
     model = sharded(mesh["shard"], net)
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
     for step in range(3):
         model.zero_grad()
         if step == bad_step:
@@ -122,7 +122,7 @@ def train_by(scaler: torch.amp.GradScaler | None) -> Tensor:
     mesh = grid(2, 2)
     model = sharded(mesh["shard"])
     topk = regtopk.TopK(density=0.05)
-    exchange = regtopk.attach(model, topk, replicate_group=mesh["replicate"], grad_scaler=scaler)
+    exchange = regtopk.attach(model, topk, process_group=mesh["replicate"], grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         if scaler is not None and step == 3:  # an overflow on one rank

@@ -221,50 +221,38 @@ def train_resumed(num_before: int) -> tuple[Tensor, Tensor]:
 
 def attached() -> Any:
     model = sharded(grid(2, 2)["shard"])
-    regtopk.attach(model, TOPK, replicate_group=grid(2, 2)["replicate"])
+    regtopk.attach(model, TOPK, process_group=grid(2, 2)["replicate"])
     return model
 
 
-EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
-CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no group": (
-        {"process_group": None},
-        "ArgumentError",
-        "process_group must be the process group or mesh of the replicate axis for a sharded model, got "
-        f"None: pass mesh['replicate'] {EXAMPLE}",
-    ),
+# Options, and how the error begins.
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "no group": ({"process_group": None}, "ArgumentError: process_group must be "),
     "a mesh of two dimensions": (
         {"model": lambda: sharded(grid(2, 2))},
-        "ClusterError",
-        "mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: over a second one "
-        f"torch averages densely by itself; call fully_shard(..., mesh=mesh['shard']) {EXAMPLE}",
+        "ClusterError: mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2",
     ),
     "a model with attach": (
         {"model": attached},
-        "ClusterError",
-        "FSDP unit '<root>' must have no all-reduce hook, got one: UpdateExchange exchanges updates, so "
-        "gradients must stay in their replica; call detach() of what regtopk.attach gave",
+        "ClusterError: FSDP unit '<root>' must have no all-reduce hook, got one: UpdateExchange exchanges "
+        "updates, so gradients must stay in their replica; call detach() of what regtopk.attach gave",
     ),
     "parts of a replica differ": (
         {"every": lambda: 1 + dist.get_rank() % 2},
-        "ClusterError",
-        "all ranks that share a model must have the same every, got 1 on rank 0, 2 on rank 1, which share "
-        "replica 0",
+        "ClusterError: all ranks that share a model must have the same every, got 1 on rank 0, 2 on rank 1",
     ),
     "replicas differ": (
         {"every": lambda: 1 + replica()},
-        "ClusterError",
-        "all ranks must have the same every, got 1 on rank {first}, 2 on rank {second}",
+        "ClusterError: all ranks must have the same every, got 1 on rank {first}, 2 on rank {second}",
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
-    _, kind, message = CASES[case]
     for rank, found in enumerate(four_ranks.run(refusal_of, case)):
-        first, second = str(rank % 2), str(rank % 2 + 2)
-        assert found == (kind, message.replace("{first}", first).replace("{second}", second))
+        start = CASES[case][1].format(first=rank % 2, second=rank % 2 + 2)
+        assert ": ".join(found)[: len(start)] == start
 
 
 def test_parameters_that_come_later_are_refused(four_ranks: Ranks) -> None:
@@ -304,7 +292,7 @@ def test_updates_follow_gradients_after_detach(four_ranks: Ranks) -> None:
 def train_by_updates(after_detach: bool) -> Tensor:
     model = sharded(grid(2, 2)["shard"])
     if after_detach:
-        regtopk.attach(model, TOPK, replicate_group=grid(2, 2)["replicate"]).detach()
+        regtopk.attach(model, TOPK, process_group=grid(2, 2)["replicate"]).detach()
     _, optimizer = exchanging(model)
     for number in range(3):
         step(model, optimizer, number)

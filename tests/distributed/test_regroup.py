@@ -7,13 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 from regtopk import RegTopK
-from regtopk.distributed.gradients.one_process import Alone
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.bare_group import BareCollectives
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default
 from regtopk.distributed.updates.buffers import ModelBuffers
 from tests.distributed.ranks import Ranks
 

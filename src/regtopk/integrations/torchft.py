@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_integer, check_positive
-from regtopk.distributed.gradients.one_process import Alone
 from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.buckets import Bucket
@@ -26,6 +25,7 @@ from regtopk.distributed.steps.base import Counted
 from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Kind, Step, Steps
 from regtopk.distributed.transport.bare_group import BareCollectives
+from regtopk.distributed.transport.collectives import Alone
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer

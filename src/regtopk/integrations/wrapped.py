@@ -1,6 +1,5 @@
 """An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizer."""
 
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -13,9 +12,10 @@ from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.gradients.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Options, refuse_typos
+from regtopk.distributed.gradients.one_process import OneProcess
+from regtopk.distributed.options import Options, known_options, refuse_typos
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
+from regtopk.distributed.transport.collectives import is_one_process
 from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError
 
@@ -25,7 +25,7 @@ Made = UpdateExchange | SparseHookState | OneProcess
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
 _FROM_THE_FRAMEWORK |= {"replicate_group", "process_group"}
 _OPTIONS = {
-    what: [name for name in signature(function).parameters if name not in _FROM_THE_FRAMEWORK]
+    what: [name for name in known_options(function) if name not in _FROM_THE_FRAMEWORK]
     for what, function in (("gradients", attach), ("updates", UpdateExchange))
 }
 

@@ -31,7 +31,6 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
         ("algorithm=regtopk:mu=0", "mu must be positive and finite, got 0"),
         ("density=2", r"density must be in \(0, 1\], got 2.0"),
         ("value_code=3bit", "value_code must be one of float32, .*, got '3bit'"),
-        ("scope=layer", "scope must be one of model, bucket, got 'layer'"),
         ("collective=ring", "collective must be one of auto, all_gather, split, got 'ring'"),
         ("task=mnist", "task must be one of digits, gpt, got 'mnist'"),
         ("exchange=weights", "exchange must be one of gradients, updates, got 'weights'"),
@@ -68,7 +67,6 @@ def test_bad_settings_are_refused(setting: str, message: str) -> None:
             "every must divide the number of steps, 300, got 'topk:value_code=4bit",
         ),
         (["exchange=updates", "outer_lr=0.5"], "outer_lr and outer_momentum need an outer other than none"),
-        (["exchange=updates", "scope=bucket"], "scope must be model where updates are exchanged, got"),
         (["task=gpt", "width=100"], "width must be a multiple of 64, or smaller, got 100"),
     ],
 )
@@ -117,8 +115,6 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     words = [
         "--density",
         "1.0",
-        "--scope",
-        "model",
         "--steps",
         "4",
         "--seeds",

@@ -20,7 +20,7 @@ def all_lines() -> set[str]:
     """The names of all costs."""
     labels = [DILOCO.format(16), *update_labels(["topk", "topk:impute=0.35", "topk:impute=learned"], 2)]
     methods = planned_methods((0.01,), every=True) + planned_methods((0.01,), labels=labels)
-    return set[str]().union(*(exchange_of(m, Workload.of_size(10**6), 4, "model").lines for m in methods))
+    return set[str]().union(*(exchange_of(m, Workload.of_size(10**6), 4).lines for m in methods))
 
 
 def calibration(

@@ -41,7 +41,6 @@ def test_json() -> None:
         "bandwidth_bits_per_s": 1e8,
         "latency_s": 50e-6,
         "step_time_s": 0.05,
-        "scope": "model",
     }
     assert {name: found["inputs"][name] for name in expected} == expected
     keys = ["name", "density", "value_code", "collective", "exchange", "every", "delay"]
@@ -77,10 +76,9 @@ def test_a_table_and_the_answer() -> None:
     assert "A faster step is not a better one" in out
 
 
-def test_densities_and_scope() -> None:
-    found = plan(*SMALL, "--density", "0.5,0.02", "--scope", "bucket")
+def test_densities() -> None:
+    found = plan(*SMALL, "--density", "0.5,0.02")
     assert {row["density"] for row in found["methods"]} == {1.0, 0.5, 0.02}
-    assert found["inputs"]["scope"] == "bucket"
 
 
 def test_a_page(tmp_path: Path) -> None:
@@ -141,7 +139,6 @@ def test_a_model_measured_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--workers", "1"], "workers must be an integer of at least 2, got 1"),
         (["--workers", "1000001"], "workers must be at most 1,000,000, got 1,000,001"),
         (["--density", "0.1,2"], "density must be numbers in (0, 1], separated by commas, got '0.1,2'"),
-        (["--scope", "layer"], "scope must be one of model, bucket, got 'layer'"),
         (["--memory", "big"], "memory must be a size above 0"),
         (["--local-workers", "0"], "local_workers must be an integer of at least 1, got 0"),
         (["--model", "os:getcwd"], "give --params or --model, got both"),

@@ -96,7 +96,7 @@ def test_messages_are_timed_in_the_units_that_are_planned(line: str) -> None:
 def test_algorithms_are_timed_in_the_units_that_are_planned() -> None:
     work, _ = next(cases.algorithm_points(HERE, "randomk"))
     method = Method("randomk", 0.01, "float32", "split")
-    planned = dict(exchange_of(method, Workload.of_size(10**6), 2, "model").work)
+    planned = dict(exchange_of(method, Workload.of_size(10**6), 2).work)
     assert set(work.units) == set(planned[work.line])
 
 

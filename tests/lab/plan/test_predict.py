@@ -38,12 +38,6 @@ def test_dense_takes_its_bytes_over_the_bandwidth() -> None:
     assert step_s(FP16, situation(), costs()) == pytest.approx(0.1 + wire_s / 2 - hidden_s)
 
 
-def test_a_model_scope_hides_nothing_and_a_bucket_scope_does() -> None:
-    by_model = step_s(REGTOPK, situation(1e6), costs())
-    by_bucket = step_s(REGTOPK, situation(1e6, scope="bucket"), costs())
-    assert by_bucket == pytest.approx(by_model - 2 / 3 * 0.1 * 2 / 3, rel=0.01)
-
-
 def test_work_of_the_processor_hides_only_where_another_trains() -> None:
     lines = {"move all_reduce": {"messages": 1e-2}}
     on_cpu, on_gpu = (step_s(DENSE, situation(1e12), costs(lines, device)) for device in ("cpu", "H200"))

@@ -73,8 +73,6 @@ def test_a_round_passes_over_the_model_as_an_update_exchange_does() -> None:
     assert {"updates none", "select topk", "decode 4bit"} < predicted(method()).exchange.lines
     assert not {"ddp", "exchange"} & predicted(method()).exchange.lines
     assert "updates nesterov" in predicted(method("dense", outer="nesterov")).exchange.lines
-    by_bucket = Situation(HERE.workload, 4, HERE.link, "bucket")
-    assert predicted(method(), by_bucket) == predicted(method())  # a round waits for all of the model
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ def test_delay_and_fragments_as_options_and_as_words() -> None:
         and found["inputs"]["delay"] == 2
         and found["inputs"]["fragments"] == 3
     )
-    assert "every=3, delay=2, fragments=3" in as_code(method(every=3, delay=2, fragments=3), "model")
+    assert "every=3, delay=2, fragments=3" in as_code(method(every=3, delay=2, fragments=3))
     for words, message in (
         (["--delay", "1"], "--delay needs --exchange updates, got --delay 1"),
         (["--exchange", "updates", "--every", "2", "--delay", "2"], "delay must be an integer from 0 to 1"),
@@ -197,7 +195,7 @@ def test_the_rounds_that_a_link_can_afford_are_named() -> None:
     ],
 )
 def test_the_line_to_paste(planned: Method, expected: Any) -> None:
-    (statement,) = ast.parse(as_code(planned, "model")).body
+    (statement,) = ast.parse(as_code(planned)).body
     assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
     call = statement.value
     assert ast.unparse(call.func) == "regtopk.UpdateExchange"
@@ -211,9 +209,9 @@ def test_the_line_to_paste(planned: Method, expected: Any) -> None:
 
 
 def test_the_line_for_gradients() -> None:
-    line = as_code(Method("regtopk", 0.001, "float32", "split"), "bucket")
+    line = as_code(Method("regtopk", 0.001, "float32", "split"))
     algorithm = "regtopk.RegTopK(density=0.001)"
-    assert line == f"exchange = regtopk.attach(model, {algorithm}, scope='bucket', collective='split')"
+    assert line == f"exchange = regtopk.attach(model, {algorithm}, collective='split')"
 
 
 def test_an_older_calibration_plans_no_updates_and_says_so() -> None:

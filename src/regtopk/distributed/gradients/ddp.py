@@ -4,9 +4,7 @@ It holds all of DDP's buckets until the last has arrived, selects over the whole
 then completes them together.
 """
 
-from dataclasses import fields
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,16 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.options import Options, refuse_typos
+from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import Parameters, after_backward, is_fsdp, uncompiled
+from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.errors import ClusterError
-
-_attached: "WeakSet[DistributedDataParallel]" = WeakSet()
+from regtopk.errors import ArgumentError, ClusterError
 
 
 class SparseHookState(ExchangeBase):
@@ -35,12 +33,25 @@ class SparseHookState(ExchangeBase):
     It takes the options of `attach`. The model's backward makes the steps.
     """
 
-    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], **options: Any) -> None:
-        refuse_typos("SparseHookState", options, [field.name for field in fields(Options)])
+    @names_typos
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm[Any],
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        **options: Unpack[ExchangeOptions],
+    ) -> None:
         ddp = _wrapped(model)
+        checked = Options(grad_scaler=grad_scaler, **options)
+        if checked.process_group is not None:
+            raise ArgumentError(
+                "process_group must be None for a model in DistributedDataParallel, which has its own, got "
+                f"{checked.process_group!r}"
+            )
         parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
         collectives = Collectives(ddp.process_group)
-        steps = Steps(parameters, algorithm, collectives, Options(**options), Kind("regtopk.attach"))
+        steps = Steps(parameters, algorithm, collectives, checked, Kind("regtopk.attach"))
         super().__init__(steps)
         self._warn_of_one_rank()
         self._may_drop = bool(ddp.find_unused_parameters)
@@ -112,7 +123,7 @@ class SparseHookState(ExchangeBase):
 def attach_to_ddp(model: object, algorithm: Algorithm[Any], options: Options) -> SparseHookState:
     """Register the hook: see `regtopk.attach`."""
     ddp = _wrapped(model)
-    if ddp in _attached:
+    if ddp in attached.MODELS:
         raise ClusterError(
             "attach must be called once for a model: this one has been attached already (after detach(), "
             "wrap the network in a new DistributedDataParallel)"
@@ -123,7 +134,7 @@ def attach_to_ddp(model: object, algorithm: Algorithm[Any], options: Options) ->
     except RuntimeError as error:
         state.close()
         raise ClusterError(f"the model must not have another communication hook: {error}") from error
-    _attached.add(ddp)
+    attached.MODELS.add(ddp)
     return state
 
 

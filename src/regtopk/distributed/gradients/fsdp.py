@@ -32,11 +32,11 @@ from regtopk.distributed.options import Options, refuse_k
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward
-from regtopk.distributed.state.shards import DenseMean, Shards, group_of, local
+from regtopk.distributed.state.shards import DenseMean, Shards, local, replicas_of
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.errors import ClusterError
+from regtopk.errors import ArgumentError, ClusterError
 
 _log = logging.getLogger("regtopk")
 
@@ -48,10 +48,13 @@ class ShardedHookState(ExchangeBase):
     residual.
     """
 
-    def __init__(
-        self, model: nn.Module, algorithm: Algorithm[Any], replicate_group: object, options: Options
-    ) -> None:
-        group = group_of("replicate_group", replicate_group)
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
+        if options.skip is not None:
+            raise ArgumentError(
+                "skip must be None for a fully_shard'ed model, whose units are exchanged whole, got "
+                f"{options.skip!r}"
+            )
+        group = replicas_of(options.process_group)
         refuse_k(algorithm)
         everything = all_units_of(model)
         units = [unit for unit in everything if unit.members]
@@ -147,15 +150,15 @@ class ShardedHookState(ExchangeBase):
         """Refuse a model that has changed; and replicas that do not begin alike, which would stay apart."""
         if modules_of(self._model) != self._modules:
             raise ClusterError(
-                "modules and parameters of a model must stay what they were when it was attached, got "
-                "others: call detach(), and attach again"
+                "modules and parameters of a model must stay what they were when it was attached: call "
+                "detach(), and attach again"
             )
         if self._are_compared:
             return
         for difference in self._shards.collectives.all_gather_objects(self._find_difference()):
             if difference is not None:
                 raise ClusterError(
-                    "parameters must be the same on all replicas before the first step, got another "
+                    "parameters must be the same on all replicas before the first step, but "
                     f"{difference}: seed all replicas alike, or load the same weights"
                 )
         self._are_compared = True
@@ -170,7 +173,8 @@ class ShardedHookState(ExchangeBase):
         replica, which = differences[0]
         names = {id(p): name for name, p in self._model.named_parameters()}
         ranks = self._collectives.ranks
-        return f"{names[id(members[which].sharded_param)]!r} on rank {ranks[replica]} than on rank {ranks[0]}"
+        name = names[id(members[which].sharded_param)]
+        return f"{name!r} differs between ranks {ranks[0]} and {ranks[replica]}"
 
     def _becomes_gradient(self, name: str, flat: Tensor) -> bool:
         """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none.
@@ -282,8 +286,7 @@ class ShardedHookState(ExchangeBase):
                 is_there = grad._local_tensor.data_ptr() == start + offset * whole.itemsize
             if not is_there:
                 raise ClusterError(
-                    f"gradients of FSDP unit {name!r} must stay where they are until backward is over, got "
-                    "others or None in their place"
+                    f"gradients of FSDP unit {name!r} must not be replaced or removed before backward is over"
                 )
 
 

@@ -47,7 +47,18 @@ class Counted:
 
 
 class ExchangeBase(Counted):
-    """Counts, text and checkpoints of the steps of one exchange."""
+    """What every kind of exchange offers: counts, a summary, and checkpoints.
+
+    `close()` ends an exchange: no step and no checkpoint follows. `detach()` goes back to dense training, and
+    drops what was not sent. Call them on every rank, between two steps. What follows then:
+
+    kind                   after close()                             after detach()
+    attach, DDP            backward is refused                       backward averages as plain DDP does
+    attach, fully_shard    backward is refused                       backward averages over the replicas
+    attach, one process    the model trains as before                the model trains as before
+    Exchange               step() is refused                         leave step() out, and close it
+    UpdateExchange         optimizer.step() trains this rank alone   close it, and wrap the model in DDP
+    """
 
     def __init__(self, steps: Steps, sharding: Sharding | None = None) -> None:
         self._steps = steps

@@ -1,6 +1,7 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
 import logging
+import math
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,11 +87,15 @@ def agree(
     weights = [theirs for _, theirs in everyone]
     if all(theirs is None for theirs in weights):
         return check_weights(None, collectives.num_workers)
-    if any(theirs is None for theirs in weights):
-        raise ArgumentError(f"weight must be given on all ranks or on none, got {weights}")
-    if any(type(theirs) not in (int, float) for theirs in weights):
-        raise ArgumentError(f"weight must be a number on every rank, got {weights}")
-    return check_weights(weights, collectives.num_workers)
+    are_numbers = all(type(theirs) in (int, float) and 0 <= theirs < math.inf for theirs in weights)
+    if not are_numbers or sum(weights) == 0:
+        told = by_rank(map(repr, weights), collectives.ranks)
+        raise ArgumentError(
+            f"weight must be a number >= 0 on every rank and positive on one, or None on all, got {told}"
+        )
+    total = sum(weights)
+    is_share = abs(total - 1) <= 1e-6  # to the bit what was given
+    return check_weights(weights if is_share else [w / total for w in weights], collectives.num_workers)
 
 
 def meet_shards(
@@ -116,7 +121,7 @@ def meet_shards(
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
         if theirs is not None:
             raise ClusterError(
-                f"all ranks that share a model must have the same {theirs}, which share replica {replica}"
+                f"all ranks that share a model must have the same {theirs} (replica {replica})"
             )
 
 

@@ -3,29 +3,20 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.options import check_integer
-from regtopk.distributed.options import (
-    Collective,
-    Options,
-    ResidualDtype,
-    Skip,
-    Writer,
-    names_typos,
-    refuse_k,
-)
+from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
-from regtopk.distributed.state.shards import Shards, group_of
+from regtopk.distributed.state.shards import Shards, replicas_of
+from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
 from regtopk.distributed.steps.step import Kind, Steps
@@ -43,18 +34,6 @@ _WARNING = (
     "total.num_skipped counts such rounds"
 )
 _log = logging.getLogger("regtopk")
-_attached: "WeakSet[Optimizer]" = WeakSet()
-
-
-def refuse_updates(model: nn.Module) -> None:
-    """Refuse a model whose updates are exchanged."""
-    own = set(map(id, model.parameters()))
-    for optimizer in _attached:
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ClusterError(
-                "model must have no UpdateExchange, got one, and gradients would be exchanged beside "
-                "updates: close() it first"
-            )
 
 
 class UpdateExchange(ExchangeBase):
@@ -103,24 +82,12 @@ class UpdateExchange(ExchangeBase):
         mix: in [0, 1], how much is kept of what the rank has learned during the delay.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
-        process_group: the ranks that take part; the default group if None. Of a model that fully_shard has
-            sharded it must be given: the replicate axis, as a group or a mesh of one dimension. Every rank
-            then exchanges its part of the model, and `outer` gets parts as its parameters.
-        weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        skip: a callable of (name, parameter): True sends that parameter dense.
-        dense_steps: how many first optimizer steps are exchanged dense, in whole rounds.
         buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" averages
             floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank 0's of all,
             "local" leaves each rank its own.
-        deterministic: sum uncoded dense vectors in rank order too, not in the order of the backend.
-        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every round's numbers.
-        collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        handshake_timeout_s: how long to wait for every rank to make this call.
-        residual_dtype: how residuals are kept between steps: "float32", or in half the memory "bfloat16",
-            rounded at random.
         anchors: where theta_start is between rounds: on the parameters' "device", or in the "cpu"'s memory,
             pinned. A round then copies it there and back.
+        options: see `regtopk.ExchangeOptions`. Of a sharded model, `outer` gets this rank's parts.
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
@@ -140,33 +107,13 @@ class UpdateExchange(ExchangeBase):
         fragments: int = 1,
         mix: float = 1.0,
         outer: Outer | None = None,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        weight: float | None = None,
-        index_code: str = "elias-fano",
-        skip: Skip | None = None,
-        dense_steps: int = 0,
         buffers: How = "mean",
-        deterministic: bool = True,
-        writer: Writer | None = None,
-        collective: Collective = "auto",
-        handshake_timeout_s: float = 60.0,
-        residual_dtype: ResidualDtype = "float32",
         anchors: Anchors = "device",
+        **options: Unpack[ExchangeOptions],
     ) -> None:
         rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
         rounds.check_times()
-        check_integer("dense_steps", dense_steps, at_least=0)
-        options = Options(
-            index_code=index_code,
-            weight=weight,
-            dense_steps=-(-dense_steps // every),
-            skip=skip,
-            collective=collective,
-            deterministic=deterministic,
-            writer=writer,
-            handshake_timeout_s=handshake_timeout_s,
-            residual_dtype=residual_dtype,
-        )
+        checked = Options(**options)
         model = LocalModel(parameters, optimizer, outer, buffers, anchors)
         parts = fragments_of(model, fragments)
         if fragments > 1:
@@ -174,19 +121,18 @@ class UpdateExchange(ExchangeBase):
         if delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
             raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
+        group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
         if model.is_sharded:
-            process_group = group_of("process_group", process_group)
-            model.shards = Shards(model.parameters.whole, process_group)
-        elif isinstance(process_group, DeviceMesh):
-            process_group = group_of("process_group", process_group)
-        collectives = Collectives(group_or_default(process_group))
-        if optimizer in _attached:
+            model.shards = Shards(model.parameters.whole, group)
+        collectives = Collectives(group)
+        if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
         settings = tuple({**times, **model.describe()}.items())
         names = tuple(part.names for part in parts) if fragments > 1 else ()
         kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names, fragments > 1, has_thread=delay > 0)
-        steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
+        checked = replace(checked, dense_steps=-(-checked.dense_steps // every))  # as rounds
+        steps = Steps(model.parameters, algorithm, collectives, checked, kind, model.shards)
         super().__init__(steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         self.every, self.delay = every, delay
@@ -194,13 +140,13 @@ class UpdateExchange(ExchangeBase):
         self._model = model
         self._num_steps = 0
         self._is_agreed = False
-        self._handshake_timeout_s = handshake_timeout_s
+        self._handshake_timeout_s = checked.handshake_timeout_s
         with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
         self._turns = Turns(steps, model, rounds, parts)
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
-        _attached.add(optimizer)
+        attached.OPTIMIZERS.add(optimizer)
 
     @property
     def num_steps(self) -> int:
@@ -278,7 +224,7 @@ class UpdateExchange(ExchangeBase):
         super().close()
         for hook in self._hooks:
             hook.remove()
-        _attached.discard(self._model.optimizer)
+        attached.OPTIMIZERS.discard(self._model.optimizer)
 
     @torch.no_grad()
     def finish(self) -> None:
