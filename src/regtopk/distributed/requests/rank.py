@@ -163,7 +163,7 @@ class Rank:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""
         status = self.take_status()
         if status is not None:
-            raise_for_status(status)
+            raise_for_status(status, self.collectives.ranks)
 
     def take_status(self) -> Tensor | None:
         """The status of all messages since the last call, (..., N), for a caller that looks at it later."""

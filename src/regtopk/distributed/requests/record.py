@@ -61,7 +61,7 @@ class Ledger:
         self.num_steps = num_steps
         self.first_step = first_step
         self.waited_s = 0.0  # in collectives since the ledger was made, as far as timers were read
-        self.waits: list[float] = []  # the same of every rank, as they told one another last
+        self.waits: dict[int, float] = {}  # the same of every rank, as they told one another last
         self._began = self._ended = time.perf_counter()
         self._total = total or StepRecord()
         self._last_step = StepRecord()
@@ -113,8 +113,8 @@ class Ledger:
         elapsed = self._ended - self._began
         if len(self.waits) < 2 or elapsed <= 0:
             return None
-        rank = min(range(len(self.waits)), key=self.waits.__getitem__)
-        others = (sum(self.waits) - self.waits[rank]) / (len(self.waits) - 1)
+        rank = min(self.waits, key=self.waits.__getitem__)
+        others = (sum(self.waits.values()) - self.waits[rank]) / (len(self.waits) - 1)
         return rank, (others - self.waits[rank]) / elapsed
 
 

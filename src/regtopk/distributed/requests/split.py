@@ -119,7 +119,7 @@ def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: 
         try:
             piece = decode(message, numel)
         except WireFormatError as error:
-            refused = WireFormatError(f"rank {n}: {error}")
+            refused = WireFormatError(f"rank {rank.collectives.ranks[n]}: {error}")
             total.fill_(torch.nan)
             is_touched.fill_(True)
             break
@@ -167,14 +167,14 @@ def _joined(
     for n, (_, message, *_) in enumerate(gathered):
         found, status[n] = decode_segment(message, everywhere[n].numel(), code, dtype)
         senders.append(found)
-    raise_for_status(status)
+    raise_for_status(status, rank.collectives.ranks)
     sent_weight = torch.zeros_like(total).index_copy_(0, indices, _weight_of(rank, torch.cat(senders)))
     weights, numbers = rank.weights.to(total), None
     if request.numbers is not None:
         rows, status = decode_segment(
             torch.stack([theirs[-1] for theirs in gathered]), request.numbers.numel(), dtype=dtype
         )
-        raise_for_status(status)
+        raise_for_status(status, rank.collectives.ranks)
         numbers = kernels.sum_dense_in_rank_order(rows, weights)
     return OfSenders.of(total, sent_weight, indices, weights, numbers)
 

@@ -17,6 +17,8 @@ from regtopk.distributed.transport.collectives import Collectives, by_rank
 from regtopk.errors import ClusterError
 from regtopk.wire import raise_for_status
 
+AGREEMENT_BYTES = 7 * 8  # what a rank tells every other one: seven int64
+
 
 class Question(NamedTuple):
     """What a rank is about to exchange, which must be the same on all ranks.
@@ -68,7 +70,7 @@ class Agreement:
         is_finite: whether no rank had a NaN or inf, as far as the host knows.
         is_bad: (), on the device: whether one had, if the host goes on without the answers.
         is_spoilt: the same, or whether a message was damaged.
-        waits: how long every rank has been in collectives, if the host knows.
+        waits: how long every rank has been in collectives, in seconds, if the host knows.
         is_on_device: whether the host can go on without the answers.
     """
 
@@ -84,7 +86,7 @@ class Agreement:
         self.is_finite = True
         self.is_bad: Tensor | None = None
         self.is_spoilt: Tensor | None = None
-        self.waits: list[float] = []
+        self.waits: dict[int, float] = {}
         self._ranks, self._shards = collectives.ranks, shards
         self._device = is_finite.device
         self._late: list[OnItsWay] = []  # is_bad, and the status of messages if there were any
@@ -141,7 +143,7 @@ class Agreement:
         self._read()
         is_bad, *statuses = self._late
         for status in statuses:
-            raise_for_status(status.read())
+            raise_for_status(status.read(), self._ranks)
         self.is_finite = not bool(is_bad.read())
 
     def _read(self) -> tuple[int, ...]:
@@ -162,7 +164,7 @@ class Agreement:
             told = by_rank(map(str, num_entries), self._ranks)
             rule = "all ranks must select equally many entries of every bucket"
             raise ClusterError(f"{rule}, got {told} in all; this rank {self.question.num_selected}")
-        self.waits = [waited / 1e6 for waited in waited_us]
+        self.waits = {n: waited / 1e6 for n, waited in zip(self._ranks, waited_us, strict=True)}
         return are_bad
 
 

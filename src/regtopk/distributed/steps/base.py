@@ -98,11 +98,7 @@ class ExchangeBase(Counted):
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
         steps = self._steps
         norm = self.total.residual_norm
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, peer=self._peer)
-
-    @property
-    def _peer(self) -> str:
-        return "replica" if self.is_sharded else "rank"
+        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm)
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""

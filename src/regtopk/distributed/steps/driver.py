@@ -29,11 +29,6 @@ from regtopk.distributed.steps.alike import Alike, Rows
 from regtopk.errors import OracleError
 from regtopk.kernels import Support
 
-PEEKS = (  # why an oracle is refused
-    "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer that "
-    "(regtopk.simulate.Cluster), a real cluster cannot"
-)
-
 # A vector, and where it is not zero if it is a sparse sum as it was received.
 Aggregate = tuple[Tensor, Support | None]
 
@@ -190,7 +185,10 @@ def _answer(rank: Rank, request: Request) -> Any:
     if isinstance(request, Broadcast):
         return broadcast(rank, request)
     assert isinstance(request, Peek)
-    raise OracleError(f"this algorithm {PEEKS}")
+    raise OracleError(
+        "algorithm peeks at the sum of all workers' vectors before anything is sent: only a simulator can "
+        "answer that (regtopk.simulate.Cluster), a real cluster cannot"
+    )
 
 
 def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:

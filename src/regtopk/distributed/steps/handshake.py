@@ -11,16 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from regtopk._version import __version__
-from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
-from regtopk.core.sparse import to_dense
+from regtopk.core.algorithm import Algorithm
 from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.distributed.options import Options
+from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.state.shards import Shards
-from regtopk.distributed.steps.driver import PEEKS
-from regtopk.distributed.transport.collectives import Collectives, by_rank, clear_errors, is_world
-from regtopk.errors import ArgumentError, ClusterError, OracleError
+from regtopk.distributed.steps.driver import converse
+from regtopk.distributed.transport.collectives import Alone, Collectives, by_rank, clear_errors, is_world
+from regtopk.errors import ArgumentError, ClusterError
 
 LONGEST_CLOSE_S = 10.0  # that a rank waits for the others: one that has failed does not come
 _log = logging.getLogger("regtopk")
@@ -169,7 +167,7 @@ def _first_difference(values: list[list[Any]], ranks: list[int]) -> str:
 def refuse_oracles(
     algorithm: Algorithm[Any], layout: Layout | None = None, device: torch.device | None = None
 ) -> None:
-    """Talk to the algorithm as a cluster of one would, on zeros, and see whether it peeks.
+    """Run the algorithm as a cluster of one would, on zeros, and see whether it peeks.
 
     Raises:
         OracleError: it does.
@@ -182,26 +180,5 @@ def refuse_oracles(
         step=0,
         layout=layout or Layout.anonymous(max(8, getattr(algorithm, "k", None) or 0)),
     )
-    conversation: Conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
-    try:
-        request = next(conversation)
-        while not isinstance(request, Peek):
-            request = conversation.send(_echo(request))
-    except StopIteration:
-        return
-    raise OracleError(f"algorithm {algorithm.name!r} {PEEKS}")
-
-
-def _echo(request: SparseSum | DenseSum | Gather | Broadcast) -> Any:
-    if isinstance(request, SparseSum):
-        indices, values = request.sparse.without_padding()
-        total = to_dense(indices, values, request.sparse.numel)
-        if not isinstance(request, SenderSum):
-            return total
-        one = torch.ones(1, dtype=total.dtype, device=total.device)
-        return OfSenders.of(total, torch.ones_like(total), indices, one, request.numbers)
-    if isinstance(request, Gather):
-        rows = request.tensor.unsqueeze(0)
-        count = torch.tensor(rows.shape[-1]) if request.count is None else request.count
-        return Gathered(rows, count.reshape(1))
-    return request.tensor
+    conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
+    converse(Rank(Alone(), check_weights(None, 1)), [conversation], [SumBuffer()])

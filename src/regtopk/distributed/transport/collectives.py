@@ -60,7 +60,7 @@ class Collectives:
     ) -> list[list[int]]:
         """Every rank's sizes; refused on all ranks if beyond the limits, before memory is taken for them."""
         everyone = self.all_gather_numbers(*sizes, device=device)
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in zip(self.ranks, everyone, strict=True):
             for size, limit in zip(theirs, limits, strict=True):
                 check_size(rank, size, limit)
         return everyone
@@ -156,7 +156,7 @@ class Collectives:
 
 
 class Alone(Collectives):
-    """The collectives of a handshake and a checkpoint, for one process without a process group."""
+    """The collectives of one process without a process group."""
 
     rank = 0
     num_workers = 1
@@ -168,6 +168,18 @@ class Alone(Collectives):
 
     def _backend_for(self, device: str) -> None:
         """There is none."""
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        """This process's."""
+        return list(parts)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """This process's."""
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """This process's."""
+        return tensor
 
     def all_gather_objects(self, thing: Any) -> list[Any]:
         """This process's."""

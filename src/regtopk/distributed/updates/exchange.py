@@ -169,7 +169,7 @@ class UpdateExchange(ExchangeBase):
         steps = self._steps
         norm = self.total.residual_norm
         num_parts = len(self._turns.fragments)
-        counts = self.every, num_parts, self._peer
+        counts = self.every, num_parts
         return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, *counts)
 
     def state_dict(self) -> dict[str, Any]:
