@@ -274,8 +274,7 @@ def test_hooks_of_users_on_gradients(four_ranks: Ranks) -> None:
         torch.testing.assert_close(attached, native)  # they come before the exchange, and see zeros
         assert refused == (
             "ClusterError",
-            "gradients of FSDP unit 'middle' must stay where they are until backward is over, got others or "
-            "None in their place",
+            "gradients of FSDP unit 'middle' must not be replaced or removed before backward is over",
         )
 
 

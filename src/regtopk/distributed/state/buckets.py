@@ -116,10 +116,7 @@ class Buckets:
 
     Args:
         parameters: what is exchanged.
-        skipped: the names of those that go dense.
-        algorithm: what is run on the others.
-        rank: this rank.
-        residual_dtype: how residuals are kept between steps.
+        skipped: the names of those that go dense; the algorithm is run on the others.
         parts: the names of parameters that are exchanged together; all of them if None.
     """
 

@@ -15,7 +15,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
         total       {name: number}                 what was sent
         first_step  the step that `total` counts from (0 if missing)
         report      [loss, time_s], or [] if none is waiting for the next step
-    updates      only of an `UpdateExchange`: see update_checkpoint.py
+    updates      only of an `UpdateExchange`: see updates/saved.py
     shard        only of a sharded model: [which part of it, of how many]
     lost         only where ranks' states are gone for good: [rank, ...]; see `_resized`
 

@@ -71,50 +71,53 @@ def end_group(collectives: Collectives) -> None:
     dist.destroy_process_group(collectives.group)
 
 
-def agree(
-    collectives: Collectives, algorithm: Algorithm[Any], weight: float | None, settings: dict[str, Any]
-) -> Tensor:
-    """Compare all ranks' settings, and return all their weights, (N,) float64.
-
-    Raises:
-        ClusterError: the ranks differ; every rank says in what and which.
-        ArgumentError: the weights are not weights.
-    """
-    everyone = collectives.all_gather_objects((described(algorithm, settings), weight))
-    _refuse_difference([theirs for theirs, _ in everyone], collectives.ranks)
-    weights = [theirs for _, theirs in everyone]
-    if all(theirs is None for theirs in weights):
-        return check_weights(None, collectives.num_workers)
-    are_numbers = all(type(theirs) in (int, float) and 0 <= theirs < math.inf for theirs in weights)
-    if not are_numbers or sum(weights) == 0:
-        told = by_rank(map(repr, weights), collectives.ranks)
-        raise ArgumentError(
-            f"weight must be a number >= 0 on every rank and positive on one, or None on all, got {told}"
-        )
-    total = sum(weights)
-    is_share = abs(total - 1) <= 1e-6  # to the bit what was given
-    return check_weights(weights if is_share else [w / total for w in weights], collectives.num_workers)
-
-
-def meet_shards(
-    shards: Shards,
-    replicas: Collectives,
+def meet(
+    collectives: Collectives,
+    shards: Shards | None,
     algorithm: Algorithm[Any],
     options: Options,
     settings: dict[str, Any],
     call: str,
-) -> None:
-    """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds.
+) -> tuple[Tensor, dict[str, Any]]:
+    """Compare the settings of all ranks; all their weights, (N,) float64, and what was compared.
 
     Raises:
-        ClusterError: they differ, or a rank is missing.
+        ClusterError: a rank is missing, or the ranks differ; every rank says in what and which.
+        ArgumentError: the weights are not weights.
     """
+    mine = described(algorithm, settings)
+    if shards is not None:
+        _meet_shards(shards, collectives, mine, options, call)
+    roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
+    everyone = collectives.all_gather_objects((mine, options.weight))
+    _refuse_difference([theirs for theirs, _ in everyone], collectives.ranks)
+    return _shares([weight for _, weight in everyone], collectives.ranks), mine
+
+
+def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
+    """Every rank's share of the sum of all weights."""
+    if all(weight is None for weight in weights):
+        return check_weights(None, len(weights))
+    are_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
+    if not are_numbers or sum(weights) == 0:
+        raise ArgumentError(
+            "weight must be a number >= 0 on every rank and positive on one, or None on all, got "
+            f"{by_rank(map(repr, weights), ranks)}"
+        )
+    total = sum(weights)
+    is_share = abs(total - 1) <= 1e-6  # to the bit what was given
+    return check_weights(weights if is_share else [weight / total for weight in weights], len(weights))
+
+
+def _meet_shards(
+    shards: Shards, replicas: Collectives, mine: dict[str, Any], options: Options, call: str
+) -> None:
+    """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds."""
     timeout_s = options.handshake_timeout_s
     roll_call(shards.collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
     axis = "along the replicate axis (one may still wait for another shard)"
     roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
-    mine = {**described(algorithm, settings), "weight": options.weight}
-    mine |= {"parameters": shards.whole, "shard": None}  # their parts differ
+    mine = {**mine, "weight": options.weight, "parameters": shards.whole, "shard": None}  # their parts differ
     difference = _difference(shards.collectives.all_gather_objects(mine), shards.collectives.ranks)
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
         if theirs is not None:

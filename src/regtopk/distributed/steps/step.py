@@ -20,21 +20,14 @@ from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
-from regtopk.distributed.requests.record import Curves, Ledger, StepRecord
+from regtopk.distributed.requests.record import Ledger, StepRecord, draw
 from regtopk.distributed.state import layout, saved
 from regtopk.distributed.state.buckets import Bucket, Buckets
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.agreement import Agreement, Question, share_report
 from regtopk.distributed.steps.driver import Driver, Turn
-from regtopk.distributed.steps.handshake import (
-    agree,
-    described,
-    end_group,
-    meet_shards,
-    refuse_oracles,
-    roll_call,
-)
+from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError, StateError
 
@@ -135,14 +128,12 @@ class Steps:
         )
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
-        settings = self._compared(skipped)
-        if shards is not None:
-            meet_shards(shards, collectives, algorithm, options, settings, kind.call)
-        roll_call(collectives, kind.call, "handshake_timeout_s", options.handshake_timeout_s)
-        weights = agree(collectives, algorithm, options.weight, settings)
-        self.settings = described(algorithm, settings)
+        compared = self._compared(skipped)
+        weights, self.settings = meet(collectives, shards, algorithm, options, compared, kind.call)
         if kind.has_thread:
             collectives = Collectives(new_group_like(collectives.group, self.device))
+        how = {name: getattr(options, name) for name in ("index_code", "collective", "deterministic")}
+        self._rank_in = partial(Rank, **how)
         self.rank = self._rank_in(collectives, weights)
         self.buckets = Buckets(
             parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
@@ -154,12 +145,10 @@ class Steps:
         self._driver = Driver()
         self._ledger = Ledger()
         self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
-        self._unheard: Agreement | None = (
-            None  # of the last step, if the host does not know whether it counts
-        )
+        self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
         self._obstacle: str | None = None  # why no step can be made
         self._shared_report: Report | None = None
-        self._curves = Curves(options.writer)
+        self._writer = options.writer
 
     def _compared(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
@@ -172,15 +161,6 @@ class Steps:
             **dict(self._kind.settings),
             **({} if self.shard is None else {"shard": self.shard}),
         }
-
-    def _rank_in(self, collectives: Collectives, weights: Tensor) -> Rank:
-        return Rank(
-            collectives,
-            weights,
-            index_code=self._options.index_code,
-            collective=self._options.collective,
-            deterministic=self._options.deterministic,
-        )
 
     def regroup(self, collectives: Collectives, weights: Tensor) -> None:
         """Go on over another process group, among other ranks or with other weights, between two steps."""
@@ -232,8 +212,16 @@ class Steps:
         buckets = self.buckets.all if buckets is None else buckets
         with self.lock:
             step = self._begin(vectors, buckets, meanwhile, may_go_on)
-            with self._taken_back_if_it_fails(step) if can_be_taken_back else self.half_way():
+            for bucket in buckets if can_be_taken_back else ():
+                bucket.keep_state()
+            try:
                 yield step
+            except BaseException as error:
+                if can_be_taken_back:
+                    step.take_back()
+                else:
+                    self._stop(error)
+                raise
             if not step.is_taken_back:
                 self._end(step, num_dense)
 
@@ -260,7 +248,8 @@ class Steps:
             self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
-        question = self._question(buckets)
+        names = [name for bucket in buckets for name in bucket.names]
+        question = Question(self._num_steps, names, [self._num_selected(bucket) for bucket in buckets])
         try:
             with timer.phase("collective_s"):
                 waited_s = self._ledger.waited_s
@@ -275,16 +264,14 @@ class Steps:
                     agreement.go_on()
                 else:
                     agreement.hear()
-                    self._remember(question)
+                    if len(self._known) >= _MOST_KNOWN:  # a density that changes with every step
+                        self._known = set()
+                    self._known.add(question.what)
         except BaseException:
             for bucket in buckets:
                 bucket.put_back(self._loss_scale)
             raise
         return Step(buckets, agreement, partial(self._exchange, buckets, flats, agreement))
-
-    def _question(self, buckets: list[Bucket]) -> Question:
-        num_selected = [self._num_selected(bucket) for bucket in buckets]
-        return Question(self._num_steps, [name for bucket in buckets for name in bucket.names], num_selected)
 
     def _num_selected(self, bucket: Bucket) -> int:
         """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
@@ -294,11 +281,6 @@ class Steps:
         if algorithm.k is None and algorithm.density is None:  # a threshold decides
             return -1
         return algorithm.num_selected(bucket.worker.at(self.num_turns, self._shared_report))
-
-    def _remember(self, question: Question) -> None:
-        if len(self._known) >= _MOST_KNOWN:  # a density that changes with every step
-            self._known = set()
-        self._known.add(question.what)
 
     def _join(self, grads: dict[str, Tensor]) -> Vectors:
         joined = [bucket.join(grads) for bucket in self.buckets.all]
@@ -351,21 +333,14 @@ class Steps:
         try:
             yield
         except BaseException as error:
-            self._obstacle = (
-                f"step {self._num_steps} failed half-way ({type(error).__name__}: {error}): restart all "
-                "ranks from the last checkpoint"
-            )
+            self._stop(error)
             raise
 
-    @contextmanager
-    def _taken_back_if_it_fails(self, step: Step) -> Iterator[None]:
-        for bucket in step.buckets:
-            bucket.keep_state()
-        try:
-            yield
-        except BaseException:
-            step.take_back()
-            raise
+    def _stop(self, error: BaseException) -> None:
+        self._obstacle = (
+            f"step {self._num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
+            "from the last checkpoint"
+        )
 
     def _end(self, step: Step, num_dense: int) -> None:
         numel = sum(bucket.layout.numel for bucket in step.buckets)
@@ -398,7 +373,9 @@ class Steps:
         self.rank.record.num_skipped = int(not agreement.is_finite)
         self._ledger.waits = agreement.waits
         self._ledger.add(self.rank.record, self.rank.timer)
-        self._curves.draw(lambda: self.with_residual_norm(self.ledger.last_step).as_dict(), self._num_steps)
+        if self._writer is not None:
+            record = self.with_residual_norm(self._ledger.last_step)
+            self._writer = draw(self._writer, record, self._num_steps)
 
     @contextmanager
     def afterwards(self) -> Iterator[Rank]:
