@@ -18,7 +18,7 @@ from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.driver import _as_rows
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import same
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
@@ -81,19 +81,14 @@ def states_of(bucket: Bucket) -> list[Tensor]:
     return [tensor.clone() for tensor in bucket.state.state_dict().values()]
 
 
-def compare(name: str) -> tuple[bool, list[Any]]:
-    together, apart = (run(*CASES[name], is_together) for is_together in (True, False))
-    are_equal = same(together[0], apart[0]) and together[1][-1] == apart[1][-1]
-    for mine, theirs in zip(together[1][1:-1], apart[1][1:-1], strict=True):
-        are_equal &= same(mine, theirs)
-    return are_equal, together[1][0]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_together_and_apart_are_the_same_bits(two_ranks: Ranks, name: str) -> None:
-    for are_equal, groups in two_ranks.run(compare, name):
-        assert are_equal
-        assert groups == ([] if name == "not alike" else ALIKE)
+@on_ranks(2)
+def test_together_and_apart_are_the_same_bits(name: str) -> None:
+    together, apart = (run(*CASES[name], is_together) for is_together in (True, False))
+    assert same(together[0], apart[0]) and together[1][-1] == apart[1][-1]
+    for mine, theirs in zip(together[1][1:-1], apart[1][1:-1], strict=True):
+        assert same(mine, theirs)
+    assert together[1][0] == ([] if name == "not alike" else ALIKE)
 
 
 def live_bytes(steps: Steps) -> int:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import closing, ddp, flat_gradients, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
@@ -39,14 +39,11 @@ PARAMETERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_models_that_differ(two_ranks: Ranks, case: str) -> None:
-    expected = f"all ranks must have the same parameters, got {PARAMETERS[case][1]}"
-    assert two_ranks.run(exchange_another_model, case) == [("ClusterError", expected)] * 2
-
-
-def exchange_another_model(case: str) -> tuple[str, str]:
+@on_ranks(2)
+def test_models_that_differ(case: str) -> None:
     net = nn.Linear(3, 2) if dist.get_rank() == 0 else PARAMETERS[case][0]()
-    return refusal(lambda: regtopk.Exchange(net, TOPK))
+    expected = f"all ranks must have the same parameters, got {PARAMETERS[case][1]}"
+    assert refusal(lambda: regtopk.Exchange(net, TOPK)) == ("ClusterError", expected)
 
 
 # Models and parameters that cannot be exchanged.
@@ -150,63 +147,46 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models(two_ranks: Ranks, case: str) -> None:
-    for found in two_ranks.run(refuse_model, case):
-        assert found.startswith(MODELS[case][1])
+@on_ranks(2)
+def test_models(case: str) -> None:
+    found = ": ".join(refusal(MODELS[case][0]))
+    assert found.startswith(MODELS[case][1])
 
 
-def refuse_model(case: str) -> str:
-    return ": ".join(refusal(MODELS[case][0]))
-
-
-def test_attached_twice(two_ranks: Ranks) -> None:
-    expected = (
-        "ClusterError",
-        "attach must be called once for a model: this one has been attached already (after detach(), wrap "
-        "the network in a new DistributedDataParallel)",
-    )
-    assert two_ranks.run(attach_twice) == [expected] * 2
-
-
-def attach_twice() -> tuple[str, str]:
+@on_ranks(2)
+def test_attached_twice() -> None:
     model = ddp()
     with closing(regtopk.attach(model, TOPK)) as exchange:
         refused = refusal(lambda: regtopk.attach(model, TOPK))
         loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
-    return refused
+    expected = (
+        "ClusterError",
+        "attach must be called once for a model: this one has been attached already (after detach(), wrap "
+        "the network in a new DistributedDataParallel)",
+    )
+    assert refused == expected
 
 
-def test_another_hook(two_ranks: Ranks) -> None:
-    for kind, text in two_ranks.run(attach_beside_another):
-        assert kind == "ClusterError"
-        assert text.startswith("the model must not have another communication hook: ")
-
-
-def attach_beside_another() -> tuple[str, str]:
+@on_ranks(2)
+def test_another_hook() -> None:
     model = ddp()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     refused = refusal(lambda: regtopk.attach(model, TOPK))
     loss_of(model, 0).backward()  # the other hook still works
     assert flat_gradients(model).count_nonzero() == 3363
-    return refused
+    kind, text = refused
+    assert kind == "ClusterError"
+    assert text.startswith("the model must not have another communication hook: ")
 
 
-def test_joining_early(two_ranks: Ranks) -> None:
-    text = (
-        "the model must not be used within torch's Join: a rank without inputs answers DDP's own "
-        "collectives, not these; give all ranks as many batches"
-    )
-    assert two_ranks.run(train_within_join) == [("ClusterError", text)] * 2
-
-
-def train_within_join() -> tuple[str, str]:
+@on_ranks(2)
+def test_joining_early() -> None:
     model = ddp()
     exchange = regtopk.attach(model, TOPK)
-    with pytest.raises(ClusterError) as refused, Join([model]):
+    with pytest.raises(ClusterError, match=r"^the model must not be used within torch's Join"), Join([model]):
         loss_of(model, 0)
     assert exchange.num_steps == 0
-    return type(refused.value).__name__, str(refused.value)
 
 
 def test_ranks_outside_the_group(two_ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from regtopk.distributed.options import Options
 from regtopk.distributed.steps import handshake
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
@@ -75,16 +75,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options(two_ranks: Ranks, case: str) -> None:
-    for found in two_ranks.run(attach_refused_then_accepted, case):
-        assert found.startswith(OPTIONS[case][1])
-
-
-def attach_refused_then_accepted(case: str) -> str:
+@on_ranks(2)
+def test_options(case: str) -> None:
     options = {"algorithm": TOPK, **OPTIONS[case][0]}
     if "weight" in options:
         options["weight"] = options["weight"][dist.get_rank()]
-    return attach_in_vain(options)
+    found = attach_in_vain(options)
+    assert found.startswith(OPTIONS[case][1])
 
 
 def attach_in_vain(options: dict[str, Any]) -> str:
@@ -169,14 +166,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
-def test_ranks_that_differ(two_ranks: Ranks, case: str) -> None:
-    expected = f"ClusterError: all ranks must have the same {case}, got {DIFFERENCES[case][1]}"
-    assert two_ranks.run(attach_with_a_difference, case) == [expected] * 2
-
-
-def attach_with_a_difference(case: str) -> str:
+@on_ranks(2)
+def test_ranks_that_differ(case: str) -> None:
     difference = DIFFERENCES[case][0] if dist.get_rank() == 1 else {}
-    return attach_in_vain({"algorithm": TOPK, **difference})
+    expected = f"ClusterError: all ranks must have the same {case}, got {DIFFERENCES[case][1]}"
+    assert attach_in_vain({"algorithm": TOPK, **difference}) == expected
 
 
 def test_versions_that_differ(two_ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import regtopk
 from regtopk.algorithms import EF21, FairTopK
 from regtopk.core.algorithm import Algorithm
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
     algorithm_state,
@@ -252,11 +252,8 @@ def load_with_dcp(folder: Path) -> Any:
             return state, flat_parameters(training.model)
 
 
-def test_state_dict_is_a_copy_on_the_cpu(two_ranks: Ranks) -> None:
-    two_ranks.run(change_after_saving)
-
-
-def change_after_saving() -> None:
+@on_ranks(2)
+def test_state_dict_is_a_copy_on_the_cpu() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1))
     for step in range(2):

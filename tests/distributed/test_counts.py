@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import regtopk
 from regtopk.core.codes import full_message_bytes, segment_bytes
 from regtopk.core.traffic import all_reduce_bytes
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     algorithm_state,
     batch,
@@ -39,11 +39,8 @@ class Writer:
         self.scalars.append((tag, scalar, step))
 
 
-def test_counts_add_up(two_ranks: Ranks) -> None:
-    two_ranks.run(count_steps)
-
-
-def count_steps() -> None:
+@on_ranks(2)
+def test_counts_add_up() -> None:
     model, writer = DistributedDataParallel(make_net()), Writer()
     algorithm = regtopk.RegTopK(density=0.1)
     with closing(regtopk.attach(model, algorithm, writer=writer)) as exchange:
@@ -82,11 +79,8 @@ class FullDisk:
         raise OSError("no space left on device")
 
 
-def test_a_writer_that_fails_does_not_end_training(two_ranks: Ranks) -> None:
-    two_ranks.run(train_with_a_full_disk)
-
-
-def train_with_a_full_disk() -> None:
+@on_ranks(2)
+def test_a_writer_that_fails_does_not_end_training() -> None:
     results = []
     for writer in (FullDisk(), None):
         model = DistributedDataParallel(make_net())
@@ -137,11 +131,8 @@ def wait_for_a_slow_rank() -> None:
     assert found is not None and 5 <= int(found[1]) <= 100
 
 
-def test_one_rank_alone_sends_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(exchange_alone)
-
-
-def exchange_alone() -> None:
+@on_ranks(2)
+def test_one_rank_alone_sends_nothing() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
     net = make_net()
     with listening() as said:

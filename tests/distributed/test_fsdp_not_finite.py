@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import regtopk
 from tests.distributed.late import answers_on_the_device
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded, whole_gradients, whole_parameters
 from tests.distributed.training import algorithm_state, loss_of, make_net, same
 
@@ -72,13 +72,9 @@ def backward(model: Any, step: int, layer: str, row: int) -> None:
         hook.remove()
 
 
-def test_a_backward_that_fails_is_taken_back(four_ranks: Ranks) -> None:
-    for straight, interrupted in four_ranks.run(train_interrupted):
-        assert torch.equal(straight, interrupted)
-
-
-def train_interrupted() -> tuple[Tensor, Tensor]:
-    return interrupted_at(None), interrupted_at(1)
+@on_ranks(4)
+def test_a_backward_that_fails_is_taken_back() -> None:
+    assert torch.equal(interrupted_at(None), interrupted_at(1))
 
 
 def interrupted_at(bad_step: int | None) -> Tensor:
@@ -109,13 +105,10 @@ def interrupt(_: Tensor) -> None:
     raise Interruption
 
 
-def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips(four_ranks: Ranks) -> None:
-    for straight, scaled in four_ranks.run(train_scaled):
-        assert torch.equal(straight, scaled)  # scales are powers of two
-
-
-def train_scaled() -> tuple[Tensor, Tensor]:
-    return train_by(None), train_by(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+@on_ranks(4)
+def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips() -> None:
+    scaled = train_by(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    assert torch.equal(train_by(None), scaled)  # scales are powers of two
 
 
 def train_by(scaler: torch.amp.GradScaler | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import regtopk
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, replica, sharded
 from tests.distributed.training import loss_of, make_net, refusal
 
@@ -310,17 +310,14 @@ def refusal_of(case: str) -> str:
     return ": ".join(refusal(CASES[case][0]))
 
 
-def test_nothing_is_changed_by_a_refusal(four_ranks: Ranks) -> None:
-    assert all(four_ranks.run(hooks_after_a_refusal))
-
-
-def hooks_after_a_refusal() -> bool:
+@on_ranks(4)
+def test_nothing_is_changed_by_a_refusal() -> None:
     model = sharded(grid(2, 2)["shard"])
     refusal(lambda: attach(model, dense_steps=by_part(0, 2)))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [group._all_reduce_hook for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
     attach(model)  # and it can be mended
-    return hooks == [None] * 4
+    assert hooks == [None] * 4
 
 
 def test_a_missing_rank_is_found_by_all_others(four_ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import regtopk
 from regtopk.simulate import Cluster
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import GRIDS, grid, replica, sharded, whole, whole_parameters
 from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same
 
@@ -58,12 +58,8 @@ def evaluate_agreed() -> bool:
         return torch.equal(loss_of(model, 7), own) and not torch.equal(agreed, own)
 
 
-def test_all_updates_of_sgd_equal_native_hsdp(four_ranks: Ranks) -> None:
-    for native, exchanged in four_ranks.run(train_native_and_exchanging):
-        torch.testing.assert_close(exchanged, native)
-
-
-def train_native_and_exchanging() -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_all_updates_of_sgd_equal_native_hsdp() -> None:
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, native)]
@@ -71,7 +67,7 @@ def train_native_and_exchanging() -> tuple[Tensor, Tensor]:
     for number in range(NUM_STEPS):
         step(model, optimizers[0], number)
         step(native, optimizers[1], number)
-    return whole_parameters(native), whole_parameters(model)
+    torch.testing.assert_close(whole_parameters(model), whole_parameters(native))
 
 
 # Replicas that are not sharded, whose exchange is cut by hand.
@@ -79,21 +75,16 @@ def train_native_and_exchanging() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("has_outer", [False, True], ids=["subtracted", "outer"])
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
-def test_it_equals_replicas_that_exchange_in_the_same_parts(
-    four_ranks: Ranks, shape: tuple[int, int], has_outer: bool
-) -> None:
-    for exchanged, by_hand, num_rounds in four_ranks.run(train_and_by_hand, shape, has_outer):
-        assert torch.equal(exchanged, by_hand) and num_rounds == NUM_STEPS // 2
-
-
-def train_and_by_hand(shape: tuple[int, int], has_outer: bool) -> tuple[Tensor, Tensor, int]:
+@on_ranks(4)
+def test_it_equals_replicas_that_exchange_in_the_same_parts(shape: tuple[int, int], has_outer: bool) -> None:
     mesh = grid(*shape)
     model = sharded(mesh["shard"])
     outer = nesterov if has_outer else None
     exchange, optimizer = exchanging(model, outer=outer, process_group=mesh["replicate"].get_group())
     for number in range(NUM_STEPS):
         step(model, optimizer, number)
-    return whole_parameters(model), train_by_hand(*shape, has_outer), exchange.num_rounds
+    assert torch.equal(whole_parameters(model), train_by_hand(*shape, has_outer))
+    assert exchange.num_rounds == NUM_STEPS // 2
 
 
 def train_by_hand(replicas: int, shards: int, has_outer: bool) -> Tensor:
@@ -137,19 +128,15 @@ def cut(tensor: Tensor, shards: int) -> list[Tensor]:
     return list(tensor.split(-(-tensor.shape[0] // shards)))
 
 
-def test_parameters_in_the_cpus_memory(four_ranks: Ranks) -> None:
-    for usual, offloaded in four_ranks.run(train_offloaded):
-        assert torch.equal(usual, offloaded)
-
-
-def train_offloaded() -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_parameters_in_the_cpus_memory() -> None:
     policies: list[dict[str, Any]] = [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
     models = [sharded(grid(2, 2)["shard"], **policy) for policy in policies]
     for model in models:
         _, optimizer = exchanging(model)
         for number in range(NUM_STEPS):
             step(model, optimizer, number)
-    return whole_parameters(models[0]), whole_parameters(models[1])
+    assert torch.equal(*map(whole_parameters, models))
 
 
 # A NaN.
@@ -185,12 +172,8 @@ def spoil_one_part() -> tuple[Tensor, Tensor, list[bool], int]:
 
 
 @pytest.mark.parametrize("num_before", [3, 4], ids=["inside a round", "at its end"])
-def test_a_checkpoint_goes_on_bit_for_bit(four_ranks: Ranks, num_before: int) -> None:
-    for straight, resumed in four_ranks.run(train_resumed, num_before):
-        assert torch.equal(straight, resumed)
-
-
-def train_resumed(num_before: int) -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_a_checkpoint_goes_on_bit_for_bit(num_before: int) -> None:
     model = sharded(grid(2, 2)["shard"])
     exchange, optimizer = exchanging(model, outer=nesterov)
     for number in range(num_before):
@@ -213,7 +196,7 @@ def train_resumed(num_before: int) -> tuple[Tensor, Tensor]:
     for number in range(num_before, 6):
         step(again, its_optimizer, number)
     assert same(algorithm_state(resumed), algorithm_state(exchange))
-    return whole_parameters(model), whole_parameters(again)
+    assert torch.equal(whole_parameters(model), whole_parameters(again))
 
 
 # What is refused.
@@ -255,17 +238,8 @@ def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
         assert ": ".join(found)[: len(start)] == start
 
 
-def test_parameters_that_come_later_are_refused(four_ranks: Ranks) -> None:
-    for added, unfrozen in four_ranks.run(refuse_later_parameters):
-        assert added == (
-            "ClusterError",
-            "parameter 'later.weight' of shape (4, 4) must have been there, requiring a gradient, when the "
-            "exchange was made: make a new one (for DDP: wrap the model anew)",
-        )
-        assert unfrozen[1].startswith("parameter 'extra.weight' of shape ") and unfrozen[0] == added[0]
-
-
-def refuse_later_parameters() -> list[tuple[str, str]]:
+@on_ranks(4)
+def test_parameters_that_come_later_are_refused() -> None:
     found = []
     for is_frozen in (False, True):
         model = sharded(grid(2, 2)["shard"])
@@ -280,7 +254,9 @@ def refuse_later_parameters() -> list[tuple[str, str]]:
         optimizer.zero_grad()
         found.append(refusal(optimizer.step))
         assert torch.equal(whole_parameters(model), before)
-    return found
+    (_, added), (_, unfrozen) = found
+    assert added.startswith("parameter 'later.weight' of shape (4, 4) must have been there")
+    assert unfrozen.startswith("parameter 'extra.weight' of shape ")
 
 
 def test_updates_follow_gradients_after_detach(four_ranks: Ranks) -> None:
@@ -308,12 +284,8 @@ def refusal_of(case: str) -> tuple[str, str]:
     return found
 
 
-def test_parameters_are_taken_as_pairs_too(four_ranks: Ranks) -> None:
-    for first, last in four_ranks.run(exchange_pairs):
-        assert torch.equal(first, last) and first.isfinite().all()
-
-
-def exchange_pairs() -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_parameters_are_taken_as_pairs_too() -> None:
     """Replicas that began apart end with the same parameters."""
     model = sharded(grid(2, 2)["shard"])
     with torch.no_grad():
@@ -327,4 +299,4 @@ def exchange_pairs() -> tuple[Tensor, Tensor]:
     mine = whole(model.last.weight.detach())
     first = mine.clone()
     dist.broadcast(first, 0)
-    return first, mine
+    assert torch.equal(first, mine) and first.isfinite().all()

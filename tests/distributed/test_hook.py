@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
     algorithm_state,
@@ -37,12 +37,8 @@ def train(model: nn.Module, num_steps: int = 6) -> Tensor:
     return flat_parameters(model)
 
 
-def test_registered_by_hand_is_as_good_as_attach(two_ranks: Ranks) -> None:
-    for by_hand, attached in two_ranks.run(register_and_attach):
-        assert same(by_hand, attached)
-
-
-def register_and_attach() -> list[Any]:
+@on_ranks(2)
+def test_registered_by_hand_is_as_good_as_attach() -> None:
     results = []
     for by_hand in (True, False):
         model = ddp(**SMALL_BUCKETS)
@@ -53,14 +49,11 @@ def register_and_attach() -> list[Any]:
             exchange = regtopk.attach(model, ALGORITHM, index_code="rice")
         with closing(exchange):
             results.append((train(model), algorithm_state(exchange), exchange.total.sent_bytes))
-    return results
+    assert same(*results)
 
 
-def test_buckets_follow_ddp_and_state_follows_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(watch_the_rebuild)
-
-
-def watch_the_rebuild() -> None:
+@on_ranks(2)
+def test_buckets_follow_ddp_and_state_follows_parameters() -> None:
     """DDP starts with one bucket and makes several after the first step: no residual may get lost then."""
     model = ddp(**SMALL_BUCKETS)
     with closing(regtopk.attach(model, regtopk.TopK(density=0.1))) as exchange:
@@ -84,11 +77,8 @@ def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
     return torch.cat([entries[name]["residual"].flatten() for name in names])
 
 
-def test_parameters_that_ddp_ignores_are_left_alone(two_ranks: Ranks) -> None:
-    two_ranks.run(train_with_ignored)
-
-
-def train_with_ignored() -> None:
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_are_left_alone() -> None:
     net = make_net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["extra.weight", "last.bias"])
     model = DistributedDataParallel(net)
@@ -102,12 +92,9 @@ def train_with_ignored() -> None:
             assert same(dict(net.named_parameters())[name].grad, own)
 
 
-def test_frozen_for_a_while_in_between(two_ranks: Ranks) -> None:
+@on_ranks(2)
+def test_frozen_for_a_while_in_between() -> None:
     """As a GAN does: the discriminator is frozen while the generator learns through it."""
-    two_ranks.run(freeze_for_a_while)
-
-
-def freeze_for_a_while() -> None:
     model = ddp(**SMALL_BUCKETS)
     with closing(regtopk.attach(model, ALGORITHM)) as exchange:
         for step in range(3):
@@ -121,12 +108,8 @@ def freeze_for_a_while() -> None:
         assert exchange.num_steps == 3
 
 
-def test_a_backward_that_fails_changes_nothing(two_ranks: Ranks) -> None:
-    for found, expected in two_ranks.run(fail_in_backward):
-        assert torch.equal(found, expected)
-
-
-def fail_in_backward() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_a_backward_that_fails_changes_nothing() -> None:
     results = []
     for fails in (True, False):
         model = ddp(**SMALL_BUCKETS)
@@ -139,7 +122,7 @@ def fail_in_backward() -> tuple[Tensor, Tensor]:
                 hook.remove()
                 model = rewrapped(model, exchange)
             results.append(train(model, 3))
-    return results[0], results[1]
+    assert torch.equal(*results)
 
 
 def test_half_a_step_is_never_saved(two_ranks: Ranks) -> None:
@@ -159,12 +142,8 @@ def save_after_a_failure() -> tuple[Any, Any]:
         return (algorithm_state(exchange), exchange.total.residual_norm), before
 
 
-def test_compiled_models_train_as_others_do(two_ranks: Ranks) -> None:
-    for results in two_ranks.run(train_compiled_and_not):
-        assert same(results[1], results[0]) and same(results[2], results[0])
-
-
-def train_compiled_and_not() -> list[Any]:
+@on_ranks(2)
+def test_compiled_models_train_as_others_do() -> None:
     """torch.compile inside DDP's hands: not at all, before attach, and after it."""
     results = []
     for when in ("never", "before", "after"):
@@ -177,7 +156,7 @@ def train_compiled_and_not() -> list[Any]:
         if when == "before":
             with pytest.raises(ClusterError, match=r"^attach must be called once for a model"):
                 regtopk.attach(model, ALGORITHM)
-    return results
+    assert same(results[1], results[0]) and same(results[2], results[0])
 
 
 def raise_an_error(grad: Tensor) -> Tensor:
@@ -191,33 +170,27 @@ def rewrapped(model: DistributedDataParallel, exchange: Any) -> DistributedDataP
     return new
 
 
-def test_closed_exchanges_refuse_to_go_on(two_ranks: Ranks) -> None:
-    expected = "ClusterError", "the exchange must not be used after close()"
-    assert two_ranks.run(use_after_close) == [expected] * 2
-
-
-def use_after_close() -> tuple[str, str]:
+@on_ranks(2)
+def test_closed_exchanges_refuse_to_go_on() -> None:
     model = ddp()
     exchange = regtopk.attach(model, ALGORITHM)
     loss_of(model, 0).backward()
     exchange.close()
     for act in (exchange.state_dict, lambda: exchange.load_state_dict({})):
         assert refusal(act)[0] == "ClusterError"
-    return refusal(lambda: loss_of(model, 1).backward())
+    expected = "ClusterError", "the exchange must not be used after close()"
+    assert refusal(lambda: loss_of(model, 1).backward()) == expected
 
 
-def test_errors_of_an_algorithm_keep_their_kind(two_ranks: Ranks) -> None:
-    expected = "ArgumentError", "density must be in (0, 1], got 1.5"
-    assert two_ranks.run(run_out_of_schedule) == [expected] * 2
-
-
-def run_out_of_schedule() -> tuple[str, str]:
+@on_ranks(2)
+def test_errors_of_an_algorithm_keep_their_kind() -> None:
     model = ddp()
     exchange = regtopk.attach(model, regtopk.TopK(density=growing))
     loss_of(model, 0).backward()
     refused = refusal(lambda: loss_of(model, 1).backward())
     exchange.close()
-    return refused
+    expected = "ArgumentError", "density must be in (0, 1], got 1.5"
+    assert refused == expected
 
 
 def growing(step: int) -> float:

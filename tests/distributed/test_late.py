@@ -16,7 +16,7 @@ from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_algorithms_on_ranks import FIRST_VARIANTS
 from tests.distributed.training import refusal, same
 
@@ -57,19 +57,14 @@ def run(case: Case) -> tuple[list[Tensor], list[bool]]:
     return kept + [tensor.clone() for tensor in states], were_late
 
 
-def run_both(case: Case) -> tuple[bool, list[bool]]:
+@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
+@on_ranks(2)
+def test_bits_are_those_of_steps_that_wait(case: Case) -> None:
     heard, _ = run(case)
     with answers_on_the_device():
         late, were_late = run(case)
-    return same(heard, late), were_late
-
-
-@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
-def test_bits_are_those_of_steps_that_wait(two_ranks: Ranks, case: Case) -> None:
-    may_be_late = not case.make().listens
-    for are_equal, were_late in two_ranks.run(run_both, case):
-        assert are_equal
-        assert not were_late[0] and were_late[-1] == may_be_late
+    assert same(heard, late)
+    assert not were_late[0] and were_late[-1] != case.make().listens
 
 
 def damage_a_message() -> tuple[bool, tuple[str, str], tuple[str, str]]:

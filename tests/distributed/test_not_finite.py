@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import regtopk
 from regtopk.core.algorithm import Algorithm
 from tests.distributed.conversations import RunningSum
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
     algorithm_state,
@@ -82,11 +82,8 @@ def spoil(grad: Tensor, value: float) -> Tensor:
     return grad
 
 
-def test_exchange_without_ddp_skips_too(two_ranks: Ranks) -> None:
-    two_ranks.run(skip_without_ddp)
-
-
-def skip_without_ddp() -> None:
+@on_ranks(2)
+def test_exchange_without_ddp_skips_too() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, ALGORITHM)
     loss_of(net, 0).backward()
@@ -110,14 +107,10 @@ def skip_without_ddp() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [ALGORITHM, RunningSum()], ids=["regtopk", "keeps what it returns"])
-def test_loss_scales_do_not_mix_into_the_state(two_ranks: Ranks, algorithm: Algorithm[Any]) -> None:
-    for plain, scaled in two_ranks.run(train_scaled_and_not, algorithm):
-        assert same(scaled, plain)
-
-
-def train_scaled_and_not(algorithm: Algorithm[Any]) -> tuple[Any, Any]:
+@on_ranks(2)
+def test_loss_scales_do_not_mix_into_the_state(algorithm: Algorithm[Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    return train_with(algorithm, None), train_with(algorithm, scaler)
+    assert same(train_with(algorithm, scaler), train_with(algorithm, None))
 
 
 def train_with(algorithm: Algorithm[Any], scaler: torch.amp.GradScaler | None) -> Any:

@@ -132,8 +132,12 @@ class Steps:
         weights, self.settings = meet(collectives, shards, algorithm, options, compared, kind.call)
         if kind.has_thread:
             collectives = Collectives(new_group_like(collectives.group, self.device))
-        how = {name: getattr(options, name) for name in ("index_code", "collective", "deterministic")}
-        self._rank_in = partial(Rank, **how)
+        self._rank_in = partial(
+            Rank,
+            index_code=options.index_code,
+            collective=options.collective,
+            deterministic=options.deterministic,
+        )
         self.rank = self._rank_in(collectives, weights)
         self.buckets = Buckets(
             parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
