@@ -1,9 +1,12 @@
-"""What workers exchange, and how often: gradients in every step, or the updates of several local steps.
+"""What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
-Written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
-"dense:exchange=updates:every=16:outer=nesterov".
+`Rounds` are written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
+"dense:exchange=updates:every=16:outer=nesterov". `LocalRounds` decides which fragment of a model is sent
+when, what is applied when, and what is kept. Ranks, torchft's replicas and the simulator say only how an
+update is sent and how its aggregate arrives.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +32,15 @@ OUTER = {"none": Outer(), "sgd": Outer(), "nesterov": Outer(lr=0.7, momentum=0.9
 
 
 def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Neighbours in so many parts of about the same sum; every part holds at least one.
+    """Parameters of these sizes in fragments of about the same size: neighbours, at least one in each.
 
-    Args:
-        sizes: at least as many as there are parts.
-        num_parts: how many parts.
+    Raises:
+        ArgumentError: there are fewer parameters than fragments.
     """
+    if num_parts > len(sizes):
+        raise ArgumentError(
+            f"fragments must be at most the number of parameters, {len(sizes)}, got {num_parts}"
+        )
     parts, first, left = [], 0, sum(sizes)
     for num_more in range(num_parts - 1, -1, -1):
         wanted, stop, taken = left / (num_more + 1), first + 1, sizes[first]
@@ -127,14 +133,127 @@ class Rounds(NamedTuple):
 
     def sends_at(self, fragment: int, step: int) -> bool:
         """Whether a fragment's update is sent after so many steps."""
-        return step > 0 and (step - self._offset(fragment)) % self.every == 0
+        return step > 0 and self.last_send(fragment, step) == step
 
     def receives_at(self, fragment: int, step: int) -> bool:
         """Whether what a fragment has sent is applied after so many steps."""
         return self.sends_at(fragment, step - self.delay)
 
-    def _offset(self, fragment: int) -> int:
-        return (fragment + 1) * self.every // self.fragments
+    def last_send(self, fragment: int, step: int) -> int:
+        """After how many steps, at most so many, a fragment was last sent; 0: not yet.
+
+        The first fragment is sent after every // fragments steps, the last one after `every`.
+        """
+        offset = (fragment + 1) * self.every // self.fragments
+        return max(0, step - (step - offset) % self.every)
 
 
 GRADIENTS = Rounds()
+
+
+class LocalRounds(ABC):
+    """The rounds of a model whose fragments take turns.
+
+    theta_n     := optimizer(theta_n)                   in every step, each worker by itself
+    sent        := theta_n                              when a fragment's turn has come
+    theta_start := theta_start - outer(sum of w_n (theta_start - sent))
+    theta_n     := theta_start + mix (theta_n - sent)   `delay` steps after it was sent
+
+    If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
+
+    Args:
+        rounds: when updates are sent, and when they are applied.
+
+    Attributes:
+        sent: of each fragment that is under way, its parameters as they were sent; of others nothing.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.sent: list[list[Tensor]] = [[] for _ in range(rounds.fragments)]
+        self._is_start = True
+
+    @abstractmethod
+    def own(self, fragment: int) -> list[Tensor]:
+        """What this worker trains, of a fragment: theta_n."""
+
+    @abstractmethod
+    def start(self, fragment: int) -> list[Tensor]:
+        """Where all workers began: theta_start."""
+
+    @abstractmethod
+    def send(self, fragment: int) -> None:
+        """Send a fragment's update. Until `land` returns, its aggregate gets into theta_start."""
+
+    def land(self, fragment: int) -> bool:
+        """Wait for the aggregate. Whether all updates were finite; if not, theta_start is as before."""
+        return True
+
+    def receive(self, fragment: int) -> None:
+        """Wait for the aggregate, and go on from it."""
+        self.go_on(fragment, self.land(fragment))
+
+    def exchange(self, fragment: int) -> None:
+        """A whole round at once."""
+        self.send(fragment)
+        self.receive(fragment)
+
+    def take_back(self) -> None:
+        """Return to theta_start."""
+        for fragment in range(self.rounds.fragments):
+            torch._foreach_copy_(self.own(fragment), self.start(fragment))
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the model is theta_start, and nothing is under way."""
+        return self._is_start and not any(self.sent)
+
+    def after_step(self, num_steps: int) -> None:
+        """Receive and send what is due after so many steps of the optimizer."""
+        self._is_start = False
+        for fragment in range(self.rounds.fragments):
+            if self.sent[fragment] and self.rounds.receives_at(fragment, num_steps):
+                self.receive(fragment)
+            if self.rounds.sends_at(fragment, num_steps):
+                if self.rounds.delay:
+                    self.send(fragment)
+                    self.sent[fragment] = self._copies(fragment)
+                else:
+                    self.exchange(fragment)
+
+    def finish(self) -> None:
+        """Receive what is under way; then exchange every fragment, unless the model is theta_start."""
+        for fragment in range(self.rounds.fragments):
+            if self.sent[fragment]:
+                self.receive(fragment)
+        for fragment in range(self.rounds.fragments if not self.is_start else 0):
+            self.exchange(fragment)
+        self._is_start = True
+
+    def go_on(self, fragment: int, is_finite: bool) -> None:
+        """Begin a fragment's next round from theta_start, which the aggregate is in; or skip the round."""
+        sent, self.sent[fragment] = self.sent[fragment], []
+        if not is_finite:
+            self._skip()
+            return
+        own, start = self.own(fragment), self.start(fragment)
+        if sent:
+            for mine, before, begun in zip(own, sent, start, strict=True):
+                learned = mine.to(begun.dtype) - before.to(begun.dtype)
+                mine.copy_(begun + learned.mul_(self.rounds.mix))
+        else:
+            torch._foreach_copy_(own, start)
+        self._is_start = self.rounds.fragments == 1 and not sent
+
+    def _skip(self) -> None:
+        """Return to theta_start, with the aggregates of the other fragments that are under way."""
+        under_way = [fragment for fragment, sent in enumerate(self.sent) if sent]
+        are_finite = [self.land(fragment) for fragment in under_way]
+        self.take_back()
+        for fragment, is_finite in zip(under_way, are_finite, strict=True):
+            # what they have learned is gone; if they are not finite either, they were taken back just now
+            self.sent[fragment] = self._copies(fragment) if is_finite else []
+        self._is_start = True
+
+    def _copies(self, fragment: int) -> list[Tensor]:
+        return [own.detach().clone() for own in self.own(fragment)]

@@ -14,17 +14,13 @@ from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.background import Background
 from regtopk.distributed.updates.fragments import Flight, Fragment
 from regtopk.distributed.updates.model import LocalModel
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ClusterError
 from regtopk.rounds import Rounds, cut_evenly
 
 
 def fragments_of(model: LocalModel, num_fragments: int) -> list[Fragment]:
     """The parameters in so many parts of about the same size; those without entries are in none."""
     sizes = {name: p.numel() for name, p in model.parameters.named.items() if p.numel() > 0}
-    if num_fragments > len(sizes):
-        raise ArgumentError(
-            f"fragments must be at most the number of parameters, {len(sizes)}, got {num_fragments}"
-        )
     names = list(sizes)
     parts = cut_evenly(list(sizes.values()), num_fragments)
     return [Fragment(tuple(names[i] for i in part)) for part in parts]
