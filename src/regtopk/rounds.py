@@ -147,6 +147,10 @@ class Rounds(NamedTuple):
         offset = (fragment + 1) * self.every // self.fragments
         return max(0, step - (step - offset) % self.every)
 
+    def next_send(self, step: int) -> int:
+        """After how many steps, more than so many, the next fragment is sent."""
+        return min(self.last_send(fragment, step + self.every) for fragment in range(self.fragments))
+
 
 GRADIENTS = Rounds()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -31,7 +32,7 @@ pytest.importorskip(
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
-from regtopk.integrations.torchft import UpdateExchange
+from regtopk.integrations.torchft import QuorumRounds, TorchftExchange
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,14 +59,14 @@ class FailsOnce(TopK):
 
 
 class After(NamedTuple):
-    """A replica when it has joined, and after every round."""
+    """A replica when it has joined, and after every round of a fragment."""
 
     pid: int
     num_rounds: int
     num_failed: int
     weights: list[float]
     residual_norm: float
-    tensors: list[Tensor]  # parameters, buffers, and the outer optimizer's state
+    tensors: list[Tensor]  # theta_start, buffers, and the outer optimizer's state
 
 
 class Replicas:
@@ -85,10 +86,11 @@ class Replicas:
         failing: tuple[int, ...] = (),
         *,
         fails_to_meet: bool = False,
+        **options: Any,
     ) -> int:
         number = len(self._processes)
         told = (self._lighthouse.address(), number, algorithm, failing, fails_to_meet)
-        process, pipe = fork_process(_train, *told)
+        process, pipe = fork_process(_train, *told, {"every": EVERY, **options})
         self._processes.append(process)
         self._pipes.append(pipe)
         self.heard.append([])
@@ -135,6 +137,7 @@ def _train(
     algorithm: Algorithm[Any],
     failing: tuple[int, ...],
     fails_to_meet: bool,
+    options: dict[str, Any],
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(number)  # replicas begin from different weights
@@ -147,28 +150,30 @@ def _train(
     model = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     try:
-        exchange = UpdateExchange(manager, model, optimizer, algorithm, every=EVERY, outer=_nesterov)
+        exchange = TorchftExchange(manager, model, optimizer, algorithm, outer=_nesterov, **options)
     except Exception as error:
         pipe.send(error)
         return
-    while True:
-        pipe.send(_after(exchange, model))
-        for _ in range(EVERY):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
-            optimizer.step()
-        time.sleep(0.1)  # as long as a short round takes
+    pipe.send(_after(exchange, model))
+    pause = options["every"] // options.get("fragments", 1)  # from one fragment's turn to the next one's
+    for num_steps in count(1 - options.get("delay", 0)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
+        optimizer.step()
+        if num_steps > 0 and num_steps % pause == 0:  # the aggregate is applied
+            pipe.send(_after(exchange, model))
+            time.sleep(0.1)  # as long as a short round takes
 
 
 def _fail_to_meet_once(pipe: Connection) -> None:
     """Let this process's first meeting fail, when the quorum has brought a peer's state."""
 
-    def fail(_: UpdateExchange) -> bool:
+    def fail(_: QuorumRounds) -> bool:
         meeting.stop()
         pipe.send("has not met")
         raise RuntimeError("this meeting fails")
 
-    meeting = patch.object(UpdateExchange, "_meet", fail)
+    meeting = patch.object(QuorumRounds, "_compare", fail)
     meeting.start()
 
 
@@ -194,16 +199,19 @@ def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _after(exchange: UpdateExchange, model: nn.Module) -> After:
-    assert exchange.outer is not None
-    momenta = [state["momentum_buffer"] for state in exchange.outer.state.values()]
+def _after(exchange: TorchftExchange, model: nn.Module) -> After:
+    state = exchange.state_dict()
+    momenta = [each["momentum_buffer"] for each in state["outer"]["state"].values()]
+    with exchange.agreed():
+        own = dict(model.named_parameters())
+        assert all(torch.equal(own[name], start) for name, start in state["start"].items())
     return After(
         os.getpid(),
-        exchange.num_rounds,
+        state["num_rounds"],
         exchange.num_failed,
         exchange.weights,
         exchange.total.residual_norm,
-        [t.detach().clone() for t in (*model.state_dict().values(), *momenta)],
+        [*state["start"].values(), *state["buffers"]["start"].values(), *momenta],
     )
 
 
@@ -232,9 +240,14 @@ def _has_rounds(number: int, num_rounds: int, *, weights: int | None = None) -> 
     return until
 
 
-def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}, {"every": 6, "fragments": 2, "delay": 1}],
+    ids=str,
+)
+def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas, options: dict[str, Any]) -> None:
     for _ in range(3):
-        replicas.start()
+        replicas.start(**options)
     replicas.listen(lambda told: all(_has_rounds(n, 3, weights=3)(told) for n in range(3)))
     _check_alike(replicas.heard, 1, first=0)
     before = replicas.heard[0][-1].num_rounds
@@ -250,8 +263,8 @@ def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> Non
         assert told[-1].residual_norm > 0
     _check_alike(replicas.heard[:2], before, first=0)
 
-    new = replicas.start()
-    replicas.listen(_has_rounds(new, 4, weights=3))
+    new = replicas.start(**options)
+    replicas.listen(_has_rounds(new, 5, weights=3))
     joined = replicas.heard[new]
     assert joined[0].num_rounds > before + 1
     assert (joined[0].residual_norm, sorted(joined[0].weights)) == (0, [0, 0.5, 0.5])  # when it had joined
@@ -329,7 +342,7 @@ def _fail_in_a_round() -> None:
     torch.manual_seed(0)
     model, data = nn.Linear(5, 4), torch.randn(6 * EVERY, 7, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = UpdateExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
+    exchange = TorchftExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
     FailsOnce.failing.add(2)
 
     def train(net: nn.Module, optimizer: torch.optim.Optimizer, rounds: range) -> None:
@@ -373,7 +386,7 @@ def _is_bias(name: str, _: nn.Parameter) -> bool:
     return name == "bias"
 
 
-def _residual(exchange: UpdateExchange) -> Tensor:
+def _residual(exchange: TorchftExchange) -> Tensor:
     state = exchange._steps.buckets.all[0].state
     assert isinstance(state, ResidualState)
     return state.residual.clone()
@@ -385,7 +398,7 @@ def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
     with pytest.raises(
         ArgumentError, match=r"must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
     ):
-        UpdateExchange(None, model, optimizer, EF21(density=0.5))
+        TorchftExchange(None, model, optimizer, EF21(density=0.5))
 
 
 def test_the_guides_code_runs() -> None:

@@ -1,8 +1,5 @@
 """An exchange of updates: the optimizer runs first, and what it changed is sent."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +10,6 @@ from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
-from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
@@ -22,21 +18,21 @@ from regtopk.distributed.steps.handshake import roll_call
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
+from regtopk.distributed.updates.base import UpdatesBase
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
-from regtopk.distributed.updates.turns import Turns, fragments_of
-from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.distributed.updates.rounds import RankRounds
+from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import Rounds
 
 _WARNING = (
     "after round %d a rank's update was not finite: all ranks went back to where the round began; "
     "total.num_skipped counts such rounds"
 )
-_log = logging.getLogger("regtopk")
 
 
-class UpdateExchange(ExchangeBase):
+class UpdateExchange(UpdatesBase, ExchangeBase):
     """Exchange what the optimizer changed, after every `every`-th `optimizer.step()`.
 
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)          # any optimizer of torch's
@@ -114,8 +110,7 @@ class UpdateExchange(ExchangeBase):
         rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
         rounds.check_times()
         checked = Options(**options)
-        model = LocalModel(parameters, optimizer, outer, buffers, anchors)
-        parts = fragments_of(model, fragments)
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors, fragments)
         if fragments > 1:
             refuse_k(algorithm)
         if delay and (model.is_sharded or anchors == "cpu"):
@@ -129,48 +124,17 @@ class UpdateExchange(ExchangeBase):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
         settings = tuple({**times, **model.describe()}.items())
-        names = tuple(part.names for part in parts) if fragments > 1 else ()
+        names = tuple(model.fragments) if fragments > 1 else ()
         kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names, fragments > 1, has_thread=delay > 0)
         checked = replace(checked, dense_steps=-(-checked.dense_steps // every))  # as rounds
         steps = Steps(model.parameters, algorithm, collectives, checked, kind, model.shards)
-        super().__init__(steps, model.sharding() if model.is_sharded else None)
+        ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
-        self.every, self.delay = every, delay
-        self._rounds = rounds
-        self._model = model
-        self._num_steps = 0
-        self._is_agreed = False
         self._handshake_timeout_s = checked.handshake_timeout_s
         with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
-        self._turns = Turns(steps, model, rounds, parts)
-        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
+        self._follow(steps, model, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.add(optimizer)
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps this rank's optimizer has made, those of skipped rounds included."""
-        return self._num_steps
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds of the whole model were made, without those with an update that was not finite."""
-        return self._steps.num_turns
-
-    @property
-    def outer(self) -> Optimizer | None:
-        """The outer optimizer, for a learning rate that changes."""
-        return self._model.outer
-
-    def summary(self) -> str:
-        """What this rank sent, against dense gradients in every step, and where the time went."""
-        self._turns.land()
-        steps = self._steps
-        norm = self.total.residual_norm
-        num_parts = len(self._turns.fragments)
-        counts = self.every, num_parts
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, *counts)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on, on the CPU, for `torch.save`: inside a round too.
@@ -183,9 +147,10 @@ class UpdateExchange(ExchangeBase):
 
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
-        skipped = self._turns.skipped()
-        saved, sent = self._steps.state_dict(), self._turns.sent()
-        return update_checkpoint.add_to(saved, self._model, self._rounds, self.num_steps, sent, skipped)
+        rounds = self._rounds
+        skipped = rounds.are_skipped()
+        saved, sent = self._steps.state_dict(), rounds.sent_by_name()
+        return update_checkpoint.add_to(saved, self._model, rounds.rounds, self.num_steps, sent, skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, which also sets parameters, buffers and both optimizers.
@@ -202,28 +167,23 @@ class UpdateExchange(ExchangeBase):
         super().load_state_dict(state_dict)
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
-        if not isinstance(saved, dict) or "updates" not in saved:
-            raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
-        saved = update_checkpoint.at_a_rounds_end(saved, self.weights, is_sharded=self._model.is_sharded)
-        progress = self._steps.loaded({key: part for key, part in saved.items() if key != "updates"})
-        return progress, update_checkpoint.loaded(self._model, saved, self._rounds, self.rank, self.weights)
+        rounds = self._rounds.rounds
+        steps, model = update_checkpoint.loaded(self._model, saved, rounds, self.rank, self.weights)
+        return self._steps.loaded(steps), model
 
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        self._turns.forget()
+        self._rounds.load(model.num_steps, model.sent, model.skipped, is_start=not model.parameters)
+        self._num_steps = model.num_steps
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._num_steps = model.num_steps
-        self._turns.load(model.num_steps, model.sent, model.skipped, is_whole=not model.parameters)
         self._model.notice.has_loaded = False
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        self._turns.end_thread()
         super().close()
-        for hook in self._hooks:
-            hook.remove()
+        ExchangeBase.close(self)
         attached.OPTIMIZERS.discard(self._model.optimizer)
 
     @torch.no_grad()
@@ -236,49 +196,4 @@ class UpdateExchange(ExchangeBase):
         self._refuse_in_agreed("finish")
         self._steps.check_usable()
         roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
-        self._turns.finish()
-
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """While this lasts, the model is theta_start, the same on all ranks: for evaluation, say.
-
-        >>> with exchange.agreed():
-        ...     loss = evaluate(model)
-
-        Then the rank gets its own parameters back. Buffers stay its own.
-        """
-        self._refuse_in_agreed("agreed")
-        self._turns.land()
-        own = self._model.copies(list(self._model.start))
-        with torch.no_grad():
-            self._model.write_back()
-        self._is_agreed = True
-        try:
-            yield
-        finally:
-            self._is_agreed = False
-            with torch.no_grad():
-                self._model.put_back(own)
-
-    def _refuse_in_agreed(self, call: str) -> None:
-        if self._is_agreed:
-            raise ClusterError(
-                f"{call}() must not be called inside agreed(): the model is not the rank's own"
-            )
-
-    def _before_step(self, *_: Any) -> None:
-        self._refuse_in_agreed("optimizer.step")
-        if self._model.notice.has_loaded:
-            _log.warning(
-                "the model has loaded weights after UpdateExchange was made: they count as an update, of "
-                "which only a part is sent. Load them before it is made, or all by its own load_state_dict"
-            )
-            self._model.notice.has_loaded = False
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
-        if found_inf is not None and bool(found_inf):
-            return
-        self._turns.after_step(self._num_steps + 1)
-        self._num_steps += 1
+        self._rounds.finish()
