@@ -23,10 +23,10 @@ from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.steps.handshake import compare
-from regtopk.distributed.steps.step import Kind, Step, Steps, Take, Vectors
+from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.bare_group import BareCollectives
 from regtopk.distributed.transport.collectives import Alone
-from regtopk.distributed.updates.base import UpdatesBase
+from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
@@ -43,10 +43,6 @@ except ImportError as error:
         "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]'"
     ) from error
 
-_WARNING = (
-    "after round %d a replica's update was not finite: all replicas went back to where the round began; "
-    "total.num_skipped counts such rounds"
-)
 _log = logging.getLogger("regtopk")
 
 
@@ -156,7 +152,7 @@ class QuorumRounds(RankRounds):
         is_at_once: bool = False,
     ) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
-        model, steps, names = self._model, self._steps, self._model.fragments[fragment]
+        model, steps = self._model, self._steps
         step: Step | None = None
         with ExitStack() as stack:
             with self._reporting():
@@ -173,10 +169,8 @@ class QuorumRounds(RankRounds):
                 step.take_back()
             elif step is not None:
                 self.turn_at = self.rounds.next_send(self.turn_at)
-                if step.is_finite and outer is None:
-                    torch._foreach_sub_(model.starts(names), [model.update[name] for name in names])
-                elif step.is_finite:
-                    model.apply_outer(outer, names)
+                if step.is_finite:
+                    model.apply(outer, model.fragments[fragment])
         is_finite = step is None or step.is_finite
         if is_at_once:
             self._apply(fragment, is_finite)
@@ -287,11 +281,7 @@ class TorchftExchange(UpdatesBase):
             raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
         if fragments > 1:
             refuse_k(algorithm)
-        times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
-        settings = tuple({**times, **model.describe()}.items())
-        names = tuple(model.fragments) if fragments > 1 else ()
-        call = "regtopk.integrations.torchft.TorchftExchange"
-        kind = Kind(call, _WARNING, settings, names, takes_turns=fragments > 1)
+        kind = kind_of("regtopk.integrations.torchft.TorchftExchange", model, rounds, peer="replica")
         steps = Steps(model.parameters, algorithm, Alone(), checked, kind)
         _refuse_sums(algorithm, steps.buckets.all)
         model.make_room(steps.buckets.all)
@@ -354,6 +344,6 @@ def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:
         for field in state.per_entry_fields():
             if state.rules()[field] == "shared":
                 raise ArgumentError(
-                    f"algorithm must keep no sum over all replicas, which one that leaves would stay in; got "
-                    f"{algorithm.name!r}, which keeps {field!r}"
+                    "algorithm must keep no sum over all replicas, in which one that leaves would still "
+                    f"count, got {algorithm.name!r}, which keeps {field!r}"
                 )

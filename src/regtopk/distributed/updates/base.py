@@ -10,18 +10,40 @@ from torch.optim import Optimizer
 
 from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.steps.base import Counted
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rounds import RankRounds
 from regtopk.errors import ClusterError
+from regtopk.rounds import Rounds
 
 _log = logging.getLogger("regtopk")
+
+
+def kind_of(
+    call: str, model: LocalModel, rounds: Rounds, peer: str = "rank", has_thread: bool = False
+) -> Kind:
+    """What tells an exchange of updates from others, and what its ranks compare.
+
+    Args:
+        call: what users called to get here.
+        model: whose updates are exchanged.
+        rounds: when.
+        peer: what those are that exchange.
+        has_thread: whether rounds beside training need a process group of their own.
+    """
+    warning = (
+        f"after round %d a {peer}'s update was not finite: all {peer}s went back to where the round began; "
+        "total.num_skipped counts such rounds"
+    )
+    times = {name: getattr(rounds, name) for name in ("every", "delay", "fragments", "mix")}
+    takes_turns = rounds.fragments > 1
+    parts = tuple(model.fragments) if takes_turns else ()
+    return Kind(call, warning, tuple({**times, **model.describe()}.items()), parts, takes_turns, has_thread)
 
 
 class UpdatesBase(Counted):
     """Counts the steps of an optimizer, and makes the rounds that are due."""
 
-    _peer = "rank"
     _model: LocalModel
     _rounds: RankRounds
 
@@ -33,6 +55,10 @@ class UpdatesBase(Counted):
         self._is_agreed = False
         before, after = model.optimizer.register_step_pre_hook, model.optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
+
+    @property
+    def _peer(self) -> str:
+        return "replica" if self._model.is_sharded else "rank"
 
     @property
     def num_steps(self) -> int:

@@ -15,21 +15,16 @@ from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
-from regtopk.distributed.steps.step import Kind, Steps
+from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
-from regtopk.distributed.updates.base import UpdatesBase
+from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import Rounds
-
-_WARNING = (
-    "after round %d a rank's update was not finite: all ranks went back to where the round began; "
-    "total.num_skipped counts such rounds"
-)
 
 
 class UpdateExchange(UpdatesBase, ExchangeBase):
@@ -45,26 +40,27 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     d       := sum_n w_n d_n, as the algorithm exchanges it         with its residual and codes
     theta   := theta_start - d, or theta_start - outer(d)           the same on all ranks, bit for bit
 
-    This is what to use with Adam: it sees gradients as they are, not the late pulses of a sparse aggregate.
-    With `delay`, the exchange is made beside training: the rank goes on by itself, and when the aggregate is
-    there it adds what it has learned since it sent its update,
+    Use this with Adam, which then sees every gradient as it is, not the rare entries of a sparse one.
+
+    With `delay`, a round goes on beside training. When the aggregate is there, the rank adds what it has
+    learned since it sent its update:
 
     theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
 
-    and with `fragments` parts of the model take turns, so that no more than one part is sent at a time (as
-    Streaming DiLoCo does). Nothing is lost: every local step is part of exactly one update. Ranks then never
-    hold the same parameters by themselves: call `finish()` where they must, at the end of training say.
+    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the parameters are cut in their
+    order into parts of about the same size. The first part is sent after every // fragments steps, the last
+    one after `every`, and so on. Every local step is part of exactly one update. With either option the
+    ranks' parameters always differ: call `finish()` where they must not, at the end of training say.
 
-    All ranks start from rank 0's parameters and buffers. Between rounds their parameters differ. Load weights
-    before: whatever else changes parameters counts as part of the update.
+    All ranks start from rank 0's parameters and buffers. Load weights before you make the exchange: whatever
+    else changes parameters counts as part of the update.
 
-    A step is an `optimizer.step()` that was made. A step that a GradScaler skips on a rank is none: that rank
-    reaches the end of the round one batch later, and the others wait for it. So count by `num_steps`, not by
-    batches, where a loop ends and where it saves. A rank that makes fewer steps than the others ends their
-    wait with an error after the process group's timeout.
+    A step that a GradScaler skips does not count. That rank reaches the end of the round one batch later, and
+    the others wait for it. So count by `num_steps`, not by batches, where a loop ends and where it saves. If
+    a rank makes fewer steps, the others raise an error after the process group's timeout.
 
     If any rank's update is not finite, all ranks return to where the round began, and `num_skipped` counts
-    the round. Where the NaN has reached an optimizer's state of a parameter, that state starts anew.
+    the round. If a NaN has reached the optimizer's state of a parameter, that state starts anew.
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
@@ -81,8 +77,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" averages
             floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank 0's of all,
             "local" leaves each rank its own.
-        anchors: where theta_start is between rounds: on the parameters' "device", or in the "cpu"'s memory,
-            pinned. A round then copies it there and back.
+        anchors: where theta_start is kept between rounds: "device", where the parameters are; or "cpu", in
+            pinned memory, from which every round copies it and back.
         options: see `regtopk.ExchangeOptions`. Of a sharded model, `outer` gets this rank's parts.
 
     Raises:
@@ -122,10 +118,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         collectives = Collectives(group)
         if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
-        times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
-        settings = tuple({**times, **model.describe()}.items())
-        names = tuple(model.fragments) if fragments > 1 else ()
-        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names, fragments > 1, has_thread=delay > 0)
+        kind = kind_of("regtopk.UpdateExchange", model, rounds, has_thread=delay > 0)
         checked = replace(checked, dense_steps=-(-checked.dense_steps // every))  # as rounds
         steps = Steps(model.parameters, algorithm, collectives, checked, kind, model.shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
@@ -190,8 +183,9 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     def finish(self) -> None:
         """Give all ranks the same model now. Call it on every rank, after equally many steps.
 
-        Rounds that are under way are applied, and what was learned since is exchanged too. Where rounds are
-        neither delayed nor in fragments, the model is the same on all ranks after every round anyway.
+        First it applies the rounds that are under way. Then it exchanges every fragment, even one that was
+        exchanged just before; but nothing if the model is theta_start, as it is after a round without `delay`
+        and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
         self._steps.check_usable()

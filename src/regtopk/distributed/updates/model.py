@@ -68,10 +68,7 @@ class LocalModel:
 
     Attributes:
         fragments: the names of each part's parameters; those without entries are in none.
-        start: theta_start, by name.
         update: the update, or its aggregate, by name.
-        frozen: parameters that are not exchanged, by name.
-        notice: whether the module has loaded weights.
     """
 
     def __init__(
@@ -189,13 +186,17 @@ class LocalModel:
         is_spoiled = self.buffers.is_spoiled(self.parameters.device)
         return vectors, torch.stack([*are_finite, ~is_spoiled]).all()
 
-    def apply_outer(self, outer: Optimizer, names: Sequence[str]) -> None:
+    def apply(self, outer: Optimizer | None, names: Sequence[str]) -> None:
         """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
-        for name in names:
-            self.start[name].grad = self.update[name]
+        starts, updates = self.starts(names), [self.update[name] for name in names]
+        if outer is None:
+            torch._foreach_sub_(starts, updates)
+            return
+        for start, update in zip(starts, updates, strict=True):
+            start.grad = update
         outer.step()
-        for name in names:
-            self.start[name].grad = None
+        for start in starts:
+            start.grad = None
 
     def outer_as_it_is(self) -> Optimizer | None:
         """The outer optimizer with the options it has now: users may change them while a round is under way.
@@ -210,7 +211,7 @@ class LocalModel:
         frozen.param_groups = [dict(group) for group in self.outer.param_groups]
         return frozen
 
-    def starts(self, names: Sequence[str]) -> list[nn.Parameter]:
+    def starts(self, names: Sequence[str]) -> list[Tensor]:
         """theta_start of some parameters."""
         return [self.start[name] for name in names]
 

@@ -56,7 +56,10 @@ def make_outer(factory: Outer | None, parameters: list[nn.Parameter]) -> Optimiz
         raise ArgumentError(f"outer must return a torch.optim.Optimizer, got {type(outer).__name__}")
     held = [id(p) for group in outer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, parameters)):
-        raise ArgumentError("outer must return an optimizer of exactly the parameters that it is given")
+        raise ArgumentError(
+            f"outer must return an optimizer of all {len(parameters)} parameters that it is given and no "
+            f"others, got one of {len(held)}"
+        )
     return outer
 
 

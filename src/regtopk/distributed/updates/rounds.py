@@ -105,7 +105,7 @@ class RankRounds(LocalRounds):
 
     def start(self, fragment: int) -> list[Tensor]:
         """theta_start of them."""
-        return list(self._model.starts(self._model.fragments[fragment]))
+        return self._model.starts(self._model.fragments[fragment])
 
     def take_back(self) -> None:
         """Return to theta_start; what a NaN has spoiled in the optimizer starts anew."""
@@ -200,7 +200,7 @@ class RankRounds(LocalRounds):
                 step.exchange(into(self._model.start, subtract_))
             elif step.is_finite:
                 step.exchange(into(self._model.update))
-                self._model.apply_outer(outer, self._model.fragments[fragment])
+                self._model.apply(outer, self._model.fragments[fragment])
             if is_at_once:
                 with self._steps.rank.timer.phase("decode_s"):
                     self.go_on(fragment, step.is_finite)

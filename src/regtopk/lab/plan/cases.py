@@ -189,7 +189,7 @@ def update_points(bench: Bench, outer: str) -> Iterator[Point]:
                 layout.subtract_(list(model.start.values()), aggregate)
             else:
                 layout.write_(list(model.update.values()), aggregate)
-                model.apply_outer(model.outer, list(model.start))
+                model.apply(model.outer, list(model.start))
             model.write_back()
 
         yield Work(f"updates {outer}", numel_units(numel)), bench.typical(make_round)
