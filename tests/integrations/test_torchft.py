@@ -4,7 +4,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -313,9 +312,9 @@ def test_a_replica_hands_on_the_state_that_it_could_not_begin_from_yet(replicas:
     _check_alike(replicas.heard[1:], 0, first=0)
 
 
-def _run(function: Callable[[], None]) -> None:
+def _run(function: Callable[..., None], *arguments: Any) -> None:
     """Run it in a process of its own: torchft leaves the socket of its HTTP server open."""
-    process, pipe = fork_process(_tell_failure, function)
+    process, pipe = fork_process(_tell_failure, function, arguments)
     assert pipe.poll(240)
     failure = pipe.recv()
     process.join()
@@ -323,82 +322,104 @@ def _run(function: Callable[[], None]) -> None:
     assert failure is None, failure
 
 
-def _tell_failure(pipe: Connection, function: Callable[[], None]) -> None:
+def _tell_failure(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
-        function()
+        function(*arguments)
         pipe.send(None)
     except BaseException:
         pipe.send(traceback.format_exc())
-
-
-def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
-    _run(_fail_in_a_round)
-
-
-def _fail_in_a_round() -> None:
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
-    torch.manual_seed(0)
-    model, data = nn.Linear(5, 4), torch.randn(6 * EVERY, 7, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = TorchftExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
-    FailsOnce.failing.add(2)
-
-    def train(net: nn.Module, optimizer: torch.optim.Optimizer, rounds: range) -> None:
-        for batch in data[rounds.start * EVERY : rounds.stop * EVERY]:
-            optimizer.zero_grad()
-            net(batch).square().mean().backward()
-            optimizer.step()
-
-    try:
-        train(model, optimizer, range(2))
-        alone = deepcopy(model)  # what the model learns by itself from here
-        before, residual = exchange.state_dict(), _residual(exchange)
-        train(model, optimizer, range(2, 3))  # no error leaves optimizer.step()
-        assert exchange.num_failed == 1
-        assert "this round fails" in str(manager.errored())
-        after = exchange.state_dict()
-        assert all(torch.equal(after["start"][name], start) for name, start in before["start"].items())
-        assert after["num_rounds"] == before["num_rounds"] == 2
-        assert torch.equal(_residual(exchange), residual)
-
-        train(model, optimizer, range(3, 4))
-        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), range(2, 4))
-        assert (exchange.num_failed, exchange.num_rounds) == (1, 3)
-        not_sent = residual + (model.weight - alone.weight).detach().flatten()
-        torch.testing.assert_close(
-            _residual(exchange), not_sent
-        )  # theta + e is what it learned: no more, no less
-        assert torch.equal(model.weight, exchange.state_dict()["start"]["weight"])
-
-        exchange.load_state_dict(before)  # as from a disk: all but the residual
-        assert torch.equal(model.weight, before["start"]["weight"])
-        assert (exchange.num_rounds, bool(_residual(exchange).any())) == (2, False)
-        train(model, optimizer, range(4, 6))
-        assert (exchange.num_failed, exchange.num_rounds) == (1, 4)
-    finally:
-        manager.shutdown()
-        lighthouse.shutdown()
 
 
 def _is_bias(name: str, _: nn.Parameter) -> bool:
     return name == "bias"
 
 
+@pytest.mark.parametrize(
+    "options", [{"skip": _is_bias}, {"fragments": 2}, {"delay": 3}, {"fragments": 2, "delay": 1}]
+)
+def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it(options: dict[str, Any]) -> None:
+    _run(_fail_in_a_round, options)
+
+
+def _fail_in_a_round(options: dict[str, Any]) -> None:
+    fragments, delay = options.get("fragments", 1), options.get("delay", 0)
+    pause, num_before = (
+        4 // fragments,
+        2 * fragments,
+    )  # steps from turn to turn, rounds before the one that fails
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = TorchftExchange(manager, model, optimizer, FailsOnce(density=0.25), every=4, **options)
+    first, learned = _flat(exchange.state_dict()["start"]), torch.zeros(24)
+    FailsOnce.failing.add(2)
+
+    def train(num_steps: int) -> None:
+        """With gradients that do not depend on the parameters: what a step changes is known beforehand."""
+        for slopes in torch.randn(num_steps, 24):
+            model.weight.grad, model.bias.grad = slopes[:20].view(4, 5), slopes[20:]
+            optimizer.step()
+            learned.sub_(slopes, alpha=0.1)
+
+    def check(num_rounds: int, num_failed: int) -> None:
+        """theta_start, the residual and what was learned since are all that was learned: no more, no less."""
+        state = exchange.state_dict()
+        assert (state["num_rounds"], exchange.num_failed) == (num_rounds, num_failed)
+        found = _flat(dict(model.named_parameters())) - first - _residual(exchange)
+        torch.testing.assert_close(found, learned)
+
+    try:
+        train(pause * num_before + pause - 1)
+        check(num_before, 0)
+        before, residual = exchange.state_dict(), _residual(exchange)
+        train(1 + delay)  # no error leaves optimizer.step()
+        assert "this round fails" in str(manager.errored())
+        assert torch.equal(_flat(exchange.state_dict()["start"]), _flat(before["start"]))
+        assert torch.equal(_residual(exchange), residual)
+        check(num_before, 1)
+        train(pause)  # the same fragment has the next turn
+        check(num_before + 1, 1)
+        train(pause)
+        check(num_before + 2, 1)
+        exchange.load_state_dict(before)  # as from a disk: all but the residual and what was learned since
+        with exchange.agreed():
+            assert torch.equal(_flat(dict(model.named_parameters())), _flat(before["start"]))
+        assert not _residual(exchange).any() and exchange.num_steps == before["num_steps"]
+        train(2 * pause + delay)
+        assert exchange.state_dict()["num_rounds"] == num_before + 2
+    finally:
+        exchange.close()
+        manager.shutdown()
+        lighthouse.shutdown()
+
+
+def _flat(tensors: dict[str, Any]) -> Tensor:
+    return torch.cat([tensors[name].detach().flatten() for name in ("weight", "bias")])
+
+
 def _residual(exchange: TorchftExchange) -> Tensor:
-    state = exchange._steps.buckets.all[0].state
-    assert isinstance(state, ResidualState)
-    return state.residual.clone()
+    states = [(bucket.state, bucket.layout.numel) for bucket in exchange._steps.buckets.all]
+    parts = [s.residual if isinstance(s, ResidualState) else torch.zeros(numel) for s, numel in states]
+    return torch.cat(parts)
 
 
 def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
-        ArgumentError, match=r"must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
+        ArgumentError, match=r"algorithm must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
     ):
         TorchftExchange(None, model, optimizer, EF21(density=0.5))
+
+
+def test_one_round_is_under_way_at_a_time() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"delay must be less than every // fragments, 2, .*got 2"):
+        TorchftExchange(None, model, optimizer, REGTOPK, every=4, fragments=2, delay=2)
 
 
 def test_the_guides_code_runs() -> None:
