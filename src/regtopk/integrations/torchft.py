@@ -50,8 +50,7 @@ class QuorumRounds(RankRounds):
     """The local rounds of replicas that a torchft Manager brings together.
 
     A round begins with a quorum, and counts only if the Manager says so. If not, all is as before it, and the
-    same fragment has the next turn. So the number of rounds that count tells whose turn it is, on all
-    replicas.
+    same fragment has the next turn. So the number of rounds that count tells whose turn it is.
 
     Args:
         manager: of this replica.
@@ -91,6 +90,14 @@ class QuorumRounds(RankRounds):
             num_steps = self.clock
         super().after_step(num_steps)
 
+    def send(self, fragment: int) -> None:
+        """Start a round, which goes on beside training."""
+        self._flights[fragment] = None
+        with self._reporting():
+            super().send(fragment)
+        if self._flights[fragment] is None:
+            self._is_committed = bool(self._manager.should_commit())  # which it is not
+
     def receive(self, fragment: int) -> None:
         """Wait for the aggregate, and go on from it if it counts."""
         self._apply(fragment, self.land(fragment))
@@ -118,11 +125,11 @@ class QuorumRounds(RankRounds):
     def _gather(self) -> None:
         """Begin a round: see who is there, and take a peer's place if that one is ahead."""
         self._problem, self._has_senders = None, False
-        self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         self._manager.start_quorum()
         with self._reporting():
             if self._manager.errored() is None:
                 self._has_senders = self._compare()
+        self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         self.clock = self.rounds.next_send(self.turn_at)
 
     def _compare(self) -> bool:

@@ -5,18 +5,16 @@
     updates      {every, delay, fragments, inner, outer, start, outer_state}       the same on all ranks
         inner        the class of the ranks' optimizers
         outer        {class, option: value, ...}
-        start        {parameter: tensor}                 theta_start, in at least float32
-        outer_state  (state dict of the outer optimizer,)              or ({},)
+        start        {parameter: tensor}: theta_start, in at least float32
+        outer_state  (state dict of the outer optimizer,) or ({},)
     workers      {"3": {..., updates}}
-        updates      ({num_steps, optimizer, parameters, buffers, sent},)         what differs by rank
-            num_steps   optimizer steps so far
-            optimizer   its state dict
+        updates      ({num_steps, optimizer, parameters, buffers, sent, skipped},)       what differs by rank
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
+            buffers     {"now": {name: tensor}, "start": {name: tensor}}
             sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
             skipped     of each fragment, whether its round is such a one, and was not finite
-            buffers     {"now": {name: tensor}, "start": {name: tensor}}
 
-Where a tuple stands torch.distributed.checkpoint keeps what is in it as one, whatever it holds.
+Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
 
 from collections.abc import Mapping
