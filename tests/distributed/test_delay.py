@@ -207,7 +207,7 @@ def change_the_outer_lr() -> Tensor:
         for step in range(8):
             train(net, optimizer, range(step, step + 1))
             if dist.get_rank() == 1:
-                exchange._rounds.land_all()  # the other rank's round may not have been applied yet
+                exchange._maker.land_all()  # the other rank's round may not have been applied yet
             exchange.outer.param_groups[0]["lr"] = 0.7 / (step + 2)
         exchange.finish()
     return flat_parameters(net)
@@ -294,7 +294,7 @@ def test_a_failure_under_way_is_raised_by_the_next_steps(new_ranks: Ranks) -> No
 def fail_under_way() -> str:
     net, optimizer, exchange = made(every=4, delay=3)
     train(net, optimizer, range(7))
-    exchange._rounds.land_all()
+    exchange._maker.land_all()
     exchange._steps.rank.collectives.all_gather = _fail  # type: ignore[assignment]
     said = refusal(lambda: train(net, optimizer, range(7, 12)))
     assert refusal(exchange.state_dict)[0] == "ClusterError"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -68,39 +69,38 @@ class QuorumRounds(RankRounds):
         self.given: dict[str, Any] | None = None  # a peer's state, to go on from
         self.is_new = True  # whether this replica has made no round from the state that it has
         self._has_senders = False  # whether anybody has something to send in this round
-        self._is_committed = False
-        self._problem: Exception | None = None  # what went wrong in this round
+        self.is_committed = False
+        self.problem: Exception | None = None  # what went wrong in this round
         self._buffers: dict[str, Tensor] = {}  # as they were sent; then what all replicas made of them
 
-    def join(self) -> None:
-        """Make rounds until one counts: with nothing to send, for the others' state."""
-        while True:
-            self._gather()
-            self.exchange(self._due(self.clock)[0])
-            if self._is_committed:
-                break
-            if isinstance(self._problem, RegtopkError):  # the replicas differ; all else may pass
-                raise self._problem
-        self.num_failed = 0
+    def gather(self, clock: int) -> int:
+        """Begin a round: see who is there, and take a peer's place if that one is ahead."""
+        self.problem, self._has_senders = None, False
+        self._manager.start_quorum()
+        with self._reporting():
+            if self._manager.errored() is None:
+                self._has_senders = self._compare()
+        self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
+        return self._rounds.next_send(self.turn_at)
 
-    def after_step(self, num_steps: int) -> None:
-        """Receive and send what is due; before something is sent there is a quorum."""
-        if self._due(num_steps):
-            self._gather()
-            num_steps = self.clock
-        super().after_step(num_steps)
+    @contextmanager
+    def exchange(self, fragment: int, num_steps: int) -> Iterator[bool | None]:
+        """A whole round at once."""
+        take = partial(self._model.take_update, self._buckets_of(fragment))
+        yield self._outcome(fragment, self._meet(fragment, take, self._model.outer, num_steps))
 
-    def send(self, fragment: int) -> None:
+    def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
         self._flights[fragment] = None
         with self._reporting():
-            super().send(fragment)
+            super().send(fragment, num_steps)
         if self._flights[fragment] is None:
-            self._is_committed = bool(self._manager.should_commit())  # which it is not
+            self.is_committed = bool(self._manager.should_commit())  # which it is not
 
-    def receive(self, fragment: int) -> None:
-        """Wait for the aggregate, and go on from it if it counts."""
-        self._apply(fragment, self.land(fragment))
+    @contextmanager
+    def receive(self, fragment: int) -> Iterator[bool | None]:
+        """Wait for the aggregate."""
+        yield self._outcome(fragment, self.land(fragment))
 
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
@@ -115,22 +115,8 @@ class QuorumRounds(RankRounds):
             model.outer.load_state_dict(deepcopy(given["outer"]))
         steps.buckets.begin_from(given["shared"])
         steps.num_steps = given["num_rounds"]
-        self.clock = self.turn_at = given.get("turn_at", 0)
+        self.turn_at = given.get("turn_at", 0)
         self.given = None
-
-    def _due(self, clock: int) -> list[int]:
-        """The fragment whose turn it is, if any."""
-        return [part for part in range(self.rounds.fragments) if self.rounds.sends_at(part, clock)]
-
-    def _gather(self) -> None:
-        """Begin a round: see who is there, and take a peer's place if that one is ahead."""
-        self._problem, self._has_senders = None, False
-        self._manager.start_quorum()
-        with self._reporting():
-            if self._manager.errored() is None:
-                self._has_senders = self._compare()
-        self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
-        self.clock = self.rounds.next_send(self.turn_at)
 
     def _compare(self) -> bool:
         """Compare settings, and share the weights. Whether anybody has something to send."""
@@ -149,55 +135,40 @@ class QuorumRounds(RankRounds):
         steps.regroup(group, weights)
         return True
 
-    def _meet(
-        self,
-        fragment: int,
-        vectors: Vectors | Take,
-        outer: Optimizer | None,
-        num_steps: int,
-        *,
-        is_at_once: bool = False,
-    ) -> bool:
+    def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
         model, steps = self._model, self._steps
         step: Step | None = None
         with ExitStack() as stack:
             with self._reporting():
                 if self._has_senders:
-                    buckets, every = self._buckets_of(fragment), self.rounds.every
+                    buckets, every = self._buckets_of(fragment), self._rounds.every
                     counted = steps.step(vectors, buckets, num_dense=every, can_be_taken_back=True)
                     step = stack.enter_context(counted)
                     if step.is_finite:
                         step.exchange(into(model.update))
                         if self._is_last(fragment):
                             self._buffers = model.buffers.joined(steps.rank, steps.device, self._buffers)
-            self._is_committed = bool(self._manager.should_commit())
-            if step is not None and not self._is_committed:
+            self.is_committed = bool(self._manager.should_commit())
+            if step is not None and not self.is_committed:
                 step.take_back()
             elif step is not None:
-                self.turn_at = self.rounds.next_send(self.turn_at)
+                self.turn_at = self._rounds.next_send(self.turn_at)
                 if step.is_finite:
                     model.apply(outer, model.fragments[fragment])
-        is_finite = step is None or step.is_finite
-        if is_at_once:
-            self._apply(fragment, is_finite)
-        return is_finite
+        return step is None or step.is_finite
 
-    def _apply(self, fragment: int, is_finite: bool) -> None:
-        """Begin the next round from the aggregate, if it counts; if not, go on as if nothing was sent."""
-        if self._is_committed and self._has_senders:
-            self.go_on(fragment, is_finite)
-            if is_finite and self._is_last(fragment):
-                self._model.buffers.put(self._buffers)
-        else:
-            self.sent[fragment] = []
-            self.clock -= self.rounds.next_send(self.turn_at) - self.turn_at  # it has the next turn
-        if self._is_committed:
-            self.is_new = False
-        else:
+    def _outcome(self, fragment: int, is_finite: bool) -> bool | None:
+        """Whether all updates were finite; None: the round does not count, or nobody had anything to send."""
+        if not self.is_committed:
             self.num_failed += 1
-            why = self._problem or self._manager.errored()
+            why = self.problem or self._manager.errored()
             _log.warning("round %d was not committed: %s", self._steps.num_steps, why)
+            return None
+        self.is_new = False
+        if self._has_senders and is_finite and self._is_last(fragment):
+            self._model.buffers.put(self._buffers)
+        return is_finite if self._has_senders else None
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -205,7 +176,7 @@ class QuorumRounds(RankRounds):
         try:
             yield
         except Exception as problem:
-            self._problem = problem
+            self.problem = problem
             self._manager.report_error(problem)
 
 
@@ -250,7 +221,7 @@ class TorchftExchange(UpdatesBase):
     """
 
     _peer = "replica"
-    _rounds: QuorumRounds
+    _maker: QuorumRounds
 
     @names_typos
     def __init__(
@@ -292,27 +263,27 @@ class TorchftExchange(UpdatesBase):
         steps = Steps(model.parameters, algorithm, Alone(), checked, kind)
         _refuse_sums(algorithm, steps.buckets.all)
         model.make_room(steps.buckets.all)
-        self._follow(steps, model, QuorumRounds(manager, float(weight), steps, model, rounds))
+        maker = QuorumRounds(manager, float(weight), steps, model, rounds)
+        self._follow(steps, model, rounds, maker)
         manager.register_state_dict_fn("regtopk", self._take_from_peer, self.state_dict)
-        with torch.no_grad():
-            self._rounds.join()
+        self._join()
 
     @property
     def num_failed(self) -> int:
         """How many rounds of this replica were not committed."""
-        return self._rounds.num_failed
+        return self._maker.num_failed
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from, on the CPU: all but this replica's residual and local steps."""
-        rounds, model, steps = self._rounds, self._model, self._steps
-        if rounds.given is not None:  # the round that it came in failed, and this replica will begin from it
-            return rounds.given
+        maker, model, steps = self._maker, self._model, self._steps
+        if maker.given is not None:  # the round that it came in failed, and this replica will begin from it
+            return maker.given
         with steps.lock:  # a round that is under way ends before
             begun = model.buffers.saved()["start"]
             return {
                 "num_rounds": steps.num_steps,
                 "num_steps": self._num_steps,
-                "turn_at": rounds.turn_at,
+                "turn_at": maker.turn_at,
                 "start": copied(model.start),
                 "frozen": copied(model.frozen),
                 "buffers": {"now": copied(begun), "start": copied(begun)},
@@ -324,13 +295,26 @@ class TorchftExchange(UpdatesBase):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, on every replica: parameters, buffers and both optimizers are set too."""
-        self._rounds.load(0, {}, [], is_start=True)
-        self._rounds.begin_from(state_dict)
+        self._maker.load([])
+        self._maker.begin_from(state_dict)
+        self._rounds.load(self._maker.turn_at, [[] for _ in self._model.fragments], is_start=True)
         self._num_steps = state_dict["num_steps"]
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Make rounds until one counts: with nothing to send, for the others' state."""
+        maker = self._maker
+        while not maker.is_committed:
+            clock = maker.gather(0)
+            self._rounds.exchange(self._rounds.rounds.due(clock)[0], clock)
+            if isinstance(maker.problem, RegtopkError):  # the replicas differ; all else may pass
+                raise maker.problem
+        maker.num_failed = 0
+        self._rounds.clock = maker.turn_at
 
     def _take_from_peer(self, state_dict: dict[str, Any]) -> None:
         """Called by the Manager in a quorum: go on from it when the settings have been compared."""
-        self._rounds.given, self._rounds.is_new = state_dict, True
+        self._maker.given, self._maker.is_new = state_dict, True
         self._num_steps = state_dict["num_steps"]
 
 

@@ -14,7 +14,7 @@ from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rounds import RankRounds
 from regtopk.errors import ClusterError
-from regtopk.rounds import Rounds
+from regtopk.rounds import LocalRounds, Rounds
 
 _log = logging.getLogger("regtopk")
 
@@ -44,21 +44,17 @@ def kind_of(
 class UpdatesBase(Counted):
     """Counts the steps of an optimizer, and makes the rounds that are due."""
 
-    _model: LocalModel
-    _rounds: RankRounds
+    _peer = "rank"
 
-    def _follow(self, steps: Steps, model: LocalModel, rounds: RankRounds) -> None:
+    def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Make rounds after the optimizer's steps from now on."""
-        self._steps, self._model, self._rounds = steps, model, rounds
-        self.every, self.delay = rounds.rounds.every, rounds.rounds.delay
+        self._steps, self._model, self._maker = steps, model, maker
+        self._rounds = LocalRounds(rounds, maker)
+        self.every, self.delay = rounds.every, rounds.delay
         self._num_steps = 0
         self._is_agreed = False
         before, after = model.optimizer.register_step_pre_hook, model.optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
-
-    @property
-    def _peer(self) -> str:
-        return "replica" if self._model.is_sharded else "rank"
 
     @property
     def num_steps(self) -> int:
@@ -77,7 +73,7 @@ class UpdatesBase(Counted):
 
     def summary(self) -> str:
         """What this rank sent, against dense gradients in every step, and where the time went."""
-        self._rounds.land_all()
+        self._maker.land_all()
         steps, norm = self._steps, self.total.residual_norm
         counts = self.every, len(self._model.fragments), self._peer
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
@@ -92,7 +88,7 @@ class UpdatesBase(Counted):
         Then the rank gets its own parameters back. Buffers stay its own.
         """
         self._refuse_in_agreed("agreed")
-        self._rounds.land_all()
+        self._maker.land_all()
         with self._model.being_start():
             self._is_agreed = True
             try:
@@ -102,7 +98,7 @@ class UpdatesBase(Counted):
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        self._rounds.close()
+        self._maker.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -127,5 +123,6 @@ class UpdatesBase(Counted):
         found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
         if found_inf is not None and bool(found_inf):
             return
-        self._rounds.after_step(self._rounds.clock + 1)
+        self._maker.check_usable()
+        self._rounds.after_step()
         self._num_steps += 1

@@ -126,7 +126,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._handshake_timeout_s = checked.handshake_timeout_s
         with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
-        self._follow(steps, model, RankRounds(steps, model, rounds))
+        self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.add(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,10 +140,13 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
-        rounds = self._rounds
-        skipped = rounds.are_skipped()
-        saved, sent = self._steps.state_dict(), rounds.sent_by_name()
-        return update_checkpoint.add_to(saved, self._model, rounds.rounds, self.num_steps, sent, skipped)
+        rounds, model = self._rounds, self._model
+        skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
+        saved, sent = self._steps.state_dict(), None
+        if not rounds.is_start:
+            parts = [zip(*part, strict=False) for part in zip(model.fragments, rounds.sent, strict=True)]
+            sent = {name: tensor for part in parts for name, tensor in part}
+        return update_checkpoint.add_to(saved, model, rounds.rounds, self.num_steps, sent, skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, which also sets parameters, buffers and both optimizers.
@@ -167,7 +170,12 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        self._rounds.load(model.num_steps, model.sent, model.skipped, is_start=not model.parameters)
+        self._maker.load([fragment for fragment, is_skipped in enumerate(model.skipped) if is_skipped])
+        sent = [
+            [model.sent[name].to(self.device, copy=True) for name in names if name in model.sent]
+            for names in self._model.fragments
+        ]
+        self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
         self._num_steps = model.num_steps
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)

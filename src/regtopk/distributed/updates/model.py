@@ -227,8 +227,7 @@ class LocalModel:
         torch._foreach_copy_(self.own(list(self.start)), list(self.start.values()))
 
     def take_back(self) -> None:
-        """Skip a round: return to where it began. What a NaN has spoiled in the optimizer starts anew."""
-        self.write_back()
+        """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
         self.buffers.take_back()
         restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
 

@@ -3,9 +3,9 @@
 When a fragment is sent, when it is applied and what is kept is decided in regtopk/rounds.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.background import Background
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.errors import ClusterError
-from regtopk.rounds import LocalRounds, Rounds
+from regtopk.rounds import RoundMaker, Rounds
 
 
 class Flight:
@@ -78,26 +78,33 @@ class Flight:
             self._landed.set_exception(error)
 
 
-class RankRounds(LocalRounds):
-    """The local rounds of a rank's model.
+class RankRounds(RoundMaker):
+    """The rounds of a rank's model.
 
     Args:
         steps: what makes them.
         model: whose updates are exchanged.
         rounds: when they are sent, and when they are applied.
-
-    Attributes:
-        clock: how many steps the optimizer has made.
     """
 
     def __init__(self, steps: Steps, model: LocalModel, rounds: Rounds) -> None:
-        super().__init__(rounds)
-        self._steps, self._model = steps, model
-        self.clock = 0
-        self._exchanged_at = [0] * rounds.fragments  # the step after which each fragment was last sent
-        self._flights: list[Flight | None] = [None] * rounds.fragments
-        self._were_skipped = [False] * rounds.fragments  # of rounds that were loaded under way
+        self._steps, self._model, self._rounds = steps, model, rounds
+        self._clock = 0  # when something was last sent
         self._background = Background(steps.device) if rounds.delay else None
+        self._flights: list[Flight | None] = [None] * rounds.fragments
+        self._were_skipped: list[int] = []
+
+    def load(self, skipped: list[int]) -> None:
+        """When what is under way has ended, go on with rounds of which those of these fragments failed.
+
+        Args:
+            skipped: the fragments whose updates were not finite.
+        """
+        for fragment, flight in enumerate(self._flights):
+            if flight is not None:
+                flight.wait()
+            self._flights[fragment] = None
+        self._were_skipped = skipped
 
     def own(self, fragment: int) -> list[Tensor]:
         """This rank's parameters."""
@@ -108,132 +115,60 @@ class RankRounds(LocalRounds):
         return self._model.starts(self._model.fragments[fragment])
 
     def take_back(self) -> None:
-        """Return to theta_start; what a NaN has spoiled in the optimizer starts anew."""
+        """Put buffers back; what a NaN has spoiled in the optimizer starts anew."""
         self._model.take_back()
 
-    def after_step(self, num_steps: int) -> None:
-        """Receive and send what is due after so many steps of the optimizer."""
+    def gather(self, clock: int) -> int:
+        """Note when something is sent."""
+        self._clock = clock
+        return clock
+
+    def check_usable(self) -> None:
+        """Raise what went wrong in a round that is under way, or before."""
         for flight in self._flights:
             if flight is not None:
                 flight.raise_failure()
         self._steps.check_usable()
-        before, self.clock = self.clock, num_steps
-        try:
-            super().after_step(num_steps)
-        except BaseException:
-            self.clock = before
-            raise
 
-    def finish(self) -> None:
-        """Receive what is under way; then exchange every fragment, unless the model is theta_start."""
-        super().finish()
-        self._exchanged_at = [self.clock] * self.rounds.fragments
+    @contextmanager
+    def exchange(self, fragment: int, num_steps: int) -> Iterator[bool | None]:
+        """A whole round at once: what follows belongs to its step."""
+        model, rank = self._model, self._steps.rank
+        take = partial(model.take_update, self._buckets_of(fragment))
+        with model.at_hand(), ExitStack() as stack:
+            step = self._exchanged(stack, fragment, take, model.outer, num_steps)
+            with rank.timer.phase("decode_s"):
+                yield step.is_finite
+                if step.is_finite and self._is_last(fragment):
+                    self._join_buffers(rank)
 
-    # A round.
-
-    def exchange(self, fragment: int) -> None:
-        """A whole round at once."""
-        model = self._model
-        with model.at_hand():
-            take = partial(model.take_update, self._buckets_of(fragment))
-            self._meet(fragment, take, model.outer, self._num_since(fragment), is_at_once=True)
-
-    def send(self, fragment: int) -> None:
+    def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
         assert self._background is not None
         buckets = self._buckets_of(fragment)
         vectors = self._model.take_update(buckets)
-        outer, num_steps = self._model.outer_as_it_is(), self._num_since(fragment)
         states = [tensor for bucket in buckets for tensor in bucket.state.state_dict().values()]
         tensors = [*vectors[0], *states, *self._model.start.values()]
-        meet = partial(self._meet, fragment, vectors, outer, num_steps)
+        meet = partial(self._meet, fragment, vectors, self._model.outer_as_it_is(), num_steps)
         self._flights[fragment] = Flight(self._background, meet, self._steps.device, tensors)
 
     def land(self, fragment: int) -> bool:
         """Wait for the aggregate. Whether all updates were finite; if not, theta_start is as before."""
         flight = self._flights[fragment]
-        return not self._were_skipped[fragment] if flight is None else flight.land()
+        return fragment not in self._were_skipped if flight is None else flight.land()
 
-    def receive(self, fragment: int) -> None:
-        """Wait for the aggregate, and go on from it with what was learned meanwhile."""
+    @contextmanager
+    def receive(self, fragment: int) -> Iterator[bool | None]:
+        """Wait for the aggregate; what follows must not fail, or all ranks restart."""
         is_finite = self.land(fragment)
         with self._steps.half_way():
-            self.go_on(fragment, is_finite)
-            if not is_finite or not self._is_last(fragment):
-                return
-            if self._model.buffers.are_joined:
+            yield is_finite
+            if is_finite and self._is_last(fragment) and self._model.buffers.are_joined:
                 self.land_all()  # whose collectives must not mix with these
                 with self._steps.afterwards() as rank:
                     self._join_buffers(rank)
-            else:
+            elif is_finite and self._is_last(fragment):
                 self._model.buffers.keep()
-
-    def _num_since(self, fragment: int) -> int:
-        """How many steps there were since a fragment was exchanged, which it is now."""
-        before, self._exchanged_at[fragment] = self._exchanged_at[fragment], self.clock
-        return self.clock - before
-
-    def _meet(
-        self,
-        fragment: int,
-        vectors: Vectors | Take,
-        outer: Optimizer | None,
-        num_steps: int,
-        *,
-        is_at_once: bool = False,
-    ) -> bool:
-        """What ranks do together in a round: the aggregate gets into theta_start.
-
-        Args:
-            fragment: whose round it is.
-            vectors: its update, as the buckets' vectors.
-            outer: what applies the aggregate.
-            num_steps: how many steps of the optimizer the round has.
-            is_at_once: whether to go on from the aggregate.
-
-        Returns:
-            Whether all ranks' updates were finite; if not, nothing has changed.
-        """
-        with ExitStack() as stack:
-            step = self._begun(stack, fragment, vectors, num_steps)
-            if step.is_finite and outer is None:
-                step.exchange(into(self._model.start, subtract_))
-            elif step.is_finite:
-                step.exchange(into(self._model.update))
-                self._model.apply(outer, self._model.fragments[fragment])
-            if is_at_once:
-                with self._steps.rank.timer.phase("decode_s"):
-                    self.go_on(fragment, step.is_finite)
-                    if step.is_finite and self._is_last(fragment):
-                        self._join_buffers(self._steps.rank)
-        return step.is_finite
-
-    def _begun(self, stack: ExitStack, fragment: int, vectors: Vectors | Take, num_steps: int) -> Step:
-        """Wait until all ranks are here."""
-        steps = self._steps
-        try:
-            return stack.enter_context(steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps))
-        except ClusterError as error:
-            if error.__cause__ is None:  # all ranks are here, but differ
-                raise
-            raise ClusterError(
-                f"{error} Round {steps.num_turns} did not begin at step {self.clock} of this rank. If no "
-                "rank has stopped: did every rank call optimizer.step() equally often? A step that a "
-                "GradScaler skips does not count: count by num_steps, not by batches"
-            ) from error
-
-    def _join_buffers(self, rank: Rank) -> None:
-        buffers = self._model.buffers
-        buffers.put(buffers.joined(rank, self._steps.device, buffers.named))
-
-    def _is_last(self, fragment: int) -> bool:
-        return fragment == self.rounds.fragments - 1
-
-    def _buckets_of(self, fragment: int) -> list[Bucket]:
-        names = set(self._model.fragments[fragment])
-        return [bucket for bucket in self._steps.buckets.all if names.issuperset(bucket.names)]
-
-    # What is under way.
 
     def land_all(self) -> None:
         """Wait for all that is under way; it is applied when its time has come."""
@@ -241,34 +176,58 @@ class RankRounds(LocalRounds):
             if flight is not None:
                 flight.land()
 
-    def sent_by_name(self) -> dict[str, Tensor] | None:
-        """The parameters as they were sent, of rounds under way; None: the model is theta_start."""
-        if self.is_start:
-            return None
-        parts = zip(self._model.fragments, self.sent, strict=True)
-        return {name: tensor for names, sent in parts for name, tensor in zip(names, sent, strict=False)}
-
-    def are_skipped(self) -> list[bool]:
-        """Of each fragment, whether its round is under way and was not finite."""
-        return [bool(sent) and not self.land(fragment) for fragment, sent in enumerate(self.sent)]
-
-    def load(self, num_steps: int, sent: dict[str, Tensor], skipped: list[bool], *, is_start: bool) -> None:
-        """Go on with what was under way after so many steps, when what is under way now has ended."""
-        for flight in self._flights:
-            if flight is not None:
-                flight.wait()
-        fragments = range(self.rounds.fragments)
-        self._flights = [None for _ in fragments]
-        self._is_start, self.clock = is_start, num_steps
-        self._exchanged_at = [self.rounds.last_send(fragment, num_steps) for fragment in fragments]
-        device = self._steps.device
-        self.sent = [
-            [sent[name].to(device, copy=True) for name in names if name in sent]
-            for names in self._model.fragments
-        ]
-        self._were_skipped = [fragment < len(skipped) and skipped[fragment] for fragment in fragments]
-
     def close(self) -> None:
         """Let what has begun end on all ranks."""
         if self._background is not None:
             self._background.close()
+
+    def _meet(self, fragment: int, vectors: Vectors, outer: Optimizer | None, num_steps: int) -> bool:
+        """A round beside training. Whether all ranks' updates were finite."""
+        with ExitStack() as stack:
+            return self._exchanged(stack, fragment, vectors, outer, num_steps).is_finite
+
+    def _exchanged(
+        self,
+        stack: ExitStack,
+        fragment: int,
+        vectors: Vectors | Take,
+        outer: Optimizer | None,
+        num_steps: int,
+    ) -> Step:
+        """What ranks do together in a round: the aggregate gets into theta_start, if all updates are finite.
+
+        Args:
+            stack: in which the step goes on.
+            fragment: whose round it is.
+            vectors: its update, as the buckets' vectors.
+            outer: what applies the aggregate.
+            num_steps: how many steps of the optimizer the round has.
+        """
+        steps, model = self._steps, self._model
+        try:
+            step = stack.enter_context(steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps))
+        except ClusterError as error:
+            if error.__cause__ is None:  # all ranks are here, but differ
+                raise
+            raise ClusterError(
+                f"{error} Round {steps.num_turns} did not begin at step {self._clock} of this rank. If no "
+                "rank has stopped: did every rank call optimizer.step() equally often? A step that a "
+                "GradScaler skips does not count: count by num_steps, not by batches"
+            ) from error
+        if step.is_finite and outer is None:
+            step.exchange(into(model.start, subtract_))
+        elif step.is_finite:
+            step.exchange(into(model.update))
+            model.apply(outer, model.fragments[fragment])
+        return step
+
+    def _join_buffers(self, rank: Rank) -> None:
+        buffers = self._model.buffers
+        buffers.put(buffers.joined(rank, self._steps.device, buffers.named))
+
+    def _is_last(self, fragment: int) -> bool:
+        return fragment == self._rounds.fragments - 1
+
+    def _buckets_of(self, fragment: int) -> list[Bucket]:
+        names = set(self._model.fragments[fragment])
+        return [bucket for bucket in self._steps.buckets.all if names.issuperset(bucket.names)]

@@ -13,7 +13,7 @@ from regtopk.core.timer import Timer
 from regtopk.core.worker import Layer, Layout
 from regtopk.lab.experiments.optimizers import OPTIMIZERS, Descent
 from regtopk.lab.experiments.task import Quality, Task
-from regtopk.rounds import GRADIENTS, LocalRounds, Rounds, cut_evenly
+from regtopk.rounds import GRADIENTS, LocalRounds, RoundMaker, Rounds, cut_evenly
 from regtopk.simulate import Cluster
 
 LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
@@ -33,22 +33,24 @@ class Part(NamedTuple):
     models: Tensor
 
 
-class SimulatedRounds(LocalRounds):
+class SimulatedRounds(RoundMaker):
     """Local rounds of N workers for each of R seeds, whose aggregates are there at once.
 
     Args:
-        rounds: when updates are sent, and when they are applied.
         parts: the fragments of the models.
         local: the workers' own models, (R, N, J).
+        outer: applies an aggregate to the models.
         aggregate: what the clusters make of a part's updates: (R, N, j) in and (R, j) out.
     """
 
     def __init__(
-        self, rounds: Rounds, parts: list[Part], local: Tensor, aggregate: Callable[[Part, Tensor], Tensor]
+        self,
+        parts: list[Part],
+        local: Tensor,
+        outer: torch.optim.Optimizer,
+        aggregate: Callable[[Part, Tensor], Tensor],
     ) -> None:
-        super().__init__(rounds)
-        self._parts, self._local, self._aggregate = parts, local, aggregate
-        self.outer = rounds.make_outer([part.models for part in parts])
+        self._parts, self._local, self._outer, self._aggregate = parts, local, outer, aggregate
 
     def own(self, fragment: int) -> list[Tensor]:
         """The workers' models, (R, N, j)."""
@@ -58,11 +60,11 @@ class SimulatedRounds(LocalRounds):
         """The models they began from, (R, 1, j)."""
         return [self._parts[fragment].models.unsqueeze(1)]
 
-    def send(self, fragment: int) -> None:
+    def send(self, fragment: int, num_steps: int) -> None:
         """Let the outer optimizer apply the aggregate to the models."""
         part, (own,), (start,) = self._parts[fragment], self.own(fragment), self.start(fragment)
         part.models.grad = self._aggregate(part, start - own)
-        self.outer.step()
+        self._outer.step()
         part.models.grad = None
 
 
@@ -129,10 +131,12 @@ class Trainer:
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
         self._local = self.models
-        self._rounds: SimulatedRounds | None = None
+        self._outer: torch.optim.Optimizer | None = None
         if rounds.has_updates:
             self._local = self.models.unsqueeze(1).repeat(1, task.num_workers, 1)
-            self._rounds = SimulatedRounds(rounds, self._parts, self._local, self._aggregate)
+            self._outer = rounds.make_outer([part.models for part in self._parts])
+            maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
+            self._rounds = LocalRounds(rounds, maker)
         self._descent = Descent.of_models(
             self._local,
             task.layout,
@@ -213,9 +217,9 @@ class Trainer:
             "compress_s": self.compress_s,
             "local": self._local,
             "optimizer": self._descent.optimizer.state_dict(),
-            "outer": self._rounds and self._rounds.outer.state_dict(),
+            "outer": self._outer and self._outer.state_dict(),
             "clusters": [cluster.state_dict() for cluster in self.clusters],
-            "sent": [sent[0] if sent else None for sent in (self._rounds.sent if self._rounds else [[]])],
+            "sent": [sent[0] if sent else None for sent in self._rounds.sent] if self._outer else [None],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,23 +233,24 @@ class Trainer:
         self._spent_s = state["compress_s"]
         self._local.copy_(state["local"])
         self._descent.optimizer.load_state_dict(state["optimizer"])
-        if self._rounds is not None:
-            self._rounds.outer.load_state_dict(state["outer"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
             sent = state.get("sent") or [None] * len(self._parts)
-            self._rounds.sent = [[] if own is None else [own] for own in sent]
+            own = [[] if tensor is None else [tensor] for tensor in sent]
+            self._rounds.load(self.num_steps, own, is_start=False)
         for cluster, own in zip(self.clusters, state["clusters"], strict=True):
             cluster.load_state_dict(own)
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps, self.lr)
         self._step_losses = losses
-        if self._rounds is None:
+        if self._outer is None:
             self.models.grad = self._aggregate(self._parts[0], grads)
             self._descent.step(self.num_steps)
         else:
             self._local.grad = grads
             self._descent.step(self.num_steps)
-            self._rounds.after_step(self.num_steps + 1)
+            self._rounds.after_step()
         self._is_diverged |= ~torch.isfinite(losses)
         self._count(losses)
         self.num_steps += 1
