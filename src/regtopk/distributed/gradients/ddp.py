@@ -58,7 +58,6 @@ class SparseHookState(ExchangeBase):
         self._names = {id(p): name for name, p in parameters.named.items()}
         self._grads: dict[str, Tensor] = {}  # what has arrived in this backward
         self._arrived: list[tuple[Tensor, Future[Tensor]]] = []  # its buckets, and what DDP waits for
-        self._is_detached = False
         # DDP's backward fails with an internal assertion on parameters that changed: look before
         self._forward_hook = ddp.register_forward_pre_hook(self._before_forward)
 
@@ -77,11 +76,6 @@ class SparseHookState(ExchangeBase):
         self.close()
         self._steps.drop()
         self._is_detached = True
-
-    def summary(self) -> str:
-        """What this rank sent until it was detached, if it was, and where the time went."""
-        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
-        return super().summary() + (dense if self._is_detached else "")
 
     def _on_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket from DDP; its future completes with the aggregate."""

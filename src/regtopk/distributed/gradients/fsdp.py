@@ -1,9 +1,9 @@
 """For users of fully_shard (FSDP2): a hook that exchanges over the replicas of a sharded model.
 
 FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
-parameters one after another, each padded to the size of the largest part. The hook takes it away: at once,
-leaving zeros, or when backward is over, if the gradients are views of it. Then all units are exchanged with
-the ranks that hold the same parts: selected within, each by itself, and sent together.
+parameters one after another, each padded to the size of the largest part. The hook copies this vector and
+leaves zeros; if FSDP makes the gradients views of it, the hook waits with that until backward is over. Then
+all units are exchanged with the ranks that hold the same parts. Entries are selected within each unit.
 """
 
 import logging
@@ -80,7 +80,6 @@ class ShardedHookState(ExchangeBase):
         self._arrived: dict[str, Tensor | None] = {}
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
-        self._is_detached = False
         self._model, self._everything, self._shards = model, everything, shards
         self._modules = modules_of(model)
         self._are_compared = False  # whether the replicas have begun alike
@@ -101,11 +100,6 @@ class ShardedHookState(ExchangeBase):
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
-
-    def summary(self) -> str:
-        """What this rank sent until it was detached, if it was, and where the time went."""
-        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
-        return super().summary() + (dense if self._is_detached else "")
 
     @torch.no_grad()
     def _on_gradient(self, name: str, flat: Tensor) -> None:

@@ -51,8 +51,7 @@ class Ledger:
     """What the steps of an exchange sent and how long they took.
 
     Args:
-        total: what to go on from, after a resume.
-        num_steps: how many steps that was, skipped ones included.
+        num_steps: how many steps `total` is of, skipped ones included.
         first_step: the step it counts from; not 0 after a resume on other ranks.
     """
 

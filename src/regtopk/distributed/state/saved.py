@@ -103,12 +103,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
-    """What an exchange goes on with from a saved state.
-
-    Args:
-        buckets: of the exchange that loads.
-        saved: a state dict.
-        keeps_buckets: whether to go on with the buckets that were saved, or with the whole model.
+    """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one.
 
     Raises:
         StateError: it does not fit, or is damaged.

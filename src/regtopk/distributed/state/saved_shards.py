@@ -102,11 +102,7 @@ def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
 def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[int]) -> dict[str, Any]:
     """A state dict that this rank can load, of all replicas that it needs, whatever mesh it was saved on.
 
-    Args:
-        load: reads the checkpoint; called equally often on every rank.
-        sharding: of the exchange that loads.
-        buckets: its buckets.
-        shard: [which part of the model this rank has, of how many].
+    `load` reads the checkpoint, and is called equally often on every rank.
     """
     first = _rests(load, {"0": 0})["0"]
     weights, num_parts = first["weights"], first["shard"][1]

@@ -26,9 +26,7 @@ from regtopk.errors import ArgumentError, ClusterError
 class Shards:
     """The ranks that hold the other parts of this rank's replica: the shard axis.
 
-    Args:
-        named: the sharded parameters.
-        replicas: the process group of the replicate axis.
+    `replicas` is the process group of the other axis.
     """
 
     def __init__(self, named: Mapping[str, Any], replicas: dist.ProcessGroup) -> None:

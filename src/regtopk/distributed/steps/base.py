@@ -60,6 +60,8 @@ class ExchangeBase(Counted):
     UpdateExchange         optimizer.step() trains this rank alone   close it, and wrap the model in DDP
     """
 
+    _is_detached = False
+
     def __init__(self, steps: Steps, sharding: Sharding | None = None) -> None:
         self._steps = steps
         self._sharding = sharding
@@ -96,9 +98,10 @@ class ExchangeBase(Counted):
 
     def summary(self) -> str:
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
-        steps = self._steps
-        norm = self.total.residual_norm
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm)
+        steps, norm = self._steps, self.total.residual_norm
+        text = summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm)
+        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
+        return text + (dense if self._is_detached else "")
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""

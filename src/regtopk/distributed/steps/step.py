@@ -95,11 +95,6 @@ class Steps:
     `step` makes one, as a `with` block. `run` is the usual one.
 
     Args:
-        parameters: what is exchanged, the same names and shapes on every rank.
-        algorithm: what is run, the same on every rank.
-        collectives: the process group.
-        options: see `regtopk.attach`.
-        kind: whose steps they are.
         shards: the ranks that hold the rest of the model, if it is sharded: they must step alike.
     """
 
@@ -305,9 +300,7 @@ class Steps:
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient, which an exchange puts back; is it finite?
 
-        Args:
-            flat: the gradient.
-            is_finite: whether it is finite with the scale, if that is known.
+        `is_finite` says whether it is finite with the scale, if that is known.
         """
         if self._options.grad_scaler is not None:
             flat.div_(self._loss_scale)
@@ -347,7 +340,8 @@ class Steps:
         )
 
     def _end(self, step: Step, num_dense: int) -> None:
-        numel = sum(bucket.layout.numel for bucket in step.buckets)
+        exchanged = step.buckets if self._kind.takes_turns else self.buckets.all
+        numel = sum(bucket.layout.numel for bucket in exchanged)
         self.rank.record.dense_bytes = num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
         for bucket in step.buckets:
             bucket.state_before = None
