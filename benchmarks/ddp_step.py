@@ -31,7 +31,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.options import Scope
 from regtopk.distributed.requests.record import PHASES
 
 WIDTH, DEPTH, BATCH = 965, 12, 4  # 11,186,280 parameters
@@ -50,13 +49,9 @@ def variants(density: float) -> dict[str, Wrap]:
         "torch fp16": with_fp16,
         "torch PowerSGD": with_powersgd,
     }
-    scopes: tuple[Scope, ...] = ("model", "bucket")
     for code in ("float32", "4bit"):
-        for scope in scopes:
-            for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
-                algorithm = kind(density=density, value_code=code)
-                table[f"{name}, {scope}, {code}"] = with_ours(algorithm, scope)
         for name, kind in (("Top-k", regtopk.TopK), ("RegTop-k", regtopk.RegTopK)):
+            table[f"{name}, model, {code}"] = with_ours(kind(density=density, value_code=code))
             table[f"{name}, updates, {code}"] = with_updates(kind(density=density, value_code=code))
     for name in ("Top-k", "RegTop-k"):
         table[f"{name}, model, float32{PLAIN}"] = table[f"{name}, model, float32"]
@@ -76,10 +71,10 @@ def with_powersgd(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return model, None
 
 
-def with_ours(algorithm: Any, scope: Scope) -> Wrap:
+def with_ours(algorithm: Any) -> Wrap:
     def wrap(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         model = DistributedDataParallel(net)
-        return model, regtopk.attach(model, algorithm, scope=scope)
+        return model, regtopk.attach(model, algorithm)
 
     return wrap
 

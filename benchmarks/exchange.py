@@ -41,14 +41,13 @@ import regtopk
 from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
-from regtopk.distributed.gradients.bucket_queue import Arrival
-from regtopk.distributed.options import Scope
 from regtopk.distributed.requests import gather, rank
 from regtopk.distributed.state import buckets
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.distributed.updates import turns
+from regtopk.distributed.updates import rounds as updates
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.kernels.dispatch import kernel_named
+from regtopk.rounds import LocalRounds
 
 DEPTH = 64
 ADD = "add"
@@ -84,8 +83,8 @@ def passes(device: torch.device) -> list[Pass]:
         Pass("decode", gather, "decode_rows"),
         Pass("sum", kernels, "add_in_rank_order_", 4),
         Pass("write the aggregate", kernels, "spread_", 4),
-        Pass("subtract the aggregate", turns, "subtract_"),
-        Pass("write the model", LocalModel, "go_on", 8),
+        Pass("subtract the aggregate", updates, "subtract_"),
+        Pass("write the model", LocalRounds, "_go_on", 8),
     ]
 
 
@@ -181,24 +180,16 @@ def buckets_of(numel: int, device: torch.device) -> tuple[DistributedDataParalle
     return model, found
 
 
-def with_ours(numel: int, device: torch.device, gradient: Tensor, algorithm: Any, scope: Scope) -> Exchanged:
-    """What `attach`'s hook runs; scope="bucket" in this thread."""
+def with_ours(numel: int, device: torch.device, gradient: Tensor, algorithm: Any) -> Exchanged:
+    """What `attach`'s hook runs."""
     model, found = buckets_of(numel, device)
-    state = regtopk.SparseHookState(model, algorithm, scope=scope, collective="all_gather")
-    arrivals = []
+    state = regtopk.SparseHookState(model, algorithm, collective="all_gather")
+    grads = {}
     for bucket in found:
         names = [state._names[id(p)] for p in bucket.parameters()]
-        grads = dict(zip(names, bucket.gradients(), strict=True))
-        arrivals.append(Arrival(grads, bucket.buffer(), bucket.index(), bucket.is_last()))
-
-    def run() -> None:
-        if state._queue is not None:
-            for arrival in arrivals:
-                state._queue._exchange(arrival)
-        else:
-            state._steps.run({name: grad for each in arrivals for name, grad in each.grads.items()})
-
-    return Exchanged(lambda: spread(gradient, [a.buffer for a in arrivals]), torch.no_grad()(run))
+        grads |= zip(names, bucket.gradients(), strict=True)
+    run = torch.no_grad()(lambda: state._steps.run(grads))
+    return Exchanged(lambda: spread(gradient, [bucket.buffer() for bucket in found]), run)
 
 
 def with_exchange(numel: int, device: torch.device, gradient: Tensor, algorithm: Any) -> Exchanged:
@@ -251,8 +242,7 @@ def exchanges(numel: int, device: torch.device, gradient: Tensor, density: float
     table: dict[str, Any] = {}
     for name, kind in (("RegTop-k", regtopk.RegTopK), ("Top-k", regtopk.TopK)):
         algorithm = kind(density=density)
-        table[f"{name}, model"] = lambda a=algorithm: with_ours(numel, device, gradient, a, "model")
-        table[f"{name}, bucket"] = lambda a=algorithm: with_ours(numel, device, gradient, a, "bucket")
+        table[f"{name}, model"] = lambda a=algorithm: with_ours(numel, device, gradient, a)
         table[f"{name}, Exchange"] = lambda a=algorithm: with_exchange(numel, device, gradient, a)
         table[f"{name}, updates"] = lambda a=algorithm: with_updates(numel, device, gradient, a)
     table["torch PowerSGD"] = lambda: with_powersgd(numel, device, gradient)

@@ -126,7 +126,7 @@ def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: to
     given = dict(VARIANTS[name])
     kind, exchange = given.pop("kind", None), None
     if kind == "attach":
-        exchange = regtopk.attach(model, TOPK, replicate_group=mesh["replicate"], **given)
+        exchange = regtopk.attach(model, TOPK, process_group=mesh["replicate"], **given)
     elif kind == "updates":
         exchange = regtopk.UpdateExchange(model, optimizer, TOPK, process_group=mesh["replicate"], **given)
     meter = Meter(device)

@@ -70,7 +70,7 @@ class Stepper:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.exchange = None
         if given:
-            self.exchange = regtopk.attach(self.model, replicate_group=mesh["replicate"], **given)
+            self.exchange = regtopk.attach(self.model, process_group=mesh["replicate"], **given)
         shape = batch, options.context + 1
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.tokens = torch.randint(NUM_TOKENS, shape, generator=generator).to(device)

@@ -59,7 +59,7 @@ def run_replica(lighthouse: str, number: int, log: str) -> None:
     )
     model = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    exchange = regtopk.integrations.torchft.UpdateExchange(
+    exchange = regtopk.integrations.torchft.TorchftExchange(
         manager,
         model,
         optimizer,

@@ -111,7 +111,7 @@ def train(arguments: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
     topk, every = regtopk.TopK(density=arguments.density, value_code="4bit"), arguments.every
     exchange, replicas = None, mesh["replicate"]
     if arguments.gradients:
-        exchange = regtopk.attach(model, topk, replicate_group=replicas)
+        exchange = regtopk.attach(model, topk, process_group=replicas)
     elif not arguments.dense:
         exchange = regtopk.UpdateExchange(model, optimizer, topk, every=every, process_group=replicas)
     root = arguments.checkpoint / ("gradients" if arguments.gradients else "updates")

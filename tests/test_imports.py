@@ -28,8 +28,7 @@ ROWS = [
     "lab.method",
     "integrations",
     "distributed.checkpoints simulate",
-    "distributed.gradients",
-    "distributed.updates",
+    "distributed.gradients distributed.updates",
     "distributed.steps",
     "distributed.state",
     "distributed.requests",
@@ -156,7 +155,8 @@ def test_plain_import_brings_no_extra() -> None:
 # The algorithms themselves are not listed: a new one is an entry of the table, and of nothing else.
 FOR_TRAINING = """
 ALGORITHMS PosteriorScore WarmUp RegtopkError __version__ core errors simulate
-Checkpoints Exchange SparseHookState UpdateExchange attach merge_state_dicts sparse_hook
+Checkpoints Exchange ExchangeBase ExchangeOptions OneProcess ShardedHookState SparseHookState StepRecord
+UpdateExchange attach merge_state_dicts sparse_hook
 """
 FOR_ALGORITHMS = """
 Algorithm WithDensity Sparsifier ErrorFeedback Conversation DensitySchedule Promise Promises converse WarmUp

@@ -1,10 +1,14 @@
-"""What workers exchange, and how often: gradients in every step, or the updates of several local steps.
+"""What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
-Written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
-"dense:exchange=updates:every=16:outer=nesterov".
+`Rounds` are written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
+"dense:exchange=updates:every=16:outer=nesterov". `LocalRounds` decides which fragment of a model is sent
+when, what is applied when, and what is kept. Ranks, torchft's replicas and the simulator are each a
+`RoundMaker`: they say how an update is sent and how its aggregate arrives.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +33,15 @@ OUTER = {"none": Outer(), "sgd": Outer(), "nesterov": Outer(lr=0.7, momentum=0.9
 
 
 def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Neighbours in so many parts of about the same sum; every part holds at least one.
+    """Parameters of these sizes in fragments of about the same size: neighbours, at least one in each.
 
-    Args:
-        sizes: at least as many as there are parts.
-        num_parts: how many parts.
+    Raises:
+        ArgumentError: there are fewer parameters than fragments.
     """
+    if num_parts > len(sizes):
+        raise ArgumentError(
+            f"fragments must be at most the number of parameters, {len(sizes)}, got {num_parts}"
+        )
     parts, first, left = [], 0, sum(sizes)
     for num_more in range(num_parts - 1, -1, -1):
         wanted, stop, taken = left / (num_more + 1), first + 1, sizes[first]
@@ -127,14 +134,176 @@ class Rounds(NamedTuple):
 
     def sends_at(self, fragment: int, step: int) -> bool:
         """Whether a fragment's update is sent after so many steps."""
-        return step > 0 and (step - self._offset(fragment)) % self.every == 0
+        return step > 0 and self.last_send(fragment, step) == step
+
+    def due(self, step: int) -> list[int]:
+        """The fragments that are sent after so many steps."""
+        return [fragment for fragment in range(self.fragments) if self.sends_at(fragment, step)]
 
     def receives_at(self, fragment: int, step: int) -> bool:
         """Whether what a fragment has sent is applied after so many steps."""
         return self.sends_at(fragment, step - self.delay)
 
-    def _offset(self, fragment: int) -> int:
-        return (fragment + 1) * self.every // self.fragments
+    def last_send(self, fragment: int, step: int) -> int:
+        """After how many steps, at most so many, a fragment was last sent; 0: not yet.
+
+        The first fragment is sent after every // fragments steps, the last one after `every`.
+        """
+        offset = (fragment + 1) * self.every // self.fragments
+        return max(0, step - (step - offset) % self.every)
+
+    def next_send(self, step: int) -> int:
+        """After how many steps, more than so many, the next fragment is sent."""
+        return min(self.last_send(fragment, step + self.every) for fragment in range(self.fragments))
 
 
 GRADIENTS = Rounds()
+
+
+class RoundMaker(ABC):
+    """How workers of one kind send an update, and how its aggregate gets into theta_start.
+
+    An outcome says whether all workers' updates were finite. None: the round does not count, nothing has
+    changed, and the worker trains on.
+    """
+
+    @abstractmethod
+    def own(self, fragment: int) -> list[Tensor]:
+        """What this worker trains, of a fragment: theta_n."""
+
+    @abstractmethod
+    def start(self, fragment: int) -> list[Tensor]:
+        """Where all workers began: theta_start."""
+
+    @abstractmethod
+    def send(self, fragment: int, num_steps: int) -> None:
+        """Send a fragment's update of so many steps. When `land` returns, theta_start holds the aggregate."""
+
+    def land(self, fragment: int) -> bool:
+        """Wait for the aggregate. Whether all updates were finite; if not, theta_start is as before."""
+        return True
+
+    @contextmanager
+    def receive(self, fragment: int) -> Iterator[bool | None]:
+        """Wait for the aggregate; the worker goes on from it inside the block, which gets the outcome."""
+        yield self.land(fragment)
+
+    @contextmanager
+    def exchange(self, fragment: int, num_steps: int) -> Iterator[bool | None]:
+        """A whole round at once; the worker goes on from the aggregate inside the block."""
+        self.send(fragment, num_steps)
+        yield self.land(fragment)
+
+    def gather(self, clock: int) -> int:
+        """Before something is sent: where the schedule stands, if not there."""
+        return clock
+
+    def take_back(self) -> None:  # noqa: B027 -- the simulator has nothing else
+        """Return to where the round began with what there is beside parameters."""
+
+
+class LocalRounds:
+    """The rounds of a model whose fragments take turns.
+
+    theta_n     := optimizer(theta_n)                   in every step, each worker by itself
+    sent        := theta_n                              when a fragment's turn has come
+    theta_start := theta_start - outer(sum of w_n (theta_start - sent))
+    theta_n     := theta_start + mix (theta_n - sent)   `delay` steps after it was sent
+
+    If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
+
+    Args:
+        rounds: when updates are sent, and when they are applied.
+        maker: sends them, and receives their aggregates.
+
+    Attributes:
+        clock: how many steps the optimizer has made.
+        sent: of each fragment that is under way, its parameters as they were sent; of others nothing.
+    """
+
+    def __init__(self, rounds: Rounds, maker: RoundMaker) -> None:
+        self.rounds, self._maker = rounds, maker
+        self._fragments = range(rounds.fragments)
+        self.load(0, [[] for _ in self._fragments], is_start=True)
+
+    def load(self, clock: int, sent: list[list[Tensor]], *, is_start: bool) -> None:
+        """Go on after so many steps, with what was under way then."""
+        self.clock, self.sent, self._is_start = clock, sent, is_start
+        self._exchanged_at = [self.rounds.last_send(fragment, clock) for fragment in self._fragments]
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the model is theta_start, and nothing is under way."""
+        return self._is_start and not any(self.sent)
+
+    def after_step(self) -> None:
+        """The optimizer has made a step: receive and send what is due."""
+        clock = self.clock + 1
+        if self.rounds.due(clock):
+            clock = self._maker.gather(clock)
+        self._is_start = False
+        for fragment in self._fragments:
+            if self.sent[fragment] and self.rounds.receives_at(fragment, clock):
+                self._receive(fragment)
+            if self.rounds.sends_at(fragment, clock) and self.rounds.delay:
+                self._maker.send(fragment, self._num_since(fragment, clock))
+                self.sent[fragment] = self._copies(fragment)
+            elif self.rounds.sends_at(fragment, clock):
+                self.exchange(fragment, clock)
+        self.clock = clock
+
+    def finish(self) -> None:
+        """Receive what is under way; then exchange every fragment, unless the model is theta_start."""
+        for fragment in self._fragments:
+            if self.sent[fragment]:
+                self._receive(fragment)
+        for fragment in self._fragments if not self.is_start else ():
+            self.exchange(fragment, self.clock)
+        self._is_start = True
+        self._exchanged_at = [self.clock for _ in self._fragments]
+
+    def exchange(self, fragment: int, clock: int) -> None:
+        """A whole round at once, after so many steps."""
+        with self._maker.exchange(fragment, self._num_since(fragment, clock)) as outcome:
+            self._go_on(fragment, outcome)
+
+    def _receive(self, fragment: int) -> None:
+        with self._maker.receive(fragment) as outcome:
+            self._go_on(fragment, outcome)
+
+    def _num_since(self, fragment: int, clock: int) -> int:
+        """How many steps there were since a fragment was exchanged, which it is now."""
+        before, self._exchanged_at[fragment] = self._exchanged_at[fragment], clock
+        return clock - before
+
+    def _go_on(self, fragment: int, outcome: bool | None) -> None:
+        """Begin a fragment's next round from theta_start, which the aggregate is in; or skip the round."""
+        sent, self.sent[fragment] = self.sent[fragment], []
+        if outcome is None:
+            return
+        if not outcome:
+            self._skip()
+            return
+        own, start = self._maker.own(fragment), self._maker.start(fragment)
+        if sent:
+            for mine, before, begun in zip(own, sent, start, strict=True):
+                learned = mine.to(begun.dtype) - before.to(begun.dtype)
+                mine.copy_(begun + learned.mul_(self.rounds.mix))
+        else:
+            torch._foreach_copy_(own, start)
+        self._is_start = self.rounds.fragments == 1 and not sent
+
+    def _skip(self) -> None:
+        """Return to theta_start, with the aggregates of the other fragments that are under way."""
+        under_way = [fragment for fragment, sent in enumerate(self.sent) if sent]
+        are_finite = [self._maker.land(fragment) for fragment in under_way]
+        for fragment in self._fragments:
+            torch._foreach_copy_(self._maker.own(fragment), self._maker.start(fragment))
+        self._maker.take_back()
+        for fragment, is_finite in zip(under_way, are_finite, strict=True):
+            # what they have learned is gone; if they are not finite either, they were taken back just now
+            self.sent[fragment] = self._copies(fragment) if is_finite else []
+        self._is_start = True
+
+    def _copies(self, fragment: int) -> list[Tensor]:
+        return [own.detach().clone() for own in self._maker.own(fragment)]

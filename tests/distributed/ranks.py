@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from datetime import timedelta
+from importlib import import_module
+from inspect import Parameter, Signature, signature
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,28 @@ class Ranks:
             process.start()
             self._processes.append(process)
             self._pipes.append(mine)
+
+
+def on_ranks(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a test that every rank runs, 2 or 4 of them: what it asserts must hold on all."""
+    fixture = {2: "two_ranks", 4: "four_ranks"}[num_ranks]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            given.pop(fixture).run(_run_test, function.__module__, function.__name__, given)
+
+        own = signature(function).parameters.values()
+        ranks = Parameter(fixture, Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("__name__", "__doc__", "__module__"):
+            setattr(test, name, getattr(function, name))
+        vars(test).update(__signature__=Signature([ranks, *own]), on_rank=function)
+        return test
+
+    return decorate
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).on_rank(**given)
 
 
 def fork_process(function: Callable[..., Any], *args: Any) -> tuple[Any, Connection]:

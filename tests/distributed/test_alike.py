@@ -16,10 +16,9 @@ from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.driver import _as_rows
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import same
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
@@ -44,10 +43,8 @@ def steps_of(algorithm: Algorithm[Any], given: dict[str, Any]) -> Steps:
     if "weight" in given:
         given = given | {"weight": given["weight"][dist.get_rank()]}
     parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
-    steps = Steps(parameters, algorithm, Collectives(group), Options(**given), Kind("test"))
-    for name in SIZES:
-        steps.buckets.covering((name,))
-    return steps
+    kind = Kind("test", parts=tuple((name,) for name in SIZES))
+    return Steps(parameters, algorithm, Collectives(group), Options(**given), kind)
 
 
 def run(
@@ -65,12 +62,7 @@ def run(
                 del grads["c"]
             if number == 4:  # somebody puts other tensors in the place of a state's
                 steps.buckets.all[0].state = steps.buckets.all[0].state.clone()
-            steps.begin()
-            buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
-            flats = [grads[bucket.names[0]] for bucket in buckets]
-            steps.agree(buckets, torch.tensor(True))
-            steps.exchange(buckets, flats, into(grads))
-            steps.end()
+            make_step(steps, grads)
             aggregates += [grads[name].clone() for name in sorted(grads)]
         groups = [[list(names) for names in group] for group in steps._driver.alike._rows]
         return aggregates, [groups, *map(states_of, steps.buckets.all), steps.ledger.total.sent_bytes]
@@ -78,23 +70,25 @@ def run(
         alike._kind_of = kind_of
 
 
+def make_step(steps: Steps, grads: dict[str, Tensor]) -> None:
+    buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
+    flats = [grads[bucket.names[0]] for bucket in buckets]
+    with steps.step((flats, torch.tensor(True)), buckets) as step:
+        step.exchange(into(grads))
+
+
 def states_of(bucket: Bucket) -> list[Tensor]:
     return [tensor.clone() for tensor in bucket.state.state_dict().values()]
 
 
-def compare(name: str) -> tuple[bool, list[Any]]:
-    together, apart = (run(*CASES[name], is_together) for is_together in (True, False))
-    are_equal = same(together[0], apart[0]) and together[1][-1] == apart[1][-1]
-    for mine, theirs in zip(together[1][1:-1], apart[1][1:-1], strict=True):
-        are_equal &= same(mine, theirs)
-    return are_equal, together[1][0]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_together_and_apart_are_the_same_bits(two_ranks: Ranks, name: str) -> None:
-    for are_equal, groups in two_ranks.run(compare, name):
-        assert are_equal
-        assert groups == ([] if name == "not alike" else ALIKE)
+@on_ranks(2)
+def test_together_and_apart_are_the_same_bits(name: str) -> None:
+    together, apart = (run(*CASES[name], is_together) for is_together in (True, False))
+    assert same(together[0], apart[0]) and together[1][-1] == apart[1][-1]
+    for mine, theirs in zip(together[1][1:-1], apart[1][1:-1], strict=True):
+        assert same(mine, theirs)
+    assert together[1][0] == ([] if name == "not alike" else ALIKE)
 
 
 def live_bytes(steps: Steps) -> int:
@@ -119,13 +113,9 @@ def memory() -> list[list[int]]:
         after = []
         for names in ("abcde", "abcde", "abcde", "acde", "ace", "abcde"):
             grads = {name: torch.ones(SIZES[name]) for name in names}
-            steps.begin()
-            buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in grads]
-            steps.agree(buckets, torch.tensor(True))
-            steps.exchange(buckets, [grads[bucket.names[0]] for bucket in buckets], into(grads))
-            steps.end()
+            make_step(steps, grads)
             after.append(live_bytes(steps))
-        steps.forget_rows()
+        steps._forget()
         found.append([*after, live_bytes(steps)])
     return found
 

@@ -42,7 +42,7 @@ def selection(indices: list[float], own: list[float], dtype: torch.dtype = torch
 
 
 STEPS = "num_steps of the saved state must be an integer of at least 0 and below 2147483648, got "
-ASCENDING = "indices of bucket 0 of rank 0 must be ascending, distinct and in 0..3362, got others"
+ASCENDING = "indices of bucket 0 of rank 0 must be ascending, distinct and in 0..3362, got ["
 NOT_FINITE = "must be finite in torch.float32, got a NaN or inf"
 MALFORMED = "the saved state is malformed: "
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -72,7 +72,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "parameters of a kind": (put("parameters", [3]), MALFORMED + "TypeError: "),
     "an empty bucket": (
         lambda saved, worker: saved["groups"].append([]),
-        "groups of the saved state must hold every parameter once, got others",
+        "groups of the saved state must hold each of the 8 parameters once, got 2 groups of 8 names, 8 of ",
     ),
     "no total": (put_in_worker("total", None), MALFORMED + "TypeError: "),
     "a counter of a kind": (

@@ -435,7 +435,7 @@ def shard(shape: tuple[int, int], kind: str) -> tuple[nn.Module, Any, dict[str, 
     if kind == "updates":
         exchange: Any = regtopk.UpdateExchange(net, optimizer, topk, process_group=mesh["replicate"])
         return net, optimizer, {"exchange": exchange}
-    exchange = regtopk.attach(net, topk, replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(net, topk, process_group=mesh["replicate"])
     return net, optimizer, {"model": net, "optimizer": optimizer, "exchange": exchange}
 
 

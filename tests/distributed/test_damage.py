@@ -13,7 +13,7 @@ from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.options import Collective
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
-from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import RegtopkError
 from tests.distributed.ranks import Ranks
 
@@ -48,11 +48,11 @@ def answer(
     request: Request,
     collective: Collective = "all_gather",
     index_code: str = "elias-fano",
+    group: dist.ProcessGroup | None = None,
 ) -> str:
     """What a rank says to a request that must fail."""
-    assert dist.group.WORLD is not None
     weights = torch.full((2,), 0.5, dtype=torch.float64)
-    rank = Rank(network(dist.group.WORLD), weights, index_code=index_code, collective=collective)
+    rank = Rank(network(group_or_default(group)), weights, index_code=index_code, collective=collective)
     try:
         driver.answer(rank, [request], [SumBuffer()])
         rank.raise_refusals()
@@ -100,9 +100,30 @@ def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(two_ranks: Rank
     assert all(words.startswith(start) for words in said), said
 
 
+def answers_in_a_subgroup() -> list[str]:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() % 2 == 0:
+        return []
+    dense, sparse = DenseSum(torch.linspace(1, 2, J), WEIGHT), SparseSum(a_sparse(), WEIGHT)
+    return [
+        answer(FlipsABit, dense, group=group),
+        answer(FlipsABit, sparse, "split", group=group),
+        answer(Boasts, sparse, "split", group=group),
+    ]
+
+
+def test_ranks_of_a_subgroup_have_their_global_names(four_ranks: Ranks) -> None:
+    _, owner, _, other = four_ranks.run(answers_in_a_subgroup, timeout_s=30)
+    assert owner[0].startswith("WireFormatError: message of rank 3 is refused")
+    assert owner[1].startswith("WireFormatError: rank 3: message is refused")
+    assert owner[2].startswith("ClusterError: rank 3 announces")
+    assert other[0].startswith("WireFormatError: message of rank 1 is refused")
+    assert other[2] == owner[2]
+
+
 def test_a_driver_cannot_peek(two_ranks: Ranks) -> None:
     expected = (
-        "OracleError: this algorithm peeks at the sum of all workers' vectors before anything is sent: "
+        "OracleError: algorithm peeks at the sum of all workers' vectors before anything is sent: "
         "only a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
     )
     assert two_ranks.run(answer, Collectives, Peek(torch.zeros(J), WEIGHT)) == [expected] * 2

@@ -1,20 +1,15 @@
 """Back to dense: a detached model trains as plain DDP does, bit for bit."""
 
-import pytest
 import torch
 from torch import Tensor
 
 import regtopk
-from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, ddp, flat_parameters, loss_of, refusal
 
-SCOPES = pytest.mark.parametrize("scope", ["model", "bucket"])
 
-
-@SCOPES
-def test_two_ranks(two_ranks: Ranks, scope: Scope) -> None:
-    for detached, plain in two_ranks.run(train_detached_and_plain, scope):
+def test_two_ranks(two_ranks: Ranks) -> None:
+    for detached, plain in two_ranks.run(train_detached_and_plain):
         assert torch.equal(detached, plain)
 
 
@@ -29,13 +24,13 @@ def train_detached_in_a_subgroup() -> tuple[Tensor, Tensor] | None:
     group = torch.distributed.new_group([0, 1, 2])
     if torch.distributed.get_rank() == 3:
         return None
-    return train_detached_and_plain("model", process_group=group)
+    return train_detached_and_plain(process_group=group)
 
 
-def train_detached_and_plain(scope: Scope, **options: object) -> tuple[Tensor, Tensor]:
+def train_detached_and_plain(**options: object) -> tuple[Tensor, Tensor]:
     """Three sparse steps; from the parameters they lead to, detached and plain training side by side."""
     model, plain = ddp(**SMALL_BUCKETS, **options), ddp(**SMALL_BUCKETS, **options)
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope=scope)
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1))
     for trained in (model, plain):  # both: DDP makes its buckets in the second backward
         train(trained, 0, 3)
     sent_bytes = exchange.total.sent_bytes

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.options import Scope
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     closing,
     flat_gradients,
@@ -36,11 +35,8 @@ def mean_over_ranks(gradients: Tensor, group: Any = None) -> Tensor:
     return total / dist.get_world_size(group)
 
 
-def test_step_averages_and_counts_missing_gradients_as_zero(two_ranks: Ranks) -> None:
-    two_ranks.run(average_with_gaps)
-
-
-def average_with_gaps() -> None:
+@on_ranks(2)
+def test_step_averages_and_counts_missing_gradients_as_zero() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, regtopk.TopK(density=1.0))
     own_gradients(net, 0)
@@ -55,11 +51,8 @@ def average_with_gaps() -> None:
     assert net.last.bias.grad is not None and not net.last.bias.grad.any()
 
 
-def test_named_pairs_are_as_good_as_a_module(two_ranks: Ranks) -> None:
-    two_ranks.run(compare_pairs_with_module)
-
-
-def compare_pairs_with_module() -> None:
+@on_ranks(2)
+def test_named_pairs_are_as_good_as_a_module() -> None:
     results = []
     for is_module in (True, False):
         net = make_net()
@@ -72,11 +65,8 @@ def compare_pairs_with_module() -> None:
     assert same(results[:4], results[4:])
 
 
-def test_what_requires_a_graph_is_exchanged_without_one(two_ranks: Ranks) -> None:
-    two_ranks.run(exchange_with_create_graph)
-
-
-def exchange_with_create_graph() -> None:
+@on_ranks(2)
+def test_what_requires_a_graph_is_exchanged_without_one() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1))
     for _ in range(2):
@@ -89,11 +79,8 @@ def exchange_with_create_graph() -> None:
     assert not any(entry["residual"].requires_grad for entry in state["entries"].values())
 
 
-def test_parameters_without_entries_are_harmless(two_ranks: Ranks) -> None:
-    two_ranks.run(exchange_with_an_empty_parameter)
-
-
-def exchange_with_an_empty_parameter() -> None:
+@on_ranks(2)
+def test_parameters_without_entries_are_harmless() -> None:
     net = make_net()
     net.empty = nn.Parameter(torch.zeros(0, 4))
     for skip in (None, lambda name, p: name == "empty"):
@@ -107,46 +94,42 @@ def exchange_with_an_empty_parameter() -> None:
 # Process groups.
 
 
-@pytest.mark.parametrize("scope", ["exchange", "model", "bucket"])
-def test_subgroups_do_not_mix(four_ranks: Ranks, scope: Any) -> None:
-    found = four_ranks.run(train_in_a_subgroup, scope)
+@pytest.mark.parametrize("is_ddp", [True, False])
+def test_subgroups_do_not_mix(four_ranks: Ranks, is_ddp: bool) -> None:
+    found = four_ranks.run(train_in_a_subgroup, is_ddp)
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert not torch.equal(found[0], found[1])
 
 
-def train_in_a_subgroup(scope: Any) -> Tensor:
+def train_in_a_subgroup(is_ddp: bool) -> Tensor:
     rank = dist.get_rank()
     dist.new_group([0, 1])  # so that not all ranks are in equally many groups
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]
     net = make_net()
-    if scope == "exchange":
-        exchange: Any = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), process_group=group)
-        model: nn.Module = net
-    else:
+    model: nn.Module = net
+    if is_ddp:
         model = DistributedDataParallel(net, process_group=group)
-        exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope=scope)
+        exchange: Any = regtopk.attach(model, regtopk.RegTopK(density=0.1))
+    else:
+        exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), process_group=group)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, step).backward()
-        if scope == "exchange":
+        if not is_ddp:
             exchange.step()
         optimizer.step()
     assert exchange.num_workers == 2 and exchange.rank == rank // 2
-    if scope != "exchange":
-        exchange.close()
+    exchange.close()
     return flat_parameters(net)
 
 
 # Options.
 
 
-def test_skip_sends_dense(two_ranks: Ranks) -> None:
-    two_ranks.run(skip_one_dimensional)
-
-
-def skip_one_dimensional() -> None:
+@on_ranks(2)
+def test_skip_sends_dense() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, regtopk.TopK(density=0.1), skip=lambda name, p: p.ndim <= 1)
     num_biases = sum(p.numel() for p in net.parameters() if p.ndim <= 1)
@@ -165,11 +148,8 @@ def skip_one_dimensional() -> None:
     }
 
 
-def test_everything_may_be_skipped(two_ranks: Ranks) -> None:
-    two_ranks.run(skip_everything)
-
-
-def skip_everything() -> None:
+@on_ranks(2)
+def test_everything_may_be_skipped() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), skip=lambda name, p: True)
     expected = mean_over_ranks(own_gradients(net, 0))
@@ -177,16 +157,10 @@ def skip_everything() -> None:
     assert torch.equal(flat_gradients(net), expected) and exchange.last_step.residual_norm == 0
 
 
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_dense_steps_come_first(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(train_dense_first, scope)
-
-
-def train_dense_first(scope: Scope) -> None:
+@on_ranks(2)
+def test_dense_steps_come_first() -> None:
     model = DistributedDataParallel(make_net())
-    with closing(
-        regtopk.attach(model, regtopk.RegTopK(density=0.01), scope=scope, dense_steps=3)
-    ) as exchange:
+    with closing(regtopk.attach(model, regtopk.RegTopK(density=0.01), dense_steps=3)) as exchange:
         for step in range(5):
             model.zero_grad()
             alone = make_net()
@@ -198,11 +172,8 @@ def train_dense_first(scope: Scope) -> None:
             assert (exchange.last_step.residual_norm == 0) == is_dense
 
 
-def test_density_may_follow_the_step(two_ranks: Ranks) -> None:
-    two_ranks.run(follow_a_schedule)
-
-
-def follow_a_schedule() -> None:
+@on_ranks(2)
+def test_density_may_follow_the_step() -> None:
     net = make_net()
     schedule = regtopk.WarmUp(density=0.01, num_steps=4)
     exchange = regtopk.Exchange(net, regtopk.RegTopK(density=schedule))
@@ -212,11 +183,8 @@ def follow_a_schedule() -> None:
         assert exchange.last_step.num_entries == round(schedule(step) * J)
 
 
-def test_auto_takes_the_collective_computed_to_be_cheaper(four_ranks: Ranks) -> None:
-    four_ranks.run(compare_collectives)
-
-
-def compare_collectives() -> None:
+@on_ranks(4)
+def test_auto_takes_the_collective_computed_to_be_cheaper() -> None:
     """At 30 % on four ranks the union of the supports is nearly dense, so a split by region moves less."""
     for density, cheaper in ((0.3, "split"), (0.01, "all_gather")):
         received = {}

@@ -14,15 +14,18 @@ import sys
 import torch
 import torch.distributed as dist
 import regtopk
-from tests.distributed.training import SMALL_BUCKETS, ddp, loss_of
+from tests.distributed.training import loss_of, make_net
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-model = ddp(**SMALL_BUCKETS)
-exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1), scope="bucket")
-loss_of(model, 0).backward()
-model.module.first.bias.register_hook(lambda grad: 1 / 0)
-loss_of(model, 1).backward()
+net = make_net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+exchange = regtopk.UpdateExchange(net, optimizer, regtopk.TopK(density=0.1), every=2, delay=1)
+for step in range(2):
+    loss_of(net, step).backward()
+    optimizer.step()
+net.first.bias.register_hook(lambda grad: 1 / 0)
+loss_of(net, 2).backward()
 """
 
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.agreement import Agreement
 from regtopk.errors import ClusterError
 from regtopk.lab.experiments.settings import threads_for
 from regtopk.simulate import Cluster
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import (
     GRIDS,
     UNITS,
@@ -61,7 +61,7 @@ def test_all_entries_equal_native_hsdp(
 def train_native_and_attached(shape: tuple[int, int], algorithm: Algorithm[Any]) -> tuple[Tensor, Tensor]:
     mesh = grid(*shape)
     model = sharded(mesh["shard"])
-    regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
+    regtopk.attach(model, algorithm, process_group=mesh["replicate"])
     return train(sharded(mesh)), train(model)
 
 
@@ -92,17 +92,13 @@ def with_a_group(net: Net, mesh: DeviceMesh) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_models_equal_native_hsdp(four_ranks: Ranks, kind: str) -> None:
-    for native, attached, num_steps in four_ranks.run(train_a_kind, kind):
-        torch.testing.assert_close(attached, native)
-        assert num_steps == 3
-
-
-def train_a_kind(kind: str) -> tuple[Tensor, Tensor, int]:
+@on_ranks(4)
+def test_kinds_of_models_equal_native_hsdp(kind: str) -> None:
     mesh = grid(2, 2)
     model, native = KINDS[kind](mesh["shard"]), KINDS[kind](mesh)
-    exchange = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
-    return train(native, range(3)), train(model, range(3)), exchange.num_steps
+    exchange = regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
+    torch.testing.assert_close(train(model, range(3)), train(native, range(3)))
+    assert exchange.num_steps == 3
 
 
 # Some entries sent: the same as replicas that are not sharded, whose exchange is cut by hand.
@@ -134,7 +130,7 @@ def train_attached(shape: tuple[int, int]) -> list[Tensor]:
     results = []
     for algorithm in ALGORITHMS:
         model = sharded(mesh["shard"])
-        regtopk.attach(model, algorithm, replicate_group=mesh["replicate"].get_group())
+        regtopk.attach(model, algorithm, process_group=mesh["replicate"].get_group())
         results.append(train(model))
     return results
 
@@ -190,38 +186,27 @@ def padded_parts(grads: Tensor, p: Tensor, shards: int) -> Tensor:
 # What a step is.
 
 
-def test_accumulation_is_one_step_of_the_sum(four_ranks: Ranks) -> None:
-    for accumulated, at_once, num_steps in four_ranks.run(accumulate):
-        torch.testing.assert_close(accumulated, at_once)
-        assert num_steps == 1
-
-
-def accumulate() -> tuple[Tensor, Tensor, int]:
+@on_ranks(4)
+def test_accumulation_is_one_step_of_the_sum() -> None:
     mesh = grid(2, 2)
     model, other = sharded(mesh["shard"]), sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), replicate_group=mesh["replicate"])
-    regtopk.attach(other, regtopk.TopK(density=0.2), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
+    regtopk.attach(other, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
     assert exchange.num_steps == 0 and exchange.total.sent_bytes == 0
     model.set_requires_gradient_sync(True)
     loss_of(model, 1).backward()
     (loss_of(other, 0) + loss_of(other, 1)).backward()
-    return whole_gradients(model), whole_gradients(other), exchange.num_steps
+    torch.testing.assert_close(whole_gradients(model), whole_gradients(other))
+    assert exchange.num_steps == 1
 
 
-def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual(four_ranks: Ranks) -> None:
-    for with_extra, without, before, after in four_ranks.run(leave_out_a_unit):
-        assert without < with_extra
-        for name in UNITS:
-            assert (name == "extra") == same(before[name], after[name])
-            assert before[name]["residual"].any()
-
-
-def leave_out_a_unit() -> tuple[int, int, Any, Any]:
+@on_ranks(4)
+def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual() -> None:
     mesh = grid(2, 2)
     model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
     place = str(exchange.rank)
     loss_of(model, 0).backward()
     with_extra, before = exchange.last_step.num_entries, exchange.state_dict()
@@ -230,20 +215,19 @@ def leave_out_a_unit() -> tuple[int, int, Any, Any]:
     assert exchange.num_steps == 2
     parts = [part for saved in (before, after) for part in saved["shards"].values()]
     entries = [part["workers"][place]["entries"] for part in parts]
-    return with_extra, exchange.last_step.num_entries, *entries
+    assert exchange.last_step.num_entries < with_extra
+    for name in UNITS:
+        assert (name == "extra") == same(entries[0][name], entries[1][name])
+        assert entries[0][name]["residual"].any()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_unit_that_arrives_twice_in_a_backward(four_ranks: Ranks, set_to_none: bool) -> None:
-    for mean, expected in four_ranks.run(arrive_twice, set_to_none):
-        torch.testing.assert_close(mean, expected)
-
-
-def arrive_twice(set_to_none: bool) -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_a_unit_that_arrives_twice_in_a_backward(set_to_none: bool) -> None:
     """Gradients of two steps whose unit "middle" arrives once more, with one more in every entry."""
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    exchange: Any = regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
 
     def hook(flat: Tensor) -> None:
         again = torch.ones_like(flat)
@@ -258,7 +242,7 @@ def arrive_twice(set_to_none: bool) -> tuple[Tensor, Tensor]:
             loss_of(net, step).backward()
     for p in native.middle.parameters():
         p.grad.to_local().add_(1.0)
-    return whole_gradients(model), whole_gradients(native)
+    torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
 
 
 def twice_the_gradient(p: Any) -> None:
@@ -269,28 +253,24 @@ def drop_the_gradient(p: Any) -> None:
     p.grad = None
 
 
-def test_hooks_of_users_on_gradients(four_ranks: Ranks) -> None:
-    for attached, native, refused in four_ranks.run(train_with_hooks):
-        torch.testing.assert_close(attached, native)  # they come before the exchange, and see zeros
-        assert refused == (
-            "ClusterError",
-            "gradients of FSDP unit 'middle' must stay where they are until backward is over, got others or "
-            "None in their place",
-        )
-
-
-def train_with_hooks() -> tuple[Tensor, Tensor, tuple[str, str]]:
+@on_ranks(4)
+def test_hooks_of_users_on_gradients() -> None:
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
-    regtopk.attach(model, regtopk.Dense(), replicate_group=mesh["replicate"])
+    regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(twice_the_gradient)
     for net in (model, native):
         loss_of(net, 0).backward()
     other = sharded(mesh["shard"])
-    regtopk.attach(other, regtopk.Dense(), replicate_group=mesh["replicate"])
+    regtopk.attach(other, regtopk.Dense(), process_group=mesh["replicate"])
     other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
-    return whole_gradients(model), whole_gradients(native), refusal(loss_of(other, 0).backward)
+    # they come before the exchange, and see zeros
+    torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
+    assert refusal(loss_of(other, 0).backward) == (
+        "ClusterError",
+        "gradients of FSDP unit 'middle' must not be replaced or removed before backward is over",
+    )
 
 
 POLICIES: dict[str, tuple[MixedPrecisionPolicy, torch.dtype]] = {
@@ -300,35 +280,49 @@ POLICIES: dict[str, tuple[MixedPrecisionPolicy, torch.dtype]] = {
 
 
 @pytest.mark.parametrize("reduce_dtype", POLICIES)
-def test_mixed_precision_equals_native_hsdp(four_ranks: Ranks, reduce_dtype: str) -> None:
-    for native, attached, dtype in four_ranks.run(train_mixed, reduce_dtype):
-        assert dtype == torch.float32  # of the residual
-        if reduce_dtype == "float32":
-            torch.testing.assert_close(attached, native)
-        else:  # native rounds the sum to bfloat16, and the mean of two is exact otherwise
-            assert (attached - native).norm() < 2**-8 * native.norm()
-
-
-def train_mixed(reduce_dtype: str) -> tuple[Tensor, Tensor, torch.dtype]:
+@on_ranks(4)
+def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
     mesh = grid(2, 2)
     policy, dtype = POLICIES[reduce_dtype]
     model, native = sharded(mesh["shard"], mp_policy=policy), sharded(mesh, mp_policy=policy)
-    exchange: Any = regtopk.attach(model, regtopk.TopK(density=1), replicate_group=mesh["replicate"])
+    exchange: Any = regtopk.attach(model, regtopk.TopK(density=1), process_group=mesh["replicate"])
     assert all(p.dtype == dtype for p in exchange._steps.parameters.named.values())
     for each in (model, native):
         loss_of(each, 0).backward()
     ((_, saved),) = exchange.state_dict()["shards"].items()
     state = saved["workers"][str(exchange.rank)]["entries"]["extra"]
-    return whole_gradients(native), whole_gradients(model), state["residual"].dtype
+    assert state["residual"].dtype == torch.float32
+    attached, expected = whole_gradients(model), whole_gradients(native)
+    if reduce_dtype == "float32":
+        torch.testing.assert_close(attached, expected)
+    else:  # native rounds the sum to bfloat16, and the mean of two is exact otherwise
+        assert (attached - expected).norm() < 2**-8 * expected.norm()
 
 
 # Checkpoints and the way back.
 
 
-def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit(four_ranks: Ranks) -> None:
-    for straight, resumed, refusals in four_ranks.run(train_resumed):
-        assert torch.equal(straight, resumed)
-        assert refusals in (refused_parts(0), refused_parts(1))
+@on_ranks(4)
+def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit() -> None:
+    mesh = grid(2, 2)
+    algorithm = regtopk.RegTopK(density=0.05)
+    model = sharded(mesh["shard"])
+    exchange = regtopk.attach(model, algorithm, process_group=mesh["replicate"])
+    train(model, range(3))
+    net = make_net()
+    saved = exchange.state_dict()
+    nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
+    straight = train(model, range(3, 6))
+    again = sharded(mesh["shard"], net)
+    resumed = regtopk.attach(again, algorithm, process_group=mesh["replicate"])
+    ((_, part),) = saved["shards"].items()
+    other = 1 - part["shard"][0]
+    of_another_part = [{"shards": {f"{other} of 2": part}}, {**part, "shard": [other, 2]}]
+    refusals = [refusal(partial(resumed.load_state_dict, state))[1] for state in of_another_part]
+    resumed.load_state_dict(saved)
+    assert resumed.num_steps == 3
+    assert torch.equal(straight, train(again, range(3, 6)))
+    assert refusals in (refused_parts(0), refused_parts(1))
 
 
 def refused_parts(part: int) -> list[str]:
@@ -337,27 +331,6 @@ def refused_parts(part: int) -> list[str]:
         f"the saved state must hold part {part} of 2, got parts ['{other} of 2']",
         f"shard of the saved state must be [{part}, 2], got [{other}, 2]",
     ]
-
-
-def train_resumed() -> tuple[Tensor, Tensor, list[str]]:
-    mesh = grid(2, 2)
-    algorithm = regtopk.RegTopK(density=0.05)
-    model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, algorithm, replicate_group=mesh["replicate"])
-    train(model, range(3))
-    net = make_net()
-    saved = exchange.state_dict()
-    nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
-    straight = train(model, range(3, 6))
-    again = sharded(mesh["shard"], net)
-    resumed = regtopk.attach(again, algorithm, replicate_group=mesh["replicate"])
-    ((_, part),) = saved["shards"].items()
-    other = 1 - part["shard"][0]
-    of_another_part = [{"shards": {f"{other} of 2": part}}, {**part, "shard": [other, 2]}]
-    refusals = [refusal(partial(resumed.load_state_dict, state))[1] for state in of_another_part]
-    resumed.load_state_dict(saved)
-    assert resumed.num_steps == 3
-    return straight, train(again, range(3, 6)), refusals
 
 
 def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:
@@ -369,43 +342,35 @@ def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:
 def detach() -> tuple[Tensor, Tensor, str]:
     mesh = grid(2, 2)
     model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
     loss_of(model, 0).backward()
     exchange.detach()
     model.zero_grad()
     for each in (model, native):
         loss_of(each, 1).backward()
     grads = whole_gradients(model), whole_gradients(native)
-    regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])  # again
+    regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])  # again
     return *grads, exchange.summary()
 
 
-def test_one_replica_sends_nothing_and_says_so(four_ranks: Ranks) -> None:
-    for said, sent_bytes, num_entries, num_steps in four_ranks.run(train_one_replica):
-        assert said == ["there is one replica: its gradients are sparsified, but nothing is sent"]
-        assert (sent_bytes, num_steps) == (0, 2) and num_entries > 0
-
-
-def train_one_replica() -> tuple[list[str], int, int, int]:
+@on_ranks(4)
+def test_one_replica_sends_nothing_and_says_so() -> None:
     mesh = grid(1, 4)
     model = sharded(mesh["shard"])
     with listening() as said:
-        exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+        exchange = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
         train(model, range(2))
-    return said, exchange.total.sent_bytes, exchange.total.num_entries, exchange.num_steps
+    assert said == ["there is one replica: its gradients are sparsified, but nothing is sent"]
+    assert exchange.total.sent_bytes == 0 and exchange.total.num_entries > 0 and exchange.num_steps == 2
 
 
-def test_gradients_are_zero_where_an_exchange_failed(four_ranks: Ranks) -> None:
-    for found, is_cleared, num_steps in four_ranks.run(fail_and_go_on):
-        assert found == ("ClusterError", "ranks differ") and is_cleared and num_steps == 1
-
-
-def fail_and_go_on() -> tuple[tuple[str, str], bool, int]:
+@on_ranks(4)
+def test_gradients_are_zero_where_an_exchange_failed() -> None:
     model = sharded(grid(2, 2)["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), replicate_group=grid(2, 2)["replicate"])
-    with patch.object(Steps, "agree_later", side_effect=ClusterError("ranks differ")):
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), process_group=grid(2, 2)["replicate"])
+    with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
         found = refusal(loss_of(model, 0).backward)
     is_cleared = not whole_gradients(model).any()
     model.zero_grad()
     loss_of(model, 1).backward()
-    return found, is_cleared, exchange.num_steps
+    assert found == ("ClusterError", "ranks differ") and is_cleared and exchange.num_steps == 1

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
 from regtopk.errors import StateError
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded, whole, whole_parameters
 from tests.distributed.training import algorithm_state, loss_of, make_net, refusal, same
 
@@ -37,7 +37,7 @@ class Job:
         narrow: dict[str, Any] = {"residual_dtype": "bfloat16"} if is_narrow else {}
         if kind == "attach":
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
-            self.exchange = regtopk.attach(self.model, algorithm, replicate_group=replicate, **narrow)
+            self.exchange = regtopk.attach(self.model, algorithm, process_group=replicate, **narrow)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
             options: dict[str, Any] = {"every": 2, "outer": nesterov, "process_group": replicate}
@@ -278,17 +278,14 @@ def refusals(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_model_that_is_not_sharded_has_no_sharded_state(two_ranks: Ranks) -> None:
-    message = "the model must be sharded by fully_shard: of this one save state_dict()"
-    assert two_ranks.run(plain_model) == [[("ClusterError", message)] * 2] * 2
-
-
-def plain_model() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_a_model_that_is_not_sharded_has_no_sharded_state() -> None:
     net = make_net()
     exchange = regtopk.UpdateExchange(net, torch.optim.SGD(net.parameters(), lr=0.1), REGTOPK)
     found = [refusal(exchange.sharded_state_dict), refusal(lambda: exchange.load_sharded("nowhere"))]
     exchange.close()
-    return found
+    message = "the model must be sharded by fully_shard: of this one save state_dict()"
+    assert found == [("ClusterError", message)] * 2
 
 
 def test_a_state_that_cannot_be_cut_anew(four_ranks: Ranks, tmp_path: Path) -> None:

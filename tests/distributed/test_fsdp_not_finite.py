@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import regtopk
 from tests.distributed.late import answers_on_the_device
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded, whole_gradients, whole_parameters
 from tests.distributed.training import algorithm_state, loss_of, make_net, same
 
@@ -41,7 +41,7 @@ def train_straight_and_with_each() -> list[Tensor]:
 def train(layer: str = "", row: int = 0, *, bad_steps: tuple[int, ...]) -> Tensor:
     mesh = grid(2, 2)
     model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         if step in bad_steps:
@@ -72,13 +72,9 @@ def backward(model: Any, step: int, layer: str, row: int) -> None:
         hook.remove()
 
 
-def test_a_backward_that_fails_is_taken_back(four_ranks: Ranks) -> None:
-    for straight, interrupted in four_ranks.run(train_interrupted):
-        assert torch.equal(straight, interrupted)
-
-
-def train_interrupted() -> tuple[Tensor, Tensor]:
-    return interrupted_at(None), interrupted_at(1)
+@on_ranks(4)
+def test_a_backward_that_fails_is_taken_back() -> None:
+    assert torch.equal(interrupted_at(None), interrupted_at(1))
 
 
 def interrupted_at(bad_step: int | None) -> Tensor:
@@ -87,7 +83,7 @@ def interrupted_at(bad_step: int | None) -> Tensor:
     net = make_net()
     fully_shard(net.last, mesh=mesh["shard"])  # FSDP would keep half a gradient of the root's own layer
     model = sharded(mesh["shard"], net)
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
     for step in range(3):
         model.zero_grad()
         if step == bad_step:
@@ -109,20 +105,17 @@ def interrupt(_: Tensor) -> None:
     raise Interruption
 
 
-def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips(four_ranks: Ranks) -> None:
-    for straight, scaled in four_ranks.run(train_scaled):
-        assert torch.equal(straight, scaled)  # scales are powers of two
-
-
-def train_scaled() -> tuple[Tensor, Tensor]:
-    return train_by(None), train_by(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+@on_ranks(4)
+def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips() -> None:
+    scaled = train_by(torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    assert torch.equal(train_by(None), scaled)  # scales are powers of two
 
 
 def train_by(scaler: torch.amp.GradScaler | None) -> Tensor:
     mesh = grid(2, 2)
     model = sharded(mesh["shard"])
     topk = regtopk.TopK(density=0.05)
-    exchange = regtopk.attach(model, topk, replicate_group=mesh["replicate"], grad_scaler=scaler)
+    exchange = regtopk.attach(model, topk, process_group=mesh["replicate"], grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         if scaler is not None and step == 3:  # an overflow on one rank

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
-from regtopk.distributed.options import Scope
 from regtopk.errors import ClusterError
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
     algorithm_state,
@@ -27,7 +26,6 @@ from tests.distributed.training import (
 )
 
 ALGORITHM = regtopk.RegTopK(density=0.1)
-SCOPES = pytest.mark.parametrize("scope", ["model", "bucket"])
 
 
 def train(model: nn.Module, num_steps: int = 6) -> Tensor:
@@ -39,36 +37,26 @@ def train(model: nn.Module, num_steps: int = 6) -> Tensor:
     return flat_parameters(model)
 
 
-@SCOPES
-def test_registered_by_hand_is_as_good_as_attach(two_ranks: Ranks, scope: Scope) -> None:
-    for by_hand, attached in two_ranks.run(register_and_attach, scope):
-        assert same(by_hand, attached)
-
-
-def register_and_attach(scope: Scope) -> list[Any]:
+@on_ranks(2)
+def test_registered_by_hand_is_as_good_as_attach() -> None:
     results = []
     for by_hand in (True, False):
         model = ddp(**SMALL_BUCKETS)
         if by_hand:
-            options = {"scope": scope, "index_code": "rice"}
-            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, **options)
+            exchange: Any = regtopk.SparseHookState(model, ALGORITHM, index_code="rice")
             model.register_comm_hook(exchange, regtopk.sparse_hook)
         else:
-            exchange = regtopk.attach(model, ALGORITHM, scope=scope, index_code="rice")
+            exchange = regtopk.attach(model, ALGORITHM, index_code="rice")
         with closing(exchange):
             results.append((train(model), algorithm_state(exchange), exchange.total.sent_bytes))
-    return results
+    assert same(*results)
 
 
-@SCOPES
-def test_buckets_follow_ddp_and_state_follows_parameters(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(watch_the_rebuild, scope)
-
-
-def watch_the_rebuild(scope: Scope) -> None:
+@on_ranks(2)
+def test_buckets_follow_ddp_and_state_follows_parameters() -> None:
     """DDP starts with one bucket and makes several after the first step: no residual may get lost then."""
     model = ddp(**SMALL_BUCKETS)
-    with closing(regtopk.attach(model, regtopk.TopK(density=0.1), scope=scope)) as exchange:
+    with closing(regtopk.attach(model, regtopk.TopK(density=0.1))) as exchange:
         kept = torch.zeros(3363)
         for step in range(4):
             alone = make_net()
@@ -81,7 +69,6 @@ def watch_the_rebuild(scope: Scope) -> None:
             is_kept = residual == kept + flat_gradients(alone)
             assert int((~is_kept).sum()) <= sent and int(is_kept.sum()) >= 3363 - sent
             kept = residual
-        assert (len(exchange._steps.buckets.all) > 1) == (scope == "bucket")
 
 
 def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
@@ -90,16 +77,12 @@ def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
     return torch.cat([entries[name]["residual"].flatten() for name in names])
 
 
-@SCOPES
-def test_parameters_that_ddp_ignores_are_left_alone(two_ranks: Ranks, scope: Scope) -> None:
-    two_ranks.run(train_with_ignored, scope)
-
-
-def train_with_ignored(scope: Scope) -> None:
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_are_left_alone() -> None:
     net = make_net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["extra.weight", "last.bias"])
     model = DistributedDataParallel(net)
-    with closing(regtopk.attach(model, regtopk.TopK(density=1.0), scope=scope)) as exchange:
+    with closing(regtopk.attach(model, regtopk.TopK(density=1.0))) as exchange:
         alone = make_net()
         loss_of(alone, 0).backward()
         loss_of(model, 0).backward()
@@ -109,15 +92,11 @@ def train_with_ignored(scope: Scope) -> None:
             assert same(dict(net.named_parameters())[name].grad, own)
 
 
-@SCOPES
-def test_frozen_for_a_while_in_between(two_ranks: Ranks, scope: Scope) -> None:
+@on_ranks(2)
+def test_frozen_for_a_while_in_between() -> None:
     """As a GAN does: the discriminator is frozen while the generator learns through it."""
-    two_ranks.run(freeze_for_a_while, scope)
-
-
-def freeze_for_a_while(scope: Scope) -> None:
     model = ddp(**SMALL_BUCKETS)
-    with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
+    with closing(regtopk.attach(model, ALGORITHM)) as exchange:
         for step in range(3):
             model.zero_grad()
             loss_of(model, step).backward()
@@ -129,16 +108,12 @@ def freeze_for_a_while(scope: Scope) -> None:
         assert exchange.num_steps == 3
 
 
-def test_a_backward_that_fails_is_taken_back(two_ranks: Ranks) -> None:
-    for found, expected in two_ranks.run(fail_in_backward):
-        assert torch.equal(found, expected)
-
-
-def fail_in_backward() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_a_backward_that_fails_changes_nothing() -> None:
     results = []
     for fails in (True, False):
         model = ddp(**SMALL_BUCKETS)
-        with closing(regtopk.attach(model, ALGORITHM, scope="bucket")) as exchange:
+        with closing(regtopk.attach(model, ALGORITHM)) as exchange:
             train(model, 3)
             if fails:
                 hook = model.module.first.bias.register_hook(raise_an_error)
@@ -147,49 +122,41 @@ def fail_in_backward() -> tuple[Tensor, Tensor]:
                 hook.remove()
                 model = rewrapped(model, exchange)
             results.append(train(model, 3))
-    return results[0], results[1]
+    assert torch.equal(*results)
 
 
 def test_half_a_step_is_never_saved(two_ranks: Ranks) -> None:
-    """Buckets are exchanged when backward fails: what is saved then is the state before the step."""
-    for saved, settled, before in two_ranks.run(save_after_a_failure):
-        assert same(saved, before) and same(settled, before)
+    """Some buckets have arrived when backward fails: what is saved then is the state before the step."""
+    for saved, before in two_ranks.run(save_after_a_failure):
+        assert same(saved, before)
 
 
-def save_after_a_failure() -> tuple[Any, Any, Any]:
+def save_after_a_failure() -> tuple[Any, Any]:
     model = ddp(**SMALL_BUCKETS)
-    with closing(regtopk.attach(model, ALGORITHM, scope="bucket")) as exchange:
+    with closing(regtopk.attach(model, ALGORITHM)) as exchange:
         train(model, 3)
         before = algorithm_state(exchange), exchange.total.residual_norm
         model.module.first.bias.register_hook(raise_an_error)
         with pytest.raises(ZeroDivisionError):
             loss_of(model, 7).backward()
-        saved = algorithm_state(exchange), exchange.total.residual_norm
-        exchange._queue.close()  # it has exchanged all that had arrived
-        assert not all(bucket.is_settled for bucket in exchange._steps.buckets.all)
-        return saved, (algorithm_state(exchange), exchange.total.residual_norm), before
+        return (algorithm_state(exchange), exchange.total.residual_norm), before
 
 
-@SCOPES
-def test_compiled_models_train_as_others_do(two_ranks: Ranks, scope: Scope) -> None:
-    for results in two_ranks.run(train_compiled_and_not, scope):
-        assert same(results[1], results[0]) and same(results[2], results[0])
-
-
-def train_compiled_and_not(scope: Scope) -> list[Any]:
+@on_ranks(2)
+def test_compiled_models_train_as_others_do() -> None:
     """torch.compile inside DDP's hands: not at all, before attach, and after it."""
     results = []
     for when in ("never", "before", "after"):
         model = ddp()
         compiled: Any = torch.compile(model, backend="eager") if when == "before" else model
-        with closing(regtopk.attach(compiled, ALGORITHM, scope=scope)) as exchange:
+        with closing(regtopk.attach(compiled, ALGORITHM)) as exchange:
             if when == "after":
                 compiled = torch.compile(model, backend="eager")
             results.append((train(compiled, 4), algorithm_state(exchange)))
         if when == "before":
             with pytest.raises(ClusterError, match=r"^attach must be called once for a model"):
                 regtopk.attach(model, ALGORITHM)
-    return results
+    assert same(results[1], results[0]) and same(results[2], results[0])
 
 
 def raise_an_error(grad: Tensor) -> Tensor:
@@ -203,35 +170,27 @@ def rewrapped(model: DistributedDataParallel, exchange: Any) -> DistributedDataP
     return new
 
 
-@SCOPES
-def test_closed_exchanges_refuse_to_go_on(two_ranks: Ranks, scope: Scope) -> None:
-    expected = "ClusterError", "the exchange must not be used after close()"
-    assert two_ranks.run(use_after_close, scope) == [expected] * 2
-
-
-def use_after_close(scope: Scope) -> tuple[str, str]:
+@on_ranks(2)
+def test_closed_exchanges_refuse_to_go_on() -> None:
     model = ddp()
-    exchange = regtopk.attach(model, ALGORITHM, scope=scope)
+    exchange = regtopk.attach(model, ALGORITHM)
     loss_of(model, 0).backward()
     exchange.close()
     for act in (exchange.state_dict, lambda: exchange.load_state_dict({})):
         assert refusal(act)[0] == "ClusterError"
-    return refusal(lambda: loss_of(model, 1).backward())
+    expected = "ClusterError", "the exchange must not be used after close()"
+    assert refusal(lambda: loss_of(model, 1).backward()) == expected
 
 
-@SCOPES
-def test_errors_of_an_algorithm_keep_their_kind(two_ranks: Ranks, scope: Scope) -> None:
-    expected = "ArgumentError", "density must be in (0, 1], got 1.5"
-    assert two_ranks.run(run_out_of_schedule, scope) == [expected] * 2
-
-
-def run_out_of_schedule(scope: Scope) -> tuple[str, str]:
+@on_ranks(2)
+def test_errors_of_an_algorithm_keep_their_kind() -> None:
     model = ddp()
-    exchange = regtopk.attach(model, regtopk.TopK(density=growing), scope=scope)
+    exchange = regtopk.attach(model, regtopk.TopK(density=growing))
     loss_of(model, 0).backward()
     refused = refusal(lambda: loss_of(model, 1).backward())
     exchange.close()
-    return refused
+    expected = "ArgumentError", "density must be in (0, 1], got 1.5"
+    assert refused == expected
 
 
 def growing(step: int) -> float:

@@ -12,12 +12,11 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import Options
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import Parameters
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.test_algorithms_on_ranks import FIRST_VARIANTS
 from tests.distributed.training import refusal, same
 
@@ -29,10 +28,8 @@ def steps_of(algorithm: Algorithm[Any]) -> Steps:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
-    steps = Steps(parameters, algorithm, Collectives(group), Options(), Kind("test"))
-    for name in SIZES:
-        steps.buckets.covering((name,))
-    return steps
+    kind = Kind("test", parts=tuple((name,) for name in SIZES))
+    return Steps(parameters, algorithm, Collectives(group), Options(), kind)
 
 
 def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False) -> tuple[list[Tensor], bool]:
@@ -40,13 +37,11 @@ def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False)
     grads = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
     if is_bad and dist.get_rank() == BAD_RANK:
         grads["b"][7] = torch.nan
-    steps.begin()
-    flats = [grads[bucket.names[0]] for bucket in steps.buckets.all]
-    steps.agree_later(steps.buckets.all, torch.cat(flats).isfinite().all())
-    is_late = steps.is_bad is not None
-    steps.exchange(steps.buckets.all, flats, into(grads))
-    steps.end()
-    return list(grads.values()), is_late
+    flats = list(grads.values())
+    with steps.step((flats, torch.cat(flats).isfinite().all()), may_go_on=True) as step:
+        is_late = step.is_spoilt is not None
+        step.exchange(into(grads))
+    return flats, is_late
 
 
 def run(case: Case) -> tuple[list[Tensor], list[bool]]:
@@ -62,19 +57,14 @@ def run(case: Case) -> tuple[list[Tensor], list[bool]]:
     return kept + [tensor.clone() for tensor in states], were_late
 
 
-def run_both(case: Case) -> tuple[bool, list[bool]]:
+@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
+@on_ranks(2)
+def test_bits_are_those_of_steps_that_wait(case: Case) -> None:
     heard, _ = run(case)
     with answers_on_the_device():
         late, were_late = run(case)
-    return same(heard, late), were_late
-
-
-@pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
-def test_bits_are_those_of_steps_that_wait(two_ranks: Ranks, case: Case) -> None:
-    may_be_late = not case.make().listens
-    for are_equal, were_late in two_ranks.run(run_both, case):
-        assert are_equal
-        assert not were_late[0] and were_late[-1] == may_be_late
+    assert same(heard, late)
+    assert not were_late[0] and were_late[-1] != case.make().listens
 
 
 def damage_a_message() -> tuple[bool, tuple[str, str], tuple[str, str]]:
@@ -94,7 +84,7 @@ def damage_a_message() -> tuple[bool, tuple[str, str], tuple[str, str]]:
             _, is_late = make_step(steps, generator)
         finally:
             Collectives.all_gather = real  # type: ignore[method-assign]
-        return is_late, refusal(lambda: steps.num_steps), refusal(steps.begin)
+        return is_late, refusal(lambda: steps.num_steps), refusal(lambda: make_step(steps, generator))
 
 
 def test_a_damaged_message_is_refused_when_somebody_looks(two_ranks: Ranks) -> None:

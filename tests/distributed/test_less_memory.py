@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import regtopk
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     closing,
     flat_gradients,
@@ -54,12 +54,8 @@ def exchange_narrow() -> tuple[list[Tensor], list[Tensor], Tensor]:
     return grads, aggregates, torch.cat([fields["residual"].flatten() for fields in entries.values()])
 
 
-def test_theta_start_in_the_cpus_memory_changes_no_bit(two_ranks: Ranks) -> None:
-    for on_device, on_cpu in two_ranks.run(train_both):
-        assert torch.equal(on_device, on_cpu)
-
-
-def train_both() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_theta_start_in_the_cpus_memory_changes_no_bit() -> None:
     found, states = [], []
     for anchors in ("device", "cpu"):
         net = make_net()
@@ -82,34 +78,31 @@ def train_both() -> tuple[Tensor, Tensor]:
             states.append(saved)
         found.append(flat_parameters(net))
     assert same(*states)
-    return found[0], found[1]
+    assert torch.equal(*found)
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def test_bad_choices_are_refused(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(choose_badly):
-        assert found == [
-            (
-                "ArgumentError",
-                "residual_dtype must be one of float32, bfloat16, got 'float16' (did you mean 'bfloat16'?)",
-            ),
-            (
-                "ArgumentError",
-                "residual_dtype must be 'float32' for 'dense', which keeps no residual, got 'bfloat16'",
-            ),
-            ("ArgumentError", "anchors must be one of device, cpu, got 'disk'"),
-        ]
-
-
-def choose_badly() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_bad_choices_are_refused() -> None:
     net: Any = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     make: Any = regtopk.UpdateExchange
-    return [
+    found = [
         refusal(lambda: regtopk.Exchange(net, TOPK, residual_dtype="float16")),  # type: ignore[arg-type]
         refusal(lambda: regtopk.Exchange(net, regtopk.Dense(), residual_dtype="bfloat16")),
         refusal(lambda: make(net, optimizer, TOPK, anchors="disk")),
+    ]
+    assert found == [
+        (
+            "ArgumentError",
+            "residual_dtype must be one of float32, bfloat16, got 'float16' (did you mean 'bfloat16'?)",
+        ),
+        (
+            "ArgumentError",
+            "residual_dtype must be 'float32' for 'dense', which keeps no residual, got 'bfloat16'",
+        ),
+        ("ArgumentError", "anchors must be one of device, cpu, got 'disk'"),
     ]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import regtopk
-from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
@@ -29,20 +28,16 @@ RESTART = ": restart all ranks from the last checkpoint"
 
 
 @pytest.mark.parametrize(
-    ("scope", "moment", "signal_number"),
-    [
-        ("model", "in the exchange", signal.SIGKILL),
-        ("bucket", "in the exchange", signal.SIGKILL),
-        ("model", "in backward", signal.SIGSTOP),
-    ],
+    ("moment", "signal_number"),
+    [("in the exchange", signal.SIGKILL), ("in backward", signal.SIGSTOP)],
     ids=str,
 )
 def test_others_fail_clearly_and_a_restart_goes_on(
-    four_ranks: Ranks, tmp_path: Path, scope: Scope, moment: str, signal_number: int
+    four_ranks: Ranks, tmp_path: Path, moment: str, signal_number: int
 ) -> None:
     ranks = Ranks(4, timeout_s=5)
     try:
-        started = ranks.start(lose_one, tmp_path, scope, moment, signal_number)
+        started = ranks.start(lose_one, tmp_path, moment, signal_number)
         answers = ranks.wait_for([rank for rank in started if rank != LOST], timeout_s=60)
     finally:
         ranks.stop()
@@ -50,24 +45,24 @@ def test_others_fail_clearly_and_a_restart_goes_on(
         assert kind == "ClusterError"
         assert "a rank has stopped, is unreachable or is slower than the process group's timeout" in text
         assert "restart all ranks from the last checkpoint" in text
-    for resumed, straight in four_ranks.run(resume, tmp_path, scope):
+    for resumed, straight in four_ranks.run(resume, tmp_path):
         assert torch.equal(resumed, straight)
 
 
-def lose_one(folder: Path, scope: Scope, moment: str, signal_number: int) -> tuple[str, str]:
+def lose_one(folder: Path, moment: str, signal_number: int) -> tuple[str, str]:
     """What the step in which a rank is lost ends with."""
-    model, exchange, optimizer = make(scope)
+    model, exchange, optimizer = make()
     train(model, optimizer, 0, SAVED_AT)
     parts = {"model": model.module.state_dict(), "exchange": exchange.state_dict()}
     torch.save(parts, folder / f"rank{dist.get_rank()}.pt")
     train(model, optimizer, SAVED_AT, LOST_AT)
     if dist.get_rank() == LOST:
-        lose_self(model, exchange, scope, moment, signal_number)
+        lose_self(model, exchange, moment, signal_number)
     before = algorithm_state(exchange)
     kind, text = refusal(lambda: loss_of(model, LOST_AT).backward())
-    if scope == "model" and moment == "in the exchange":
+    if moment == "in the exchange":
         # the state is half a step on: it must not be saved, and no step be made from it
-        for act in (exchange.state_dict, exchange._steps.begin):
+        for act in (exchange.state_dict, lambda: exchange._steps.run({})):
             assert refusal(act) == (
                 "ClusterError",
                 f"step {LOST_AT} failed half-way ({kind}: {text})" + RESTART,
@@ -78,7 +73,7 @@ def lose_one(folder: Path, scope: Scope, moment: str, signal_number: int) -> tup
     return kind, text
 
 
-def lose_self(model: Any, exchange: Any, scope: Scope, moment: str, signal_number: int) -> None:
+def lose_self(model: Any, exchange: Any, moment: str, signal_number: int) -> None:
     """End this process when the last layers' gradients have been handed over, or in the second request."""
     if moment == "in backward":
         model.module.first.bias.register_hook(lambda _: os.kill(os.getpid(), signal_number))
@@ -88,17 +83,17 @@ def lose_self(model: Any, exchange: Any, scope: Scope, moment: str, signal_numbe
 
     def gather_once(tensor: Tensor) -> Any:
         calls.append(tensor)
-        if len(calls) > (1 if scope == "model" else 3):  # the first of each two agrees on the step
+        if len(calls) > 1:  # the first agrees on the step
             os.kill(os.getpid(), signal_number)
         return gather(tensor)
 
     collectives.all_gather = gather_once
 
 
-def resume(folder: Path, scope: Scope) -> tuple[Tensor, Tensor]:
+def resume(folder: Path) -> tuple[Tensor, Tensor]:
     results = []
     for first in (SAVED_AT, 0):
-        model, exchange, optimizer = make(scope)
+        model, exchange, optimizer = make()
         with closing(exchange):
             if first > 0:
                 saved = torch.load(folder / f"rank{dist.get_rank()}.pt", weights_only=True)
@@ -109,9 +104,9 @@ def resume(folder: Path, scope: Scope) -> tuple[Tensor, Tensor]:
     return results[0], results[1]
 
 
-def make(scope: Scope) -> Any:
+def make() -> Any:
     model = ddp(**SMALL_BUCKETS)
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), scope=scope)
+    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05))
     return model, exchange, torch.optim.SGD(model.parameters(), lr=0.1)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.options import Scope
 from tests.distributed.conversations import RunningSum
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     SMALL_BUCKETS,
     algorithm_state,
@@ -32,24 +31,21 @@ ALGORITHM = regtopk.RegTopK(density=0.05)
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("layer", ["last", "first"], ids=["first bucket", "last bucket"])
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_a_skipped_step_changes_nothing(two_ranks: Ranks, scope: Scope, layer: str, value: float) -> None:
-    straight, skipping = two_ranks.run(train_both, scope, layer, value)[0]
+def test_a_skipped_step_changes_nothing(two_ranks: Ranks, layer: str, value: float) -> None:
+    straight, skipping = two_ranks.run(train_both, layer, value)[0]
     assert torch.equal(skipping, straight)  # training goes on as if the step had not been
 
 
-def train_both(scope: Scope, layer: str, value: float) -> tuple[Tensor, Tensor]:
-    bad_steps = (0, 4, 5) if scope == "model" else (4, 5)  # DDP makes its buckets in the second backward
-    return train(scope, layer, value, bad_steps=()), train(scope, layer, value, bad_steps)
+def train_both(layer: str, value: float) -> tuple[Tensor, Tensor]:
+    return train(layer, value, bad_steps=()), train(layer, value, bad_steps=(0, 4, 5))
 
 
-def train(scope: Scope, layer: str, value: float, bad_steps: tuple[int, ...]) -> Tensor:
+def train(layer: str, value: float, bad_steps: tuple[int, ...]) -> Tensor:
     model = ddp(**SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with closing(regtopk.attach(model, ALGORITHM, scope=scope)) as exchange:
+    with closing(regtopk.attach(model, ALGORITHM)) as exchange:
         for step in range(8):
             if step in bad_steps:
-                assert (len(exchange._steps.buckets.all) > 1) == (scope == "bucket")
                 before = algorithm_state(exchange)
                 backward(model, step, spoiled=layer, value=value)
                 assert same(algorithm_state(exchange), before)
@@ -86,11 +82,8 @@ def spoil(grad: Tensor, value: float) -> Tensor:
     return grad
 
 
-def test_exchange_without_ddp_skips_too(two_ranks: Ranks) -> None:
-    two_ranks.run(skip_without_ddp)
-
-
-def skip_without_ddp() -> None:
+@on_ranks(2)
+def test_exchange_without_ddp_skips_too() -> None:
     net = make_net()
     exchange = regtopk.Exchange(net, ALGORITHM)
     loss_of(net, 0).backward()
@@ -114,24 +107,17 @@ def skip_without_ddp() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [ALGORITHM, RunningSum()], ids=["regtopk", "keeps what it returns"])
-@pytest.mark.parametrize("scope", ["model", "bucket"])
-def test_loss_scales_do_not_mix_into_the_state(
-    two_ranks: Ranks, scope: Scope, algorithm: Algorithm[Any]
-) -> None:
-    for plain, scaled in two_ranks.run(train_scaled_and_not, scope, algorithm):
-        assert same(scaled, plain)
-
-
-def train_scaled_and_not(scope: Scope, algorithm: Algorithm[Any]) -> tuple[Any, Any]:
+@on_ranks(2)
+def test_loss_scales_do_not_mix_into_the_state(algorithm: Algorithm[Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    return train_with(scope, algorithm, None), train_with(scope, algorithm, scaler)
+    assert same(train_with(algorithm, scaler), train_with(algorithm, None))
 
 
-def train_with(scope: Scope, algorithm: Algorithm[Any], scaler: torch.amp.GradScaler | None) -> Any:
+def train_with(algorithm: Algorithm[Any], scaler: torch.amp.GradScaler | None) -> Any:
     model = ddp(**SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scales = set()
-    with closing(regtopk.attach(model, algorithm, scope=scope, grad_scaler=scaler)) as exchange:
+    with closing(regtopk.attach(model, algorithm, grad_scaler=scaler)) as exchange:
         for step in range(12):
             if scaler is None:
                 optimizer.zero_grad()

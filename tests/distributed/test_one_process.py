@@ -26,7 +26,7 @@ def train(net: nn.Module) -> None:
 def test_a_plain_model_is_left_as_it_is(is_compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
     net, alone = make_net(), make_net()
     model: Any = torch.compile(net, backend="eager") if is_compiled else net
-    exchange = regtopk.attach(model, REGTOPK, scope="bucket", dense_steps=3)
+    exchange = regtopk.attach(model, REGTOPK, dense_steps=3)
     assert caplog.messages == [
         "Net is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged"
     ]

@@ -4,8 +4,9 @@ import time
 import warnings
 
 import pytest
+import torch.distributed as dist
 
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 
 ON_OLD_ARM = "mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs ..."
 
@@ -45,3 +46,9 @@ def test_ranks_that_do_not_meet_are_started_again(monkeypatch: pytest.MonkeyPatc
         assert ranks.run(int, "7") == [7, 7] and len(num_forks) == 2
     finally:
         ranks.stop()
+
+
+@pytest.mark.xfail(raises=AssertionError, strict=True)
+@on_ranks(2)
+def test_what_one_rank_asserts_counts() -> None:
+    assert dist.get_rank() == 0

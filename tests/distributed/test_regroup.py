@@ -7,14 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 from regtopk import RegTopK
-from regtopk.distributed.gradients.one_process import Alone
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.state.parameters import Parameters
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.bare_group import BareCollectives
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default
 from regtopk.distributed.updates.buffers import ModelBuffers
 from tests.distributed.ranks import Ranks
 
@@ -84,14 +82,15 @@ def joined_buffers() -> None:
     norm(torch.randn(8, 3) + dist.get_rank())
     own = {name: buffer.clone() for name, buffer in norm.named_buffers()}
     begun = {name: buffer.clone() for name, buffer in buffers.saved()["start"].items()}
-    kept = buffers.copies()
     rank = Rank(Collectives(group_or_default(None)), torch.tensor([0.5, 0.5], dtype=torch.float64))
-    buffers.join(rank, torch.device("cpu"))
-    assert not torch.equal(norm.running_mean, own["running_mean"])  # type: ignore[arg-type]
-    buffers.put_back(kept)
+    joined = buffers.joined(rank, torch.device("cpu"), buffers.named)
+    assert not torch.equal(joined["running_mean"], own["running_mean"])
     for now, was in ((dict(norm.named_buffers()), own), (buffers.saved()["start"], begun)):
         assert all(torch.equal(now[name], buffer) for name, buffer in was.items())
+    buffers.put(joined)
+    assert all(torch.equal(buffer, joined[name]) for name, buffer in norm.named_buffers())
+    assert all(torch.equal(start, joined[name]) for name, start in buffers.saved()["start"].items())
 
 
-def test_buffers_are_put_back_as_each_rank_had_them(two_ranks: Ranks) -> None:
+def test_buffers_stay_as_each_rank_has_them_until_they_are_put(two_ranks: Ranks) -> None:
     two_ranks.run(joined_buffers)

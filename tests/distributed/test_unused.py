@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import regtopk
-from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import SMALL_BUCKETS, closing, ddp, flat_gradients, loss_of, make_net
 
@@ -18,11 +17,10 @@ WEIGHTS = [0.7, 0.3]
 
 @pytest.mark.parametrize("is_view", [False, True], ids=["copies", "views of buckets"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("scope", ["model", "bucket"])
 def test_applied_plus_residual_is_the_sum_of_gradients(
-    two_ranks: Ranks, scope: Scope, set_to_none: bool, is_view: bool
+    two_ranks: Ranks, set_to_none: bool, is_view: bool
 ) -> None:
-    found = two_ranks.run(train, scope, set_to_none, is_view)
+    found = two_ranks.run(train, set_to_none, is_view)
     applied, num_given = found[0][0], found[0][2]
     assert torch.equal(applied, found[1][0])
     assert num_given > 0  # entries did come for the unused layer: the case is not empty
@@ -32,12 +30,12 @@ def test_applied_plus_residual_is_the_sum_of_gradients(
     torch.testing.assert_close(applied + kept, due, rtol=0, atol=NUM_STEPS * 2**-24)
 
 
-def train(scope: Scope, set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor, int, Tensor]:
+def train(set_to_none: bool, is_view: bool) -> tuple[Tensor, Tensor, int, Tensor]:
     """What was applied, what is kept, how much came for unused parameters, and all own gradients."""
     rank = dist.get_rank()
     model = ddp(find_unused_parameters=True, gradient_as_bucket_view=is_view, **SMALL_BUCKETS)
     alone = make_net()  # the same parameters, outside DDP: what this rank's own gradient is
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), scope=scope, weight=WEIGHTS[rank])
+    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), weight=WEIGHTS[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     applied = due = torch.zeros((), dtype=torch.float64)
     num_given = 0

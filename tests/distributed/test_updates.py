@@ -39,8 +39,8 @@ def adamw(net: nn.Module) -> Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3)
 
 
-def nesterov(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+def nesterov(parameters: list[nn.Parameter], lr: float = 0.7) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
 
 
 def train(net: nn.Module, optimizer: Optimizer, steps: range) -> None:

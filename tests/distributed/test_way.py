@@ -1,60 +1,71 @@
-"""The way of a gradient through the files of the library, as the package's docstring tells it."""
+"""The ways of a gradient and of an update through the library, as the package's docstring tells them."""
 
 import sys
-import threading
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
+import torch
 
 import regtopk
-from regtopk.distributed.options import Scope
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import closing, ddp, loss_of
+from tests.distributed.training import closing, ddp, loss_of, make_net
 
 SOURCE = str(Path(regtopk.__file__).parent)
-HERE = "distributed/"
-STARTS: dict[Scope, str] = {"model": "ddp", "bucket": "background bucket_queue"}
+REGTOPK = regtopk.RegTopK(density=0.1)
 
 
-@pytest.mark.parametrize("scope", STARTS)
-def test_the_way_of_a_gradient(two_ranks: Ranks, scope: Scope) -> None:
-    for to_the_others, files in two_ranks.run(trace_a_step, scope):
-        assert to_the_others == [
-            f"{STARTS[scope]} step agreement collectives",
-            f"{STARTS[scope]} step driver sparse_sum gather collectives",
+def test_the_way_of_a_gradient(two_ranks: Ranks) -> None:
+    for ways in two_ranks.run(trace_a_gradient):
+        assert ways == [
+            "ddp step agreement collectives",
+            "ddp step driver sparse_sum gather collectives",
         ]
-        assert len(files) <= 15, files  # with those called along the way
 
 
-def trace_a_step(scope: Scope) -> tuple[list[str], list[str]]:
-    """The files on the stack at each collective, and all files of the package that were entered."""
+def test_the_way_of_an_update(two_ranks: Ranks) -> None:
+    for ways in two_ranks.run(trace_an_update):
+        assert ways == [
+            "base rounds rounds step agreement collectives",
+            "base rounds rounds step driver sparse_sum gather collectives",
+        ]
+
+
+def trace_a_gradient() -> list[str]:
+    model = ddp()
+    with closing(regtopk.attach(model, REGTOPK)):
+        return ways_to_others(loss_of(model, 0).backward)
+
+
+def trace_an_update() -> list[str]:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with closing(regtopk.UpdateExchange(net, optimizer, REGTOPK)):
+        loss_of(net, 0).backward()
+        return ways_to_others(optimizer.step)
+
+
+def ways_to_others(act: Callable[[], Any]) -> list[str]:
+    """The files on the stack at each collective. No call leads back into a file that it came from."""
     ways: dict[str, None] = {}  # in order, each once
-    files: dict[str, None] = {}
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(SOURCE):
             return
         way = stack(frame)
-        here = [name for name in way if name.startswith(HERE)]
+        here = [name for name in way if name.startswith("distributed/")]
         assert len(here) == len(set(here)), f"a file calls back into one it came from: {way}"
-        files.update(dict.fromkeys(here))
-        if way[-1] == HERE + "collectives.py":
+        if way[-1] == "distributed/transport/collectives.py":
             ways[" ".join(Path(name).stem for name in way)] = None
 
-    model = ddp()
-    with closing(regtopk.attach(model, regtopk.RegTopK(density=0.1), scope=scope)):
-        loss = loss_of(model, 0)
-        threading.setprofile(look)  # the queue's thread starts with the first bucket
-        sys.setprofile(look)
-        try:
-            loss.backward()
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
-    return list(ways), list(files)
+    sys.setprofile(look)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return list(ways)
 
 
 def stack(frame: FrameType | None) -> list[str]:

@@ -331,7 +331,7 @@ def test_which_algorithms_a_server_with_sampled_clients_can_run(name: str) -> No
 def test_options_matter_to_what_can_be_run() -> None:
     check_algorithm(ChunkedTopK(density=0.1, chunk=16, score=PosteriorScore()))
     check_algorithm(TopK(k=1000))
-    for algorithm in (TopK(k=1, impute=0.5), regtopk.RegTopK(k=1, impute=1.0)):
+    for algorithm in (TopK(k=1, impute=0.5), RegTopK(k=1, impute=1.0)):
         with pytest.raises(ArgumentError, match="impute must be 0 with sampled clients"):
             check_algorithm(algorithm)
     with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):

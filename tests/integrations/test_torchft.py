@@ -4,9 +4,9 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -31,7 +31,7 @@ pytest.importorskip(
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
-from regtopk.integrations.torchft import UpdateExchange
+from regtopk.integrations.torchft import QuorumRounds, TorchftExchange
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,14 +58,14 @@ class FailsOnce(TopK):
 
 
 class After(NamedTuple):
-    """A replica when it has joined, and after every round."""
+    """A replica when it has joined, and after every round of a fragment."""
 
     pid: int
     num_rounds: int
     num_failed: int
     weights: list[float]
     residual_norm: float
-    tensors: list[Tensor]  # parameters, buffers, and the outer optimizer's state
+    tensors: list[Tensor]  # theta_start, buffers, and the outer optimizer's state
 
 
 class Replicas:
@@ -85,10 +85,11 @@ class Replicas:
         failing: tuple[int, ...] = (),
         *,
         fails_to_meet: bool = False,
+        **options: Any,
     ) -> int:
         number = len(self._processes)
         told = (self._lighthouse.address(), number, algorithm, failing, fails_to_meet)
-        process, pipe = fork_process(_train, *told)
+        process, pipe = fork_process(_train, *told, {"every": EVERY, **options})
         self._processes.append(process)
         self._pipes.append(pipe)
         self.heard.append([])
@@ -135,6 +136,7 @@ def _train(
     algorithm: Algorithm[Any],
     failing: tuple[int, ...],
     fails_to_meet: bool,
+    options: dict[str, Any],
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(number)  # replicas begin from different weights
@@ -147,28 +149,30 @@ def _train(
     model = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     try:
-        exchange = UpdateExchange(manager, model, optimizer, algorithm, every=EVERY, outer=_nesterov)
+        exchange = TorchftExchange(manager, model, optimizer, algorithm, outer=_nesterov, **options)
     except Exception as error:
         pipe.send(error)
         return
-    while True:
-        pipe.send(_after(exchange, model))
-        for _ in range(EVERY):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
-            optimizer.step()
-        time.sleep(0.1)  # as long as a short round takes
+    pipe.send(_after(exchange, model))
+    pause = options["every"] // options.get("fragments", 1)  # from one fragment's turn to the next one's
+    for num_steps in count(1 - options.get("delay", 0)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
+        optimizer.step()
+        if num_steps > 0 and num_steps % pause == 0:  # the aggregate is applied
+            pipe.send(_after(exchange, model))
+            time.sleep(0.1)  # as long as a short round takes
 
 
 def _fail_to_meet_once(pipe: Connection) -> None:
     """Let this process's first meeting fail, when the quorum has brought a peer's state."""
 
-    def fail(_: UpdateExchange) -> bool:
+    def fail(_: QuorumRounds) -> bool:
         meeting.stop()
         pipe.send("has not met")
         raise RuntimeError("this meeting fails")
 
-    meeting = patch.object(UpdateExchange, "_meet", fail)
+    meeting = patch.object(QuorumRounds, "_compare", fail)
     meeting.start()
 
 
@@ -194,16 +198,19 @@ def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _after(exchange: UpdateExchange, model: nn.Module) -> After:
-    assert exchange.outer is not None
-    momenta = [state["momentum_buffer"] for state in exchange.outer.state.values()]
+def _after(exchange: TorchftExchange, model: nn.Module) -> After:
+    state = exchange.state_dict()
+    momenta = [each["momentum_buffer"] for each in state["outer"]["state"].values()]
+    with exchange.agreed():
+        own = dict(model.named_parameters())
+        assert all(torch.equal(own[name], start) for name, start in state["start"].items())
     return After(
         os.getpid(),
-        exchange.num_rounds,
+        state["num_rounds"],
         exchange.num_failed,
         exchange.weights,
         exchange.total.residual_norm,
-        [t.detach().clone() for t in (*model.state_dict().values(), *momenta)],
+        [*state["start"].values(), *state["buffers"]["start"].values(), *momenta],
     )
 
 
@@ -232,9 +239,14 @@ def _has_rounds(number: int, num_rounds: int, *, weights: int | None = None) -> 
     return until
 
 
-def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}, {"every": 6, "fragments": 2, "delay": 1}],
+    ids=str,
+)
+def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas, options: dict[str, Any]) -> None:
     for _ in range(3):
-        replicas.start()
+        replicas.start(**options)
     replicas.listen(lambda told: all(_has_rounds(n, 3, weights=3)(told) for n in range(3)))
     _check_alike(replicas.heard, 1, first=0)
     before = replicas.heard[0][-1].num_rounds
@@ -250,8 +262,8 @@ def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas) -> Non
         assert told[-1].residual_norm > 0
     _check_alike(replicas.heard[:2], before, first=0)
 
-    new = replicas.start()
-    replicas.listen(_has_rounds(new, 4, weights=3))
+    new = replicas.start(**options)
+    replicas.listen(_has_rounds(new, 5, weights=3))
     joined = replicas.heard[new]
     assert joined[0].num_rounds > before + 1
     assert (joined[0].residual_norm, sorted(joined[0].weights)) == (0, [0, 0.5, 0.5])  # when it had joined
@@ -300,9 +312,9 @@ def test_a_replica_hands_on_the_state_that_it_could_not_begin_from_yet(replicas:
     _check_alike(replicas.heard[1:], 0, first=0)
 
 
-def _run(function: Callable[[], None]) -> None:
+def _run(function: Callable[..., None], *arguments: Any) -> None:
     """Run it in a process of its own: torchft leaves the socket of its HTTP server open."""
-    process, pipe = fork_process(_tell_failure, function)
+    process, pipe = fork_process(_tell_failure, function, arguments)
     assert pipe.poll(240)
     failure = pipe.recv()
     process.join()
@@ -310,82 +322,104 @@ def _run(function: Callable[[], None]) -> None:
     assert failure is None, failure
 
 
-def _tell_failure(pipe: Connection, function: Callable[[], None]) -> None:
+def _tell_failure(pipe: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
-        function()
+        function(*arguments)
         pipe.send(None)
     except BaseException:
         pipe.send(traceback.format_exc())
-
-
-def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it() -> None:
-    _run(_fail_in_a_round)
-
-
-def _fail_in_a_round() -> None:
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
-    torch.manual_seed(0)
-    model, data = nn.Linear(5, 4), torch.randn(6 * EVERY, 7, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = UpdateExchange(manager, model, optimizer, FailsOnce(density=0.25), every=EVERY, skip=_is_bias)
-    FailsOnce.failing.add(2)
-
-    def train(net: nn.Module, optimizer: torch.optim.Optimizer, rounds: range) -> None:
-        for batch in data[rounds.start * EVERY : rounds.stop * EVERY]:
-            optimizer.zero_grad()
-            net(batch).square().mean().backward()
-            optimizer.step()
-
-    try:
-        train(model, optimizer, range(2))
-        alone = deepcopy(model)  # what the model learns by itself from here
-        before, residual = exchange.state_dict(), _residual(exchange)
-        train(model, optimizer, range(2, 3))  # no error leaves optimizer.step()
-        assert exchange.num_failed == 1
-        assert "this round fails" in str(manager.errored())
-        after = exchange.state_dict()
-        assert all(torch.equal(after["start"][name], start) for name, start in before["start"].items())
-        assert after["num_rounds"] == before["num_rounds"] == 2
-        assert torch.equal(_residual(exchange), residual)
-
-        train(model, optimizer, range(3, 4))
-        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), range(2, 4))
-        assert (exchange.num_failed, exchange.num_rounds) == (1, 3)
-        not_sent = residual + (model.weight - alone.weight).detach().flatten()
-        torch.testing.assert_close(
-            _residual(exchange), not_sent
-        )  # theta + e is what it learned: no more, no less
-        assert torch.equal(model.weight, exchange.state_dict()["start"]["weight"])
-
-        exchange.load_state_dict(before)  # as from a disk: all but the residual
-        assert torch.equal(model.weight, before["start"]["weight"])
-        assert (exchange.num_rounds, bool(_residual(exchange).any())) == (2, False)
-        train(model, optimizer, range(4, 6))
-        assert (exchange.num_failed, exchange.num_rounds) == (1, 4)
-    finally:
-        manager.shutdown()
-        lighthouse.shutdown()
 
 
 def _is_bias(name: str, _: nn.Parameter) -> bool:
     return name == "bias"
 
 
-def _residual(exchange: UpdateExchange) -> Tensor:
-    state = exchange._steps.buckets.all[0].state
-    assert isinstance(state, ResidualState)
-    return state.residual.clone()
+@pytest.mark.parametrize(
+    "options", [{"skip": _is_bias}, {"fragments": 2}, {"delay": 3}, {"fragments": 2, "delay": 1}]
+)
+def test_a_round_that_fails_changes_nothing_and_the_next_one_sends_it(options: dict[str, Any]) -> None:
+    _run(_fail_in_a_round, options)
+
+
+def _fail_in_a_round(options: dict[str, Any]) -> None:
+    fragments, delay = options.get("fragments", 1), options.get("delay", 0)
+    pause, num_before = (
+        4 // fragments,
+        2 * fragments,
+    )  # steps from turn to turn, rounds before the one that fails
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = _manager(store, lighthouse.address(), 0, min_replicas=1)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = TorchftExchange(manager, model, optimizer, FailsOnce(density=0.25), every=4, **options)
+    first, learned = _flat(exchange.state_dict()["start"]), torch.zeros(24)
+    FailsOnce.failing.add(2)
+
+    def train(num_steps: int) -> None:
+        """With gradients that do not depend on the parameters: what a step changes is known beforehand."""
+        for slopes in torch.randn(num_steps, 24):
+            model.weight.grad, model.bias.grad = slopes[:20].view(4, 5), slopes[20:]
+            optimizer.step()
+            learned.sub_(slopes, alpha=0.1)
+
+    def check(num_rounds: int, num_failed: int) -> None:
+        """theta_start, the residual and what was learned since are all that was learned: no more, no less."""
+        state = exchange.state_dict()
+        assert (state["num_rounds"], exchange.num_failed) == (num_rounds, num_failed)
+        found = _flat(dict(model.named_parameters())) - first - _residual(exchange)
+        torch.testing.assert_close(found, learned)
+
+    try:
+        train(pause * num_before + pause - 1)
+        check(num_before, 0)
+        before, residual = exchange.state_dict(), _residual(exchange)
+        train(1 + delay)  # no error leaves optimizer.step()
+        assert "this round fails" in str(manager.errored())
+        assert torch.equal(_flat(exchange.state_dict()["start"]), _flat(before["start"]))
+        assert torch.equal(_residual(exchange), residual)
+        check(num_before, 1)
+        train(pause)  # the same fragment has the next turn
+        check(num_before + 1, 1)
+        train(pause)
+        check(num_before + 2, 1)
+        exchange.load_state_dict(before)  # as from a disk: all but the residual and what was learned since
+        with exchange.agreed():
+            assert torch.equal(_flat(dict(model.named_parameters())), _flat(before["start"]))
+        assert not _residual(exchange).any() and exchange.num_steps == before["num_steps"]
+        train(2 * pause + delay)
+        assert exchange.state_dict()["num_rounds"] == num_before + 2
+    finally:
+        exchange.close()
+        manager.shutdown()
+        lighthouse.shutdown()
+
+
+def _flat(tensors: dict[str, Any]) -> Tensor:
+    return torch.cat([tensors[name].detach().flatten() for name in ("weight", "bias")])
+
+
+def _residual(exchange: TorchftExchange) -> Tensor:
+    states = [(bucket.state, bucket.layout.numel) for bucket in exchange._steps.buckets.all]
+    parts = [s.residual if isinstance(s, ResidualState) else torch.zeros(numel) for s, numel in states]
+    return torch.cat(parts)
 
 
 def test_an_algorithm_that_keeps_a_sum_of_all_replicas_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
-        ArgumentError, match=r"must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
+        ArgumentError, match=r"algorithm must keep no sum over all replicas.*'ef21', which keeps 'aggregate'"
     ):
-        UpdateExchange(None, model, optimizer, EF21(density=0.5))
+        TorchftExchange(None, model, optimizer, EF21(density=0.5))
+
+
+def test_one_round_is_under_way_at_a_time() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match=r"delay must be less than every // fragments, 2, .*got 2"):
+        TorchftExchange(None, model, optimizer, REGTOPK, every=4, fragments=2, delay=2)
 
 
 def test_the_guides_code_runs() -> None:

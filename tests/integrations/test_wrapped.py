@@ -84,8 +84,8 @@ def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
 
 def test_options_are_checked_at_the_call() -> None:
     check_options("attach", TOPK, "updates", {"every": 2, "fragments": 2})
-    check_options("attach", TOPK, "gradients", {"scope": "bucket"})
-    with pytest.raises(ArgumentError, match="scope must be given with exchange='gradients' alone, got 'upda"):
-        check_options("attach", TOPK, "updates", {"scope": "bucket"})
+    check_options("attach", TOPK, "gradients", {"index_code": "raw32"})
+    with pytest.raises(ArgumentError, match="every must be given with exchange='updates' alone, got 'grad"):
+        check_options("attach", TOPK, "gradients", {"every": 2})
     with pytest.raises(TypeError, match=r"attach\(\) got an unexpected option 'process_group'"):
         check_options("attach", TOPK, "updates", {"process_group": None})

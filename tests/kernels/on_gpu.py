@@ -283,7 +283,7 @@ def sharded_steps(mesh: DeviceMesh, algorithm: Algorithm[Any], bad_step: int | N
     for layer in net[:3]:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
-    exchange = regtopk.attach(net, algorithm, replicate_group=mesh["replicate"])
+    exchange = regtopk.attach(net, algorithm, process_group=mesh["replicate"])
     batches = torch.randn(6, 32, 1500, device="cuda")
     found = []
     for number, batch in enumerate(batches):

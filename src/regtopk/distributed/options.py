@@ -1,15 +1,16 @@
-"""The options that `attach` and `Exchange` share, and the rules they are checked by."""
+"""The options that all kinds of exchange share, stated once, and the rules they are checked by."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from regtopk.core.algorithm import check_is_algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
 from regtopk.core.precision import check_residual_dtype
@@ -17,7 +18,6 @@ from regtopk.errors import ArgumentError
 
 Collective = Literal["auto", "all_gather", "split"]
 ResidualDtype = Literal["float32", "bfloat16"]
-Scope = Literal["model", "bucket"]
 Skip = Callable[[str, nn.Parameter], bool]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,59 +30,99 @@ class Writer(Protocol):
         """Draw one number of one step."""
 
 
+class ExchangeOptions(TypedDict, total=False):
+    """What every kind of exchange takes, as keywords. All ranks must give the same, but for `weight`.
+
+    Args:
+        process_group: the ranks that take part, as a group or a mesh of one dimension; the default group if
+            None. Of a model that fully_shard has sharded it must be given: the replicas, that is the ranks
+            that hold the same part of the model. A model in DistributedDataParallel has a group already.
+        weight: how much this rank counts, 0 or more: w_n is its share of the sum over all ranks. None on all
+            ranks: 1/N. Weights that sum to one (within 1e-6) are taken as they are.
+        dense_steps: how many first steps of the optimizer send everything.
+        skip: a callable of (name, parameter): True sends that parameter dense, for example
+            ``lambda name, p: p.ndim <= 1``.
+        index_code: how indices are coded: "elias-fano" (if not given), "rice" or "raw32".
+        collective: how sparse sums run: "auto" (if not given: what moves fewer bytes), "all_gather", "split".
+        deterministic: sum uncoded dense vectors in rank order too (if not given), or in the backend's order.
+        residual_dtype: how residuals are kept between steps: "float32" (if not given), or "bfloat16" in half
+            the memory, rounded at random.
+        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.
+        handshake_timeout_s: how long to wait for every rank to make the exchange; 60 if not given.
+    """
+
+    process_group: dist.ProcessGroup | DeviceMesh | None
+    weight: float | None
+    dense_steps: int
+    skip: Skip | None
+    index_code: str
+    collective: Collective
+    deterministic: bool
+    residual_dtype: ResidualDtype
+    writer: Writer | None
+    handshake_timeout_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """See `regtopk.attach` for what each means."""
+    """`ExchangeOptions` with their defaults, checked; and the scaler of an exchange of gradients."""
 
-    scope: Scope = "model"
-    index_code: str = "elias-fano"
+    process_group: dist.ProcessGroup | DeviceMesh | None = None
     weight: float | None = None
     dense_steps: int = 0
     skip: Skip | None = None
-    grad_scaler: torch.amp.GradScaler | None = None
+    index_code: str = "elias-fano"
     collective: Collective = "auto"
     deterministic: bool = True
+    residual_dtype: ResidualDtype = "float32"
     writer: Writer | None = None
     handshake_timeout_s: float = 60.0
-    residual_dtype: ResidualDtype = "float32"
+    grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without the other ranks."""
-        check_choice("scope", self.scope, ("model", "bucket"))
         check_index_code(self.index_code)
         check_integer("dense_steps", self.dense_steps, at_least=0)
         if self.skip is not None and not callable(self.skip):
             raise ArgumentError(f"skip must be a callable of (name, parameter), got {self.skip!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler, got {self.grad_scaler!r}")
-        check_choice("collective", self.collective, ("auto", "all_gather", "split"))
+        check_choice("collective", self.collective, get_args(Collective))
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
             raise ArgumentError(f"writer must have a method add_scalar, got {self.writer!r}")
         check_positive("handshake_timeout_s", self.handshake_timeout_s)
         check_residual_dtype(self.residual_dtype)
 
-    def check_algorithm(self, algorithm: object) -> None:
-        """Refuse what is no algorithm, and a k that does not fit the scope."""
-        check_is_algorithm(algorithm)
-        k = getattr(algorithm, "k", None)
-        if self.scope == "bucket" and k is not None:
-            raise ArgumentError(
-                "k must be None with scope='bucket', and with a fully_shard'ed model, whose buckets differ "
-                f"in size, got {k}: give a density"
-            )
+
+def refuse_k(algorithm: object) -> None:
+    """Refuse a number of entries where a model is exchanged in parts."""
+    k = getattr(algorithm, "k", None)
+    if k is not None:
+        raise ArgumentError(
+            "k must be None for a model that is exchanged in parts (FSDP units, fragments), which differ in "
+            f"size, got {k}: give a density"
+        )
 
 
 def names_typos(function: Callable[P, R]) -> Callable[P, R]:
     """Let a call with an option that does not exist fail with the name of the nearest one that does."""
-    known = list(signature(function).parameters)
     name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_typos(name, kwargs, known)
+        refuse_typos(name, kwargs, known_options(function))
         return function(*args, **kwargs)
 
     return checked
+
+
+def known_options(function: Callable[..., Any]) -> list[str]:
+    """The names that a call takes: its own, and those of `ExchangeOptions` for its **options."""
+    parameters = signature(function).parameters.values()
+    own = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return own + [
+        name for p in parameters if p.kind is p.VAR_KEYWORD for name in ExchangeOptions.__annotations__
+    ]
 
 
 def refuse_typos(call: str, given: Iterable[str], known: list[str]) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from regtopk.distributed.checkpoints.choice import choose, refuse
 from regtopk.distributed.checkpoints.files import parts_in
 from regtopk.distributed.checkpoints.folder import Checkpoints
-from regtopk.distributed.gradients.one_process import Alone, is_one_process
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default, is_one_process
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's

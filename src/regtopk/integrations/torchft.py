@@ -4,32 +4,37 @@ torchft has wheels for x86_64 Linux alone: ``pip install regtopk[torchft]``.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.options import check_integer, check_positive
-from regtopk.distributed.gradients.one_process import Alone
-from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
-from regtopk.distributed.requests.record import summarise
+from regtopk.core.options import check_positive
+from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import NamedParameters
-from regtopk.distributed.steps.base import Counted
 from regtopk.distributed.steps.handshake import compare
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.bare_group import BareCollectives
+from regtopk.distributed.transport.collectives import Alone
+from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
+from regtopk.distributed.updates.rounds import RankRounds
 from regtopk.distributed.updates.saved import copied
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
+from regtopk.rounds import Rounds
 
 try:
     from torchft.manager import Manager
@@ -39,24 +44,157 @@ except ImportError as error:
         "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]'"
     ) from error
 
-_WARNING = (
-    "after round %d a replica's update was not finite: all replicas went back to where the round began; "
-    "total.num_skipped counts such rounds"
-)
 _log = logging.getLogger("regtopk")
 
 
-class UpdateExchange(Counted):
+class QuorumRounds(RankRounds):
+    """The local rounds of replicas that a torchft Manager brings together.
+
+    A round begins with a quorum, and counts only if the Manager says so. If not, all is as before it, and the
+    same fragment has the next turn. So the number of rounds that count tells whose turn it is.
+
+    Args:
+        manager: of this replica.
+        weight: how much this replica counts.
+        steps, model, rounds: see `RankRounds`.
+    """
+
+    def __init__(
+        self, manager: Manager, weight: float, steps: Steps, model: LocalModel, rounds: Rounds
+    ) -> None:
+        super().__init__(steps, model, rounds)
+        self._manager, self._weight = manager, weight
+        self.num_failed = 0
+        self.turn_at = 0  # the clock of the last round that counts
+        self.given: dict[str, Any] | None = None  # a peer's state, to go on from
+        self.is_new = True  # whether this replica has made no round from the state that it has
+        self._has_senders = False  # whether anybody has something to send in this round
+        self.is_committed = False
+        self.problem: Exception | None = None  # what went wrong in this round
+        self._buffers: dict[str, Tensor] = {}  # as they were sent; then what all replicas made of them
+
+    def gather(self, clock: int) -> int:
+        """Begin a round: see who is there, and take a peer's place if that one is ahead."""
+        self.problem, self._has_senders = None, False
+        self._manager.start_quorum()
+        with self._reporting():
+            if self._manager.errored() is None:
+                self._has_senders = self._compare()
+        self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
+        return self._rounds.next_send(self.turn_at)
+
+    @contextmanager
+    def exchange(self, fragment: int, num_steps: int) -> Iterator[bool | None]:
+        """A whole round at once."""
+        take = partial(self._model.take_update, self._buckets_of(fragment))
+        yield self._outcome(fragment, self._meet(fragment, take, self._model.outer, num_steps))
+
+    def send(self, fragment: int, num_steps: int) -> None:
+        """Start a round, which goes on beside training."""
+        self._flights[fragment] = None
+        with self._reporting():
+            super().send(fragment, num_steps)
+        if self._flights[fragment] is None:
+            self.is_committed = bool(self._manager.should_commit())  # which it is not
+
+    @contextmanager
+    def receive(self, fragment: int) -> Iterator[bool | None]:
+        """Wait for the aggregate."""
+        yield self._outcome(fragment, self.land(fragment))
+
+    def begin_from(self, given: dict[str, Any]) -> None:
+        """Take a peer's place: all is as there, but for the residual, which is zero."""
+        model, steps = self._model, self._steps
+        for own, theirs in ((model.start, given["start"]), (model.frozen, given["frozen"])):
+            for name, tensor in theirs.items():
+                own[name].copy_(tensor)
+        model.write_back()
+        model.buffers.load(given["buffers"])
+        model.optimizer.load_state_dict(deepcopy(given["optimizer"]))
+        if model.outer is not None:
+            model.outer.load_state_dict(deepcopy(given["outer"]))
+        steps.buckets.begin_from(given["shared"])
+        steps.num_steps = given["num_rounds"]
+        self.turn_at = given.get("turn_at", 0)
+        self.given = None
+
+    def _compare(self) -> bool:
+        """Compare settings, and share the weights. Whether anybody has something to send."""
+        steps = self._steps
+        group = _group_of(self._manager)
+        stamp = crc32(repr(steps.settings).encode())
+        mine = [0.0 if self.is_new else self._weight, float(stamp)]
+        everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
+        if bool((everyone[:, 1] != stamp).any()):
+            compare(group, steps.settings)
+        if self.given is not None:
+            self.begin_from(self.given)
+        weights = everyone[:, 0] / everyone[:, 0].sum().clamp(min=torch.finfo(torch.float64).tiny)
+        if not bool(weights.any()):
+            return False
+        steps.regroup(group, weights)
+        return True
+
+    def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
+        """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
+        model, steps = self._model, self._steps
+        step: Step | None = None
+        with ExitStack() as stack:
+            with self._reporting():
+                if self._has_senders:
+                    buckets, every = self._buckets_of(fragment), self._rounds.every
+                    counted = steps.step(vectors, buckets, num_dense=every, can_be_taken_back=True)
+                    step = stack.enter_context(counted)
+                    if step.is_finite:
+                        step.exchange(into(model.update))
+                        if self._is_last(fragment):
+                            self._buffers = model.buffers.joined(steps.rank, steps.device, self._buffers)
+            self.is_committed = bool(self._manager.should_commit())
+            if step is not None and not self.is_committed:
+                step.take_back()
+            elif step is not None:
+                self.turn_at = self._rounds.next_send(self.turn_at)
+                if step.is_finite:
+                    model.apply(outer, model.fragments[fragment])
+        return step is None or step.is_finite
+
+    def _outcome(self, fragment: int, is_finite: bool) -> bool | None:
+        """Whether all updates were finite; None: the round does not count, or nobody had anything to send."""
+        if not self.is_committed:
+            self.num_failed += 1
+            why = self.problem or self._manager.errored()
+            _log.warning("round %d was not committed: %s", self._steps.num_steps, why)
+            return None
+        self.is_new = False
+        if self._has_senders and is_finite and self._is_last(fragment):
+            self._model.buffers.put(self._buffers)
+        return is_finite if self._has_senders else None
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tell the Manager what goes wrong: the round then does not count."""
+        try:
+            yield
+        except Exception as problem:
+            self.problem = problem
+            self._manager.report_error(problem)
+
+
+class TorchftExchange(UpdatesBase):
     """`regtopk.UpdateExchange` among the replicas of a torchft Manager, after every `every`-th step.
 
     >>> manager = Manager(pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1,
     ...                   use_async_quorum=False)
-    >>> exchange = UpdateExchange(manager, model, optimizer, TopK(density=0.01), every=20)
+    >>> exchange = TorchftExchange(manager, model, optimizer, TopK(density=0.01), every=20)
     >>> ...                                  # train as on one process
 
     A round begins with a quorum: the replicas that are there take part, and the weights are theirs. It counts
     only when `manager.should_commit()` says so. Otherwise the residual, theta_start and the outer optimizer
     are as before it, the replica trains on from where it is, and the next round sends what this one did not.
+
+    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training. With
+    `delay` or `fragments`, the replicas' models differ also after a round: `with exchange.agreed():` shows
+    theta_start, which is the same on all replicas that have made equally many rounds.
 
     A replica that is new, or was left behind, gets theta_start, both optimizers' states and what the
     algorithm knows on all replicas from another one. It has no residual and weight zero in that round. It
@@ -73,12 +211,17 @@ class UpdateExchange(Counted):
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
         parameters: this, and all that is not named here, is as in `regtopk.UpdateExchange`.
         algorithm: not EF21: its sum of all replicas' estimates would be wrong once one leaves.
-        weight: how much this replica counts, against the others that take part: w_n = weight / their sum.
+        delay: 0 to every // fragments - 1, as one round is under way at a time.
+        options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
+            replicas that take part; None: 1. There is no `process_group`: the Manager has one.
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
         ClusterError: the replicas differ.
     """
+
+    _peer = "replica"
+    _maker: QuorumRounds
 
     @names_typos
     def __init__(
@@ -89,212 +232,93 @@ class UpdateExchange(Counted):
         algorithm: Algorithm[Any],
         *,
         every: int = 1,
+        delay: int = 0,
+        fragments: int = 1,
+        mix: float = 1.0,
         outer: Outer | None = None,
-        weight: float = 1.0,
-        index_code: str = "elias-fano",
-        skip: Skip | None = None,
-        dense_steps: int = 0,
         buffers: How = "mean",
-        writer: Writer | None = None,
-        collective: Collective = "auto",
-        residual_dtype: ResidualDtype = "float32",
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        check_integer("every", every, at_least=1)
-        check_integer("dense_steps", dense_steps, at_least=0)
+        rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
+        rounds.check_times()
+        if delay >= every // fragments:
+            raise ArgumentError(
+                f"delay must be less than every // fragments, {every // fragments}, as one round is under "
+                f"way at a time, got {delay}"
+            )
+        checked = Options(**options)
+        weight = 1.0 if checked.weight is None else checked.weight
         check_positive("weight", weight)
+        if checked.process_group is not None:
+            raise ArgumentError("process_group must be None, as the Manager has one")
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
-        options = Options(
-            index_code=index_code,
-            dense_steps=-(-dense_steps // every),
-            skip=skip,
-            collective=collective,
-            writer=writer,
-            residual_dtype=residual_dtype,
-        )
-        model = LocalModel(parameters, optimizer, outer, buffers)
+        checked = replace(checked, weight=None, dense_steps=-(-checked.dense_steps // every))  # as rounds
+        model = LocalModel(parameters, optimizer, outer, buffers, fragments=fragments)
         if model.is_sharded:
             raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
-        settings = tuple({"every": every, **model.describe()}.items())
-        kind = Kind("regtopk.integrations.torchft.UpdateExchange", _WARNING, settings)
-        self._steps = Steps(model.parameters, algorithm, Alone(), options, kind)
-        _refuse_sums(algorithm, self._steps.buckets.all)
-        model.make_room(self._steps.buckets.all)
-        self.every = every
-        self._manager, self._model, self._weight = manager, model, float(weight)
-        self._num_steps = self._num_steps_in_round = self._num_failed = 0
-        self._is_new = True  # whether this replica has made no round from the state that it has
-        self._given: dict[str, Any] | None = None  # a peer's state, to go on from
-        self._problem: Exception | None = None  # what went wrong in the last round
-        self._buffers_before: Any = None  # the buffers before they were joined in this round
+        if fragments > 1:
+            refuse_k(algorithm)
+        kind = kind_of("regtopk.integrations.torchft.TorchftExchange", model, rounds, peer="replica")
+        steps = Steps(model.parameters, algorithm, Alone(), checked, kind)
+        _refuse_sums(algorithm, steps.buckets.all)
+        model.make_room(steps.buckets.all)
+        maker = QuorumRounds(manager, float(weight), steps, model, rounds)
+        self._follow(steps, model, rounds, maker)
         manager.register_state_dict_fn("regtopk", self._take_from_peer, self.state_dict)
         self._join()
-        self._hook = optimizer.register_step_post_hook(self._after_step)
-
-    @property
-    def num_steps(self) -> int:
-        """How many optimizer steps led here: those of the peer that this replica began from included."""
-        return self._num_steps
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds were committed, without those with an update that was not finite."""
-        return self._steps.num_steps
 
     @property
     def num_failed(self) -> int:
         """How many rounds of this replica were not committed."""
-        return self._num_failed
-
-    @property
-    def outer(self) -> Optimizer | None:
-        """The outer optimizer, for a learning rate that changes."""
-        return self._model.outer
-
-    def summary(self) -> str:
-        """What this replica sent, against dense gradients in every step, and where the time went."""
-        steps = self._steps
-        norm = self.total.residual_norm
-        return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, self.every)
-
-    def close(self) -> None:
-        """End the exchange: the optimizer's steps stay on this replica from now on."""
-        self._hook.remove()
+        return self._maker.num_failed
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from, on the CPU: all but this replica's residual and local steps."""
-        if self._given is not None:  # the round that it came in failed, and this replica will begin from it
-            return self._given
-        model, start = self._model, self._model.buffers.saved()["start"]
-        return {
-            "num_rounds": self._steps.num_steps,
-            "num_steps": self._num_steps - self._num_steps_in_round,
-            "start": copied(model.start),
-            "frozen": copied(model.frozen),
-            "buffers": {"now": copied(start), "start": copied(start)},
-            "optimizer": copied(model.optimizer.state_dict()),
-            "outer": {} if model.outer is None else copied(model.outer.state_dict()),
-            "shared": copied(self._steps.buckets.shared()),
-        }
+        maker, model, steps = self._maker, self._model, self._steps
+        if maker.given is not None:  # the round that it came in failed, and this replica will begin from it
+            return maker.given
+        with steps.lock:  # a round that is under way ends before
+            begun = model.buffers.saved()["start"]
+            return {
+                "num_rounds": steps.num_steps,
+                "num_steps": self._num_steps,
+                "turn_at": maker.turn_at,
+                "start": copied(model.start),
+                "frozen": copied(model.frozen),
+                "buffers": {"now": copied(begun), "start": copied(begun)},
+                "optimizer": copied(model.optimizer.state_dict()),
+                "outer": {} if model.outer is None else copied(model.outer.state_dict()),
+                "shared": copied(steps.buckets.shared()),
+            }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, on every replica: parameters, buffers and both optimizers are set too."""
-        self._begin_from(state_dict)
+        self._maker.load([])
+        self._maker.begin_from(state_dict)
+        self._rounds.load(self._maker.turn_at, [[] for _ in self._model.fragments], is_start=True)
+        self._num_steps = state_dict["num_steps"]
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Make rounds until one counts: with nothing to send, for the others' state."""
+        maker = self._maker
+        while not maker.is_committed:
+            clock = maker.gather(0)
+            self._rounds.exchange(self._rounds.rounds.due(clock)[0], clock)
+            if isinstance(maker.problem, RegtopkError):  # the replicas differ; all else may pass
+                raise maker.problem
+        maker.num_failed = 0
+        self._rounds.clock = maker.turn_at
 
     def _take_from_peer(self, state_dict: dict[str, Any]) -> None:
         """Called by the Manager in a quorum: go on from it when the settings have been compared."""
-        self._given, self._is_new = state_dict, True
+        self._maker.given, self._maker.is_new = state_dict, True
+        self._num_steps = state_dict["num_steps"]
 
-    def _join(self) -> None:
-        """Make rounds until one counts: with nothing to send, for the others' state."""
-        while not self._make_round():
-            if isinstance(self._problem, RegtopkError):  # the replicas differ; all else may pass
-                raise self._problem
-        self._num_failed = 0
 
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
-        if found_inf is not None and bool(found_inf):
-            return
-        self._num_steps += 1
-        self._num_steps_in_round += 1
-        if self._num_steps_in_round >= self.every:
-            self._make_round()
-            self._num_steps_in_round = 0
-
-    @torch.no_grad()
-    def _make_round(self) -> bool:
-        """Exchange an update with the replicas that are there. Whether it counts."""
-        manager, model, steps = self._manager, self._model, self._steps
-        has_sent, self._problem = False, None
-        manager.start_quorum()
-        self._buffers_before = None
-        try:
-            if manager.errored() is None:
-                has_sent = self._meet() and self._send()
-        except Exception as problem:
-            self._problem = problem
-            manager.report_error(problem)
-        if not manager.should_commit():
-            steps.take_back()
-            if self._buffers_before is not None:
-                model.buffers.put_back(self._buffers_before)
-            self._num_failed += 1
-            why = self._problem or manager.errored()
-            _log.warning("round %d was not committed: %s", self.num_rounds, why)
-            return False
-        self._is_new = False
-        if has_sent:
-            self._go_on()
-        return True
-
-    def _meet(self) -> bool:
-        """See who is there. Whether anybody has something to send."""
-        steps = self._steps
-        group = _group_of(self._manager)
-        stamp = crc32(repr(steps.settings).encode())
-        mine = [0.0 if self._is_new else self._weight, float(stamp)]
-        everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
-        if bool((everyone[:, 1] != stamp).any()):
-            compare(group, steps.settings)
-        if self._given is not None:
-            self._begin_from(self._given)
-        weights = everyone[:, 0] / everyone[:, 0].sum().clamp(min=torch.finfo(torch.float64).tiny)
-        if not bool(weights.any()):
-            return False
-        if group.rank != steps.rank.index or not torch.equal(weights, steps.rank.weights):
-            steps.regroup(group, weights)
-        steps.rank.collectives = group
-        return True
-
-    def _send(self) -> bool:
-        """Get the aggregate, and leave theta_start as it is."""
-        model, steps = self._model, self._steps
-        buckets = steps.buckets.all
-        model.parameters.check()
-        model.parameters.check_trainable()
-        steps.begin()
-        with steps.rank.timer.phase("select_s"):
-            flats, is_finite = model.take_update(buckets)
-        steps.agree(buckets, is_finite)
-        if steps.is_finite:
-            for bucket in buckets:
-                bucket.keep_state()
-            steps.exchange(buckets, flats, into(model.update))
-            self._buffers_before = model.buffers.copies()
-            model.buffers.join(steps.rank, steps.device)
-        return True
-
-    def _go_on(self) -> None:
-        """Begin the next round from the aggregate, now that it counts."""
-        model, steps = self._model, self._steps
-        names = [name for bucket in steps.buckets.all for name in bucket.names]
-        if not steps.is_finite:
-            model.take_back()
-        elif model.outer is None:
-            torch._foreach_sub_([model.start[name] for name in names], [model.update[name] for name in names])
-        else:
-            model.apply_outer(model.outer, names)
-        model.write_back()
-        steps.end(num_dense=self.every)
-
-    def _begin_from(self, given: dict[str, Any]) -> None:
-        """Take a peer's place: all is as there, but for the residual, which is zero."""
-        model, steps = self._model, self._steps
-        for own, theirs in ((model.start, given["start"]), (model.frozen, given["frozen"])):
-            for name, tensor in theirs.items():
-                own[name].copy_(tensor)
-        model.write_back()
-        model.buffers.load(given["buffers"])
-        model.optimizer.load_state_dict(deepcopy(given["optimizer"]))
-        if model.outer is not None:
-            model.outer.load_state_dict(deepcopy(given["outer"]))
-        steps.buckets.begin_from(given["shared"])
-        steps.num_steps = given["num_rounds"]
-        self._num_steps, self._num_steps_in_round = given["num_steps"], 0
-        self._given = None
+UpdateExchange = TorchftExchange  # its name before, for one release
 
 
 def _group_of(manager: Manager) -> BareCollectives:
@@ -311,6 +335,6 @@ def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:
         for field in state.per_entry_fields():
             if state.rules()[field] == "shared":
                 raise ArgumentError(
-                    f"algorithm must keep no sum over all replicas, which one that leaves would stay in; got "
-                    f"{algorithm.name!r}, which keeps {field!r}"
+                    "algorithm must keep no sum over all replicas, in which one that leaves would still "
+                    f"count, got {algorithm.name!r}, which keeps {field!r}"
                 )

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -16,9 +15,10 @@ from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.gradients.one_process import OneProcess, is_one_process
-from regtopk.distributed.options import Options, refuse_typos
+from regtopk.distributed.gradients.one_process import OneProcess
+from regtopk.distributed.options import Options, known_options, refuse_typos
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
+from regtopk.distributed.transport.collectives import is_one_process
 from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("regtopk")
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
 _FROM_THE_FRAMEWORK |= {"replicate_group", "process_group"}
 _OPTIONS = {
-    what: [name for name in signature(function).parameters if name not in _FROM_THE_FRAMEWORK]
+    what: [name for name in known_options(function) if name not in _FROM_THE_FRAMEWORK]
     for what, function in (("gradients", attach), ("updates", UpdateExchange))
 }
 

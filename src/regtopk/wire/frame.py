@@ -5,6 +5,7 @@ checksum (8). The checksum is the sum of (2 i + 3) · word_i modulo 2^64 over th
 read as signed, without its own two: any change of one word, and of any two bits, changes it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,12 +64,17 @@ class Header(NamedTuple):
     layout: IndexLayout | None  # None for dense segments
 
 
-def raise_for_status(status: Tensor) -> None:
-    """Raise what is wrong with the first bad message, (..., N), if there is one. Reads the status once."""
-    num_ranks = status.shape[-1] if status.dim() else 1
+def raise_for_status(status: Tensor, ranks: Sequence[int] | None = None) -> None:
+    """Raise what is wrong with the first bad message, (..., N), if there is one. Reads the status once.
+
+    Args:
+        status: of messages from N ranks.
+        ranks: what these ranks are called; None: 0 to N - 1.
+    """
+    names = ranks or range(status.shape[-1] if status.dim() else 1)
     for number, bits in enumerate(status.flatten().tolist()):
         if bits:
-            raise WireFormatError(f"message of rank {number % num_ranks} is refused: {reasons(bits)}")
+            raise WireFormatError(f"message of rank {names[number % len(names)]} is refused: {reasons(bits)}")
 
 
 def reasons(bits: int) -> str:

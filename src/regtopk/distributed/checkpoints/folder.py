@@ -18,10 +18,15 @@ from regtopk.distributed.checkpoints.copies import Copies, copies_of
 from regtopk.distributed.checkpoints.files import Save, parts_in, remove, saves_in, write_part
 from regtopk.distributed.checkpoints.loading import Loading, raise_together
 from regtopk.distributed.checkpoints.manifest import Manifest
-from regtopk.distributed.gradients.one_process import Alone, is_one_process
 from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import Collectives, by_rank, group_or_default
+from regtopk.distributed.transport.collectives import (
+    Alone,
+    Collectives,
+    by_rank,
+    group_or_default,
+    is_one_process,
+)
 from regtopk.errors import ArgumentError, ClusterError, OutputError
 
 _log = logging.getLogger("regtopk")

@@ -1,9 +1,9 @@
 """For users of fully_shard (FSDP2): a hook that exchanges over the replicas of a sharded model.
 
 FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
-parameters one after another, each padded to the size of the largest part. The hook takes it away: at once,
-leaving zeros, or when backward is over, if the gradients are views of it. Then all units are exchanged with
-the ranks that hold the same parts: selected within, each by itself, and sent together.
+parameters one after another, each padded to the size of the largest part. The hook copies this vector and
+leaves zeros; if FSDP makes the gradients views of it, the hook waits with that until backward is over. Then
+all units are exchanged with the ranks that hold the same parts. Entries are selected within each unit.
 """
 
 import logging
@@ -28,15 +28,15 @@ from regtopk.distributed.gradients.fsdp_units import (
     places_of,
     sharding_of,
 )
-from regtopk.distributed.options import Options
+from regtopk.distributed.options import Options, refuse_k
+from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward
-from regtopk.distributed.state.shards import DenseMean, Shards, group_of, local
+from regtopk.distributed.state.shards import DenseMean, Shards, local, replicas_of
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.errors import ClusterError
+from regtopk.errors import ArgumentError, ClusterError
 
 _log = logging.getLogger("regtopk")
 
@@ -48,19 +48,22 @@ class ShardedHookState(ExchangeBase):
     residual.
     """
 
-    def __init__(
-        self, model: nn.Module, algorithm: Algorithm[Any], replicate_group: object, options: Options
-    ) -> None:
-        group = group_of("replicate_group", replicate_group)
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
+        if options.skip is not None:
+            raise ArgumentError(
+                "skip must be None for a fully_shard'ed model, whose units are exchanged whole, got "
+                f"{options.skip!r}"
+            )
+        group = replicas_of(options.process_group)
+        refuse_k(algorithm)
         everything = all_units_of(model)
         units = [unit for unit in everything if unit.members]
         check_units(model, units)
         shards = Shards({name: p for name, p in model.named_parameters() if p.requires_grad}, group)
         parameters = Parameters([(unit.name, unit.stand_in()) for unit in units])
-        steps = Steps(parameters, algorithm, Collectives(group), options, Kind("regtopk.attach"), shards)
+        kind = Kind("regtopk.attach", parts=tuple((unit.name,) for unit in units))
+        steps = Steps(parameters, algorithm, Collectives(group), options, kind, shards)
         super().__init__(steps, sharding_of(model, units))
-        for unit in units:
-            steps.buckets.covering((unit.name,))  # each is a bucket of its own
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._units = {unit.name: unit for unit in units}
@@ -77,7 +80,6 @@ class ShardedHookState(ExchangeBase):
         self._arrived: dict[str, Tensor | None] = {}
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
-        self._is_detached = False
         self._model, self._everything, self._shards = model, everything, shards
         self._modules = modules_of(model)
         self._are_compared = False  # whether the replicas have begun alike
@@ -92,19 +94,12 @@ class ShardedHookState(ExchangeBase):
         rank, between two steps. Then `attach` may be called again, or `UpdateExchange` be made, which ends
         that mean.
         """
-        self._steps.close("detach")
-        # sets the memory of residuals and gradients free
+        self._steps.drop()
         self._clear_arrived()
-        self._steps.buckets.all, self._blocks, self._flats = [], [], {}
-        self._steps.forget_rows()
+        self._blocks, self._flats = [], {}  # sets their memory free
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
-
-    def summary(self) -> str:
-        """What this rank sent until it was detached, if it was, and where the time went."""
-        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
-        return super().summary() + (dense if self._is_detached else "")
 
     @torch.no_grad()
     def _on_gradient(self, name: str, flat: Tensor) -> None:
@@ -149,15 +144,15 @@ class ShardedHookState(ExchangeBase):
         """Refuse a model that has changed; and replicas that do not begin alike, which would stay apart."""
         if modules_of(self._model) != self._modules:
             raise ClusterError(
-                "modules and parameters of a model must stay what they were when it was attached, got "
-                "others: call detach(), and attach again"
+                "modules and parameters of a model must stay what they were when it was attached: call "
+                "detach(), and attach again"
             )
         if self._are_compared:
             return
         for difference in self._shards.collectives.all_gather_objects(self._find_difference()):
             if difference is not None:
                 raise ClusterError(
-                    "parameters must be the same on all replicas before the first step, got another "
+                    "parameters must be the same on all replicas before the first step, but "
                     f"{difference}: seed all replicas alike, or load the same weights"
                 )
         self._are_compared = True
@@ -172,7 +167,8 @@ class ShardedHookState(ExchangeBase):
         replica, which = differences[0]
         names = {id(p): name for name, p in self._model.named_parameters()}
         ranks = self._collectives.ranks
-        return f"{names[id(members[which].sharded_param)]!r} on rank {ranks[replica]} than on rank {ranks[0]}"
+        name = names[id(members[which].sharded_param)]
+        return f"{name!r} differs between ranks {ranks[0]} and {ranks[replica]}"
 
     def _becomes_gradient(self, name: str, flat: Tensor) -> bool:
         """Whether FSDP makes the unit's gradients views of the vector, as it does where there are none.
@@ -207,27 +203,20 @@ class ShardedHookState(ExchangeBase):
         arrived, self._arrived = self._arrived, {}
         wholes = {name: flat for name, flat in arrived.items() if flat is not None}
         grads: list[Tensor] = []
-        with steps.lock, self._cleared_if_it_fails(wholes):
+        with self._cleared_if_it_fails(wholes):
             self._check_model()
-            is_finite = self._take(arrived)
-            steps.begin()
             buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in arrived]
-            steps.agree_later(buckets, is_finite)
-            with steps.half_way():
-                if steps.is_finite:
+            with steps.step(partial(self._take, buckets, arrived), buckets, may_go_on=True) as step:
+                if step.is_finite:
                     aggregates: dict[str, Tensor] = {}
-                    flats = [self._flats[bucket.names[0]] for bucket in buckets]
-                    steps.exchange(
-                        buckets, flats, lambda names, vector, *_: aggregates.update({names[0]: vector})
-                    )
+                    step.exchange(lambda names, vector, *_: aggregates.update({names[0]: vector}))
                     grads = self._add(aggregates, wholes)
-            steps.end()
         # no part may make a step alone: also gradients of units that did not arrive become NaN
-        others = [unit for name, unit in self._units.items() if not steps.is_finite or name not in arrived]
+        others = [unit for name, unit in self._units.items() if not step.is_finite or name not in arrived]
         grads += [local(p.grad) for unit in others for p in unit.trainable if p.grad is not None]
-        if grads and steps.is_spoilt is not None:
-            kernels.overwrite_if_(steps.is_spoilt, grads, math.nan)
-        elif grads and not steps.is_finite:
+        if grads and step.is_spoilt is not None:
+            kernels.overwrite_if_(step.is_spoilt, grads, math.nan)
+        elif grads and not step.is_finite:
             torch._foreach_mul_(grads, math.nan)
 
     @contextmanager
@@ -240,7 +229,9 @@ class ShardedHookState(ExchangeBase):
                 flat.zero_()
             raise
 
-    def _take(self, arrived: Mapping[str, Tensor | None]) -> Tensor:
+    def _take(
+        self, buckets: list[Bucket], arrived: Mapping[str, Tensor | None]
+    ) -> tuple[list[Tensor], Tensor]:
         """Copy what has arrived and is still with FSDP; is all of it finite without the scale?"""
         are_finite: list[Tensor] = []
         for names, block in self._blocks:
@@ -254,7 +245,8 @@ class ShardedHookState(ExchangeBase):
                     torch._foreach_copy_(into, wholes)
                 taken = [block] if here == names else [self._flats[name] for name in here]
                 are_finite += map(self._steps.unscale_, taken)
-        return torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
+        is_finite = torch.stack(are_finite).all() if len(are_finite) > 1 else are_finite[0]
+        return [self._flats[bucket.names[0]] for bucket in buckets], is_finite
 
     def _add(self, aggregates: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> list[Tensor]:
         """Add the units' aggregates to their gradients, or write them where these are views.
@@ -288,8 +280,7 @@ class ShardedHookState(ExchangeBase):
                 is_there = grad._local_tensor.data_ptr() == start + offset * whole.itemsize
             if not is_there:
                 raise ClusterError(
-                    f"gradients of FSDP unit {name!r} must stay where they are until backward is over, got "
-                    "others or None in their place"
+                    f"gradients of FSDP unit {name!r} must not be replaced or removed before backward is over"
                 )
 
 

@@ -3,15 +3,14 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
+from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import NamedParameters, Parameters
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import ClusterError
 
@@ -33,9 +32,8 @@ class Exchange(ExchangeBase):
     Args:
         parameters: a module, parameters, or (name, parameter) pairs, in the same order on every rank.
         algorithm: what is run; the same on every rank.
-        process_group: the ranks that take part; the default group if None.
-
-    The other options are those of `regtopk.attach`.
+        grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
+        options: see `regtopk.ExchangeOptions`.
     """
 
     @names_typos
@@ -44,34 +42,13 @@ class Exchange(ExchangeBase):
         parameters: nn.Module | NamedParameters,
         algorithm: Algorithm[Any],
         *,
-        process_group: dist.ProcessGroup | None = None,
-        index_code: str = "elias-fano",
-        weight: float | None = None,
-        dense_steps: int = 0,
-        skip: Skip | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        collective: Collective = "auto",
-        deterministic: bool = True,
-        writer: Writer | None = None,
-        handshake_timeout_s: float = 60.0,
-        residual_dtype: ResidualDtype = "float32",
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        options = Options(
-            index_code=index_code,
-            weight=weight,
-            dense_steps=dense_steps,
-            skip=skip,
-            grad_scaler=grad_scaler,
-            collective=collective,
-            deterministic=deterministic,
-            writer=writer,
-            handshake_timeout_s=handshake_timeout_s,
-            residual_dtype=residual_dtype,
-        )
-        collectives = Collectives(group_or_default(process_group))
-        super().__init__(
-            Steps(Parameters(parameters), algorithm, collectives, options, Kind("regtopk.Exchange"))
-        )
+        checked = Options(grad_scaler=grad_scaler, **options)
+        collectives = Collectives(group_or_default(checked.process_group))
+        kind = Kind("regtopk.Exchange")
+        super().__init__(Steps(Parameters(parameters), algorithm, collectives, checked, kind))
         self._warn_of_one_rank()
 
     @torch.no_grad()

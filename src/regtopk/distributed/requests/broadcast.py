@@ -31,7 +31,7 @@ def _broadcast_index_set(rank: Rank, indices: Tensor, source: int, numel: int) -
         if rank.index_code == "rice":
             length = torch.tensor([message.numel()], device=message.device)
             length = rank.collectives.broadcast(length, source)
-            check_size(source, int(length), longest_message_bytes(numel))
+            check_size(rank.collectives.ranks[source], int(length), longest_message_bytes(numel))
             buffer = message.new_zeros(int(length))
             buffer[: message.numel()] = message[: buffer.numel()]
             message = buffer

@@ -48,8 +48,8 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
                 total[start:end], statuses[n] = decode_segment(
                     segment, end - start, request.sum_code, sums.dtype
                 )
-        raise_for_status(status)  # the cause, where it is known
-        raise_for_status(statuses)
+        raise_for_status(status, rank.collectives.ranks)  # the cause, where it is known
+        raise_for_status(statuses, rank.collectives.ranks)
         return total
 
 

@@ -84,16 +84,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class Rank:
-    """One rank of a process group.
-
-    Args:
-        collectives: the process group.
-        weights: (N,) float64, every rank's w_n.
-        index_code: how indices are coded.
-        collective: how sparse sums run.
-        deterministic: sum uncoded dense vectors in rank order too (by all_to_all and all_gather).
-        now: the clock of the timer, in seconds.
-    """
+    """One rank of a process group; `weights`, (N,) float64, are every rank's w_n."""
 
     def __init__(
         self,
@@ -136,13 +127,10 @@ class Rank:
 
     def weights_like(self, values: Tensor) -> Tensor:
         """Every rank's weight, (N,), in the dtype of values and on their device."""
-        if (
-            self._weights is None
-            or self._weights.dtype != values.dtype
-            or self._weights.device != values.device
-        ):
-            self._weights = self.weights.to(values)
-        return self._weights
+        known = self._weights
+        if known is None or (known.dtype, known.device) != (values.dtype, values.device):
+            known = self._weights = self.weights.to(values)
+        return known
 
     def by_rank(self, rows: Tensor) -> Tensor:
         """Rows of the ranks that have weight, among rows of zeros for the others: (N, ...)."""
@@ -162,7 +150,7 @@ class Rank:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""
         status = self.take_status()
         if status is not None:
-            raise_for_status(status)
+            raise_for_status(status, self.collectives.ranks)
 
     def take_status(self) -> Tensor | None:
         """The status of all messages since the last call, (..., N), for a caller that looks at it later."""

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
 from regtopk.core.options import counted
@@ -52,8 +51,7 @@ class Ledger:
     """What the steps of an exchange sent and how long they took.
 
     Args:
-        total: what to go on from, after a resume.
-        num_steps: how many steps that was, skipped ones included.
+        num_steps: how many steps `total` is of, skipped ones included.
         first_step: the step it counts from; not 0 after a resume on other ranks.
     """
 
@@ -61,7 +59,7 @@ class Ledger:
         self.num_steps = num_steps
         self.first_step = first_step
         self.waited_s = 0.0  # in collectives since the ledger was made, as far as timers were read
-        self.waits: list[float] = []  # the same of every rank, as they told one another last
+        self.waits: dict[int, float] = {}  # the same of every rank, as they told one another last
         self._began = self._ended = time.perf_counter()
         self._total = total or StepRecord()
         self._last_step = StepRecord()
@@ -113,31 +111,20 @@ class Ledger:
         elapsed = self._ended - self._began
         if len(self.waits) < 2 or elapsed <= 0:
             return None
-        rank = min(range(len(self.waits)), key=self.waits.__getitem__)
-        others = (sum(self.waits) - self.waits[rank]) / (len(self.waits) - 1)
+        rank = min(self.waits, key=self.waits.__getitem__)
+        others = (sum(self.waits.values()) - self.waits[rank]) / (len(self.waits) - 1)
         return rank, (others - self.waits[rank]) / elapsed
 
 
-class Curves:
-    """Sends every step's numbers to a writer. Its failure must not end training.
-
-    Args:
-        writer: see `regtopk.attach`; None: there is none.
-    """
-
-    def __init__(self, writer: Writer | None) -> None:
-        self._writer = writer
-
-    def draw(self, numbers: Callable[[], dict[str, float]], num_steps: int) -> None:
-        """Draw numbers, which are only asked for if somebody draws them."""
-        if self._writer is None:
-            return
-        try:
-            for name, number in numbers().items():
-                self._writer.add_scalar(f"regtopk/{name}", number, num_steps)
-        except Exception as error:
-            self._writer = None
-            _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
+def draw(writer: Writer, record: StepRecord, num_steps: int) -> Writer | None:
+    """Give a step's numbers to a writer. The writer for the next step: its failure must not end training."""
+    try:
+        for name, number in record.as_dict().items():
+            writer.add_scalar(f"regtopk/{name}", number, num_steps)
+    except Exception as error:
+        _log.warning("the writer failed and gets no more numbers: %s: %s", type(error).__name__, error)
+        return None
+    return writer
 
 
 def summarise(
@@ -152,10 +139,6 @@ def summarise(
     """A few lines of text: bytes sent, against dense, and where the time went.
 
     Args:
-        ledger: what is told.
-        num_workers: N.
-        title: whose it is.
-        residual_norm: of what was not sent yet.
         every: how many optimizer steps a round of updates has; None: the steps exchange gradients.
         num_parts: how many steps of the ledger make one of the whole model.
         peer: what those are that are exchanged with.

@@ -118,7 +118,7 @@ def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: 
         try:
             piece = decode(message, numel)
         except WireFormatError as error:
-            refused = WireFormatError(f"rank {n}: {error}")
+            refused = WireFormatError(f"rank {rank.collectives.ranks[n]}: {error}")
             total.fill_(torch.nan)
             is_touched.fill_(True)
             break
@@ -164,7 +164,7 @@ def _joined(
     for n, (_, message, *_) in enumerate(gathered):
         found, status[n] = decode_segment(message, everywhere[n].numel(), code, dtype)
         senders.append(found)
-    raise_for_status(status)
+    raise_for_status(status, rank.collectives.ranks)
     sent_weight = torch.zeros_like(total).index_copy_(0, indices, _weight_of(rank, torch.cat(senders)))
     return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))
 

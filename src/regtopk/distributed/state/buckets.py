@@ -1,9 +1,4 @@
-"""Parameters that are exchanged together, and their state.
-
-State follows parameters by name. DDP may put them into other buckets from one step to the next. Then buckets
-are cut anew: per-entry state goes along with its parameters, and what only made sense for the old bucket (the
-last selection) starts anew.
-"""
+"""Parameters that are exchanged together, and their state, which follows parameters by name."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -32,10 +27,12 @@ class Bucket:
     """Parameters whose gradients make one flat vector, in this order.
 
     New memory of the vector's size costs more than most of the work on it. So a step keeps what it no longer
-    needs for the next one: the vector itself, the aggregate (in `sums`), and the copy of the state.
+    needs for the next one: the vector itself, and the aggregate (in `sums`).
 
-    A step of many buckets can fail when some are exchanged already. `keep_state` before an exchange makes it
-    possible to take that back; until the bucket `is_settled`, `settled_state` is the state before the step.
+    Attributes:
+        state_before: the state before a step that may still be taken back.
+        is_joined: whether the vector holds a copy of the gradients.
+        cleared: the gradients, if they are zero already.
     """
 
     names: Names
@@ -46,34 +43,27 @@ class Bucket:
     flat: Tensor | None = None
     sums: SumBuffer = dataclasses.field(default_factory=SumBuffer)
     state_before: State | None = None
-    is_settled: bool = True
-    is_joined: bool = False  # whether the vector holds a copy of the gradients
-    is_cleared: bool = False  # whether they are zero already
+    is_joined: bool = False
+    cleared: list[Tensor] | None = None
 
     @property
     def settled_state(self) -> State:
         """The state after the last step that was finished."""
-        if self.is_settled:
-            return self.state
-        assert self.state_before is not None
-        return self.state_before
+        return self.state if self.state_before is None else self.state_before
 
     def keep_state(self) -> None:
         """Copy the state, for `take_back`."""
-        self.state_before = self.state.copy_into(self.state_before)
-        self.is_settled = False
+        self.state_before = self.state.clone()
 
     def take_back(self) -> None:
         """Go back to the settled state."""
-        if not self.is_settled:
-            assert self.state_before is not None
-            self.state, self.state_before, self.is_settled = self.state_before, None, True
+        self.state, self.state_before = self.settled_state, None
 
     def join(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
         tensors = [grads[name] for name in self.names]
         flat = as_flat(tensors, self.worker.weight.dtype)
-        self.is_joined, self.is_cleared = flat is None, False
+        self.is_joined, self.cleared = flat is None, None
         if flat is not None:
             return flat, None
         self.flat = self.worker.zeros() if self.flat is None else self.flat
@@ -82,15 +72,15 @@ class Bucket:
     def clear(self, grads: Mapping[str, Tensor]) -> None:
         """Clear the gradients, if they were copied."""
         if self.is_joined:
-            self.is_cleared = True
-            kernels.clear_([grads[name] for name in self.names])
+            self.cleared = [grads[name] for name in self.names]
+            kernels.clear_(self.cleared)
 
-    def put_back(self, grads: Mapping[str, Tensor], loss_scale: float) -> None:
+    def put_back(self, loss_scale: float) -> None:
         """Undo `clear`."""
-        if self.is_cleared:
+        if self.cleared is not None:
             assert self.flat is not None
-            write_([grads[name] for name in self.names], self.flat.mul_(loss_scale))
-            self.is_cleared = False
+            write_(self.cleared, self.flat.mul_(loss_scale))
+            self.cleared = None
 
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""
@@ -122,14 +112,11 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets of an exchange, in the order they are exchanged: at first one with the whole model.
+    """All buckets of an exchange, in the order they are exchanged.
 
     Args:
         parameters: what is exchanged.
-        skipped: the names of those that go dense.
-        algorithm: what is run on the others.
-        rank: this rank.
-        residual_dtype: how residuals are kept between steps.
+        skipped: the names of those that go dense; the algorithm is run on the others.
         parts: the names of parameters that are exchanged together; all of them if None.
     """
 
@@ -203,21 +190,6 @@ class Buckets:
         self.all = [self.make(bucket.names) for bucket in self.all]
         for bucket, fields in zip(self.all, shared, strict=True):
             bucket.load(bucket.entries(), fields)
-
-    def covering(self, names: Names) -> list[Bucket]:
-        """The buckets of parameters that arrived together; a bucket that holds others too is cut anew."""
-        wanted = set(names)
-        touched = [bucket for bucket in self.all if wanted.intersection(bucket.names)]
-        if all(wanted.issuperset(bucket.names) for bucket in touched):
-            return touched
-        entries = {name: parts for bucket in touched for name, parts in bucket.entries().items()}
-        new = [self.make(part) for part in self.cut(names)]
-        left = [tuple(name for name in bucket.names if name not in wanted) for bucket in touched]
-        rest = [self.make(part) for part in left if part]
-        for bucket in (*new, *rest):
-            bucket.load(entries, {})
-        self.all = [*(bucket for bucket in self.all if bucket not in touched), *new, *rest]
-        return new
 
     def residual_norm(self) -> float:
         """The Euclidean norm of all that this rank has not sent yet."""

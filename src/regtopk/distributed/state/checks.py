@@ -1,4 +1,4 @@
-"""What must be true of a saved state before anything of it is used: see checkpoint.py."""
+"""What must be true of a saved state before anything of it is used: see saved.py."""
 
 import logging
 from typing import Any
@@ -47,7 +47,10 @@ def check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
     names = sorted(name for part in saved["groups"] for name in part)
     is_whole = names == sorted(name for part in buckets.cut(tuple(shapes)) for name in part)
     if not is_whole or any(len(buckets.cut(tuple(part))) != 1 for part in saved["groups"]):
-        raise StateError("groups of the saved state must hold every parameter once, got others")
+        raise StateError(
+            f"groups of the saved state must hold each of the {len(shapes)} parameters once, got "
+            f"{len(saved['groups'])} groups of {len(names)} names, {len(set(names))} of them different"
+        )
 
 
 def _check_parameters(expected: list[Any], saved: list[Any]) -> None:
@@ -123,4 +126,6 @@ def _check_numbers(saved: Tensor, like: Tensor, where: str) -> None:
 def _check_indices(indices: Tensor, numel: int, where: str) -> None:
     is_ascending = indices.dim() == 1 and bool((indices.diff() > 0).all())
     if not is_ascending or (indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < numel):
-        raise StateError(f"{where} must be ascending, distinct and in 0..{numel - 1}, got others")
+        raise StateError(
+            f"{where} must be ascending, distinct and in 0..{numel - 1}, got {indices.tolist()[:9]}"
+        )

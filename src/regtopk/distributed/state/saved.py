@@ -15,7 +15,7 @@ A state dict holds only dicts, lists, tuples, strings, numbers and CPU tensors::
         total       {name: number}                 what was sent
         first_step  the step that `total` counts from (0 if missing)
         report      [loss, time_s], or [] if none is waiting for the next step
-    updates      only of an `UpdateExchange`: see update_checkpoint.py
+    updates      only of an `UpdateExchange`: see updates/saved.py
     shard        only of a sharded model: [which part of it, of how many]
     lost         only where ranks' states are gone for good: [rank, ...]; see `_resized`
 
@@ -103,12 +103,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
-    """What an exchange goes on with from a saved state.
-
-    Args:
-        buckets: of the exchange that loads.
-        saved: a state dict.
-        keeps_buckets: whether to go on with the buckets that were saved, or with the whole model.
+    """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one.
 
     Raises:
         StateError: it does not fit, or is damaged.

@@ -1,6 +1,6 @@
 """Checkpoints of sharded models through torch.distributed.checkpoint (DCP).
 
-A rank's state dict (checkpoint.py) comes apart: what has an entry for each of a parameter's becomes a DTensor
+A rank's state dict (saved.py) comes apart: what has an entry for each of a parameter's becomes a DTensor
 that is cut as the parameter is, so DCP can cut it anew for another number of shards. The rest, which is
 small, is kept as it is, with the tensors' dtypes in their places::
 
@@ -64,12 +64,7 @@ class _Slot(NamedTuple):
 
 
 def under_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
-    """A state dict whose keys are no other part's: checkpoints that merge equal keys keep every part.
-
-    Args:
-        saved: this rank's.
-        shard: [which part of the model it has, of how many]; None: the whole model.
-    """
+    """A state dict whose keys are no other part's: checkpoints that merge equal keys keep every part."""
     return saved if shard is None else {"shards": {_place(shard): saved}}
 
 
@@ -107,11 +102,7 @@ def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
 def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[int]) -> dict[str, Any]:
     """A state dict that this rank can load, of all replicas that it needs, whatever mesh it was saved on.
 
-    Args:
-        load: reads the checkpoint; called equally often on every rank.
-        sharding: of the exchange that loads.
-        buckets: its buckets.
-        shard: [which part of the model this rank has, of how many].
+    `load` reads the checkpoint, and is called equally often on every rank.
     """
     first = _rests(load, {"0": 0})["0"]
     weights, num_parts = first["weights"], first["shard"][1]

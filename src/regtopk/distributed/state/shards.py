@@ -19,18 +19,14 @@ from regtopk.distributed.state.parameters import (
     is_fsdp2,
     named_pairs,
 )
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
+from regtopk.distributed.transport.collectives import EXAMPLE, Collectives, group_or_default
 from regtopk.errors import ArgumentError, ClusterError
-
-EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
 
 
 class Shards:
     """The ranks that hold the other parts of this rank's replica: the shard axis.
 
-    Args:
-        named: the sharded parameters.
-        replicas: the process group of the replicate axis.
+    `replicas` is the process group of the other axis.
     """
 
     def __init__(self, named: Mapping[str, Any], replicas: dist.ProcessGroup) -> None:
@@ -124,21 +120,14 @@ def like(part: Tensor, whole: Any) -> Tensor:
     return dtensor
 
 
-def group_of(option: str, given: object) -> dist.ProcessGroup:
+def replicas_of(process_group: object) -> dist.ProcessGroup:
     """The process group of the replicate axis, which users hand over as such or as a mesh."""
-    if isinstance(given, DeviceMesh):
-        if given.ndim != 1:
-            raise ArgumentError(
-                f"{option} must be a process group or a mesh of 1 dimension, got one of {given.ndim}: pass "
-                f"mesh['replicate'] {EXAMPLE}"
-            )
-        return group_or_default(given.get_group())
-    if not isinstance(given, dist.ProcessGroup):
+    if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh)):
         raise ArgumentError(
-            f"{option} must be the process group or mesh of the replicate axis for a sharded model, got "
-            f"{given!r}: pass mesh['replicate'] {EXAMPLE}"
+            "process_group must be the process group or mesh of the replicate axis for a sharded model, got "
+            f"{process_group!r}: pass mesh['replicate'] {EXAMPLE}"
         )
-    return group_or_default(given)
+    return group_or_default(process_group)
 
 
 def units_by_name(model: nn.Module) -> list[tuple[str, Any]]:

@@ -69,12 +69,8 @@ class Alike:
     def groups(self, everyone: Sequence[Bucket], buckets: Sequence[Bucket]) -> list[list[int]]:
         """Which of the buckets of a step are computed together, in the order of the first of each group.
 
-        Only if all buckets that are alike take part in the step, they are computed together. Rows of some of
-        them would be copied, and the others would keep the memory of all.
-
-        Args:
-            everyone: all buckets.
-            buckets: those of this step.
+        Buckets that are alike are computed together only if all of them take part in the step: rows of some
+        would be copied, and the others would keep the memory of all.
         """
         if self._asked == (everyone, buckets):
             return self._groups  # their states have changed alike

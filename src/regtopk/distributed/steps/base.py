@@ -47,12 +47,25 @@ class Counted:
 
 
 class ExchangeBase(Counted):
-    """Counts, text and checkpoints of the steps of one exchange."""
+    """What every kind of exchange offers: counts, a summary, and checkpoints.
+
+    `close()` ends an exchange: no step and no checkpoint follows. `detach()` goes back to dense training, and
+    drops what was not sent. Call them on every rank, between two steps. What follows then:
+
+    kind                   after close()                             after detach()
+    attach, DDP            backward is refused                       backward averages as plain DDP does
+    attach, fully_shard    backward is refused                       backward averages over the replicas
+    attach, one process    the model trains as before                the model trains as before
+    Exchange               step() is refused                         leave step() out, and close it
+    UpdateExchange         optimizer.step() trains this rank alone   close it, and wrap the model in DDP
+    """
+
+    _is_detached = False
 
     def __init__(self, steps: Steps, sharding: Sharding | None = None) -> None:
         self._steps = steps
         self._sharding = sharding
-        self._collectives = steps.rank.collectives  # for what users call; a queue's steps get their own
+        self._collectives = steps.collectives
 
     def _warn_of_one_rank(self, vectors: str = "gradients") -> None:
         if self.num_workers == 1:
@@ -71,7 +84,7 @@ class ExchangeBase(Counted):
     @property
     def is_sharded(self) -> bool:
         """Whether every rank holds a part of the model."""
-        return self._steps.is_sharded
+        return self._steps.shard is not None
 
     @property
     def is_closed(self) -> bool:
@@ -85,13 +98,10 @@ class ExchangeBase(Counted):
 
     def summary(self) -> str:
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
-        steps = self._steps
-        norm = self.total.residual_norm
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, peer=self._peer)
-
-    @property
-    def _peer(self) -> str:
-        return "replica" if self.is_sharded else "rank"
+        steps, norm = self._steps, self.total.residual_norm
+        text = summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm)
+        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
+        return text + (dense if self._is_detached else "")
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""

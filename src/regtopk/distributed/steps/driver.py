@@ -29,51 +29,30 @@ from regtopk.distributed.steps.alike import Alike, Rows
 from regtopk.errors import OracleError
 from regtopk.kernels import Support
 
-PEEKS = (  # why an oracle is refused
-    "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer that "
-    "(regtopk.simulate.Cluster), a real cluster cannot"
-)
-
 # A vector, and where it is not zero if it is a sparse sum as it was received.
 Aggregate = tuple[Tensor, Support | None]
 
 
 class Turn(NamedTuple):
-    """What all buckets of a step have in common.
+    """What all buckets of a step have in common."""
 
-    Attributes:
-        number: how many steps were made before.
-        report: see `Worker`.
-        is_dense: whether everything is sent.
-        is_bad: (), on the device, whether the states must stay as they are; None: they change.
-    """
-
-    number: int
+    number: int  # how many steps were made before
     report: Report | None
-    is_dense: bool
-    is_bad: Tensor | None
+    is_dense: bool  # whether everything is sent
+    is_bad: Tensor | None  # (), on the device: whether the states must stay as they are; None: they change
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one conversation is about: a bucket, or several that are alike.
+    """What one conversation is about: a bucket, or several that are alike."""
 
-    Attributes:
-        places: which of the buckets of a step they are.
-        flat: their gradients, (J,) or (U, 1, J).
-        state: theirs, which the conversation changes.
-        worker: this rank.
-        sums: where their sums are made.
-        rows: what makes several of them one.
-    """
-
-    places: list[int]
+    places: list[int]  # which of the buckets of a step they are
     algorithm: Algorithm[Any]
-    flat: Tensor
-    state: State
+    flat: Tensor  # their gradients, (J,) or (U, 1, J)
+    state: State  # which the conversation changes
     worker: Worker
-    sums: SumBuffer
-    rows: Rows | None = None
+    sums: SumBuffer  # where their sums are made
+    rows: Rows | None = None  # what makes several of them one
 
 
 class Driver:
@@ -90,15 +69,7 @@ class Driver:
         flats: Sequence[Tensor],
         turn: Turn,
     ) -> list[Aggregate]:
-        """Turn this rank's gradients into the aggregates.
-
-        Args:
-            rank: this one.
-            everyone: all buckets.
-            buckets: those of this step.
-            flats: their gradients.
-            turn: the step.
-        """
+        """Turn the gradients of a step's buckets, which are some of everyone, into the aggregates."""
         with rank.timer.phase("select_s"):
             are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
             groups = [[place] for place in range(len(buckets))]
@@ -169,13 +140,7 @@ def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[S
 
 
 def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -> list[Any]:
-    """What the cluster makes of requests; all ranks must make the same kinds of requests.
-
-    Args:
-        rank: this one.
-        requests: at most one of each bucket.
-        sums: where the sums of their buckets are made.
-    """
+    """What the cluster makes of requests, at most one of each bucket: all ranks must make the same kinds."""
     rank.raise_refusals()
     pairs = [(asked, own) for asked, own in zip(requests, sums, strict=True) if isinstance(asked, SparseSum)]
     totals = iter(sparse_sums(rank, pairs))
@@ -190,7 +155,10 @@ def _answer(rank: Rank, request: Request) -> Any:
     if isinstance(request, Broadcast):
         return broadcast(rank, request)
     assert isinstance(request, Peek)
-    raise OracleError(f"this algorithm {PEEKS}")
+    raise OracleError(
+        "algorithm peeks at the sum of all workers' vectors before anything is sent: only a simulator can "
+        "answer that (regtopk.simulate.Cluster), a real cluster cannot"
+    )
 
 
 def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:

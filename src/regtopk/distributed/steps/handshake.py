@@ -1,6 +1,7 @@
 """What all ranks must agree on before a message, found out by asking every rank."""
 
 import logging
+import math
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,16 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from regtopk._version import __version__
-from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
-from regtopk.core.sparse import to_dense
+from regtopk.core.algorithm import Algorithm
 from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.distributed.options import Options
+from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.state.shards import Shards
-from regtopk.distributed.steps.driver import PEEKS
-from regtopk.distributed.transport.collectives import Collectives, by_rank, clear_errors, is_world
-from regtopk.errors import ArgumentError, ClusterError, OracleError
+from regtopk.distributed.steps.driver import converse
+from regtopk.distributed.transport.collectives import Alone, Collectives, by_rank, clear_errors, is_world
+from regtopk.errors import ArgumentError, ClusterError
 
 LONGEST_CLOSE_S = 10.0  # that a rank waits for the others: one that has failed does not come
 _log = logging.getLogger("regtopk")
@@ -72,51 +71,58 @@ def end_group(collectives: Collectives) -> None:
     dist.destroy_process_group(collectives.group)
 
 
-def agree(
-    collectives: Collectives, algorithm: Algorithm[Any], weight: float | None, settings: dict[str, Any]
-) -> Tensor:
-    """Compare all ranks' settings, and return all their weights, (N,) float64.
-
-    Raises:
-        ClusterError: the ranks differ; every rank says in what and which.
-        ArgumentError: the weights are not weights.
-    """
-    everyone = collectives.all_gather_objects((described(algorithm, settings), weight))
-    _refuse_difference([theirs for theirs, _ in everyone], collectives.ranks)
-    weights = [theirs for _, theirs in everyone]
-    if all(theirs is None for theirs in weights):
-        return check_weights(None, collectives.num_workers)
-    if any(theirs is None for theirs in weights):
-        raise ArgumentError(f"weight must be given on all ranks or on none, got {weights}")
-    if any(type(theirs) not in (int, float) for theirs in weights):
-        raise ArgumentError(f"weight must be a number on every rank, got {weights}")
-    return check_weights(weights, collectives.num_workers)
-
-
-def meet_shards(
-    shards: Shards,
-    replicas: Collectives,
+def meet(
+    collectives: Collectives,
+    shards: Shards | None,
     algorithm: Algorithm[Any],
     options: Options,
     settings: dict[str, Any],
     call: str,
-) -> None:
-    """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds.
+) -> tuple[Tensor, dict[str, Any]]:
+    """Compare the settings of all ranks; all their weights, (N,) float64, and what was compared.
 
     Raises:
-        ClusterError: they differ, or a rank is missing.
+        ClusterError: a rank is missing, or the ranks differ; every rank says in what and which.
+        ArgumentError: the weights are not weights.
     """
+    mine = described(algorithm, settings)
+    if shards is not None:
+        _meet_shards(shards, collectives, mine, options, call)
+    roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
+    everyone = collectives.all_gather_objects((mine, options.weight))
+    _refuse_difference([theirs for theirs, _ in everyone], collectives.ranks)
+    return _shares([weight for _, weight in everyone], collectives.ranks), mine
+
+
+def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
+    """Every rank's share of the sum of all weights."""
+    if all(weight is None for weight in weights):
+        return check_weights(None, len(weights))
+    are_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
+    if not are_numbers or sum(weights) == 0:
+        raise ArgumentError(
+            "weight must be a number >= 0 on every rank and positive on one, or None on all, got "
+            f"{by_rank(map(repr, weights), ranks)}"
+        )
+    total = sum(weights)
+    is_share = abs(total - 1) <= 1e-6  # to the bit what was given
+    return check_weights(weights if is_share else [weight / total for weight in weights], len(weights))
+
+
+def _meet_shards(
+    shards: Shards, replicas: Collectives, mine: dict[str, Any], options: Options, call: str
+) -> None:
+    """Compare the settings of the ranks that share a model. Every rank of the mesh hears what any finds."""
     timeout_s = options.handshake_timeout_s
     roll_call(shards.collectives, f"{call} along the shard axis", "handshake_timeout_s", timeout_s)
     axis = "along the replicate axis (one may still wait for another shard)"
     roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
-    mine = {**described(algorithm, settings), "weight": options.weight}
-    mine |= {"parameters": shards.whole, "shard": None}  # their parts differ
+    mine = {**mine, "weight": options.weight, "parameters": shards.whole, "shard": None}  # their parts differ
     difference = _difference(shards.collectives.all_gather_objects(mine), shards.collectives.ranks)
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
         if theirs is not None:
             raise ClusterError(
-                f"all ranks that share a model must have the same {theirs}, which share replica {replica}"
+                f"all ranks that share a model must have the same {theirs} (replica {replica})"
             )
 
 
@@ -164,7 +170,7 @@ def _first_difference(values: list[list[Any]], ranks: list[int]) -> str:
 def refuse_oracles(
     algorithm: Algorithm[Any], layout: Layout | None = None, device: torch.device | None = None
 ) -> None:
-    """Talk to the algorithm as a cluster of one would, on zeros, and see whether it peeks.
+    """Run the algorithm as a cluster of one would, on zeros, and see whether it peeks.
 
     Raises:
         OracleError: it does.
@@ -177,26 +183,5 @@ def refuse_oracles(
         step=0,
         layout=layout or Layout.anonymous(max(8, getattr(algorithm, "k", None) or 0)),
     )
-    conversation: Conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
-    try:
-        request = next(conversation)
-        while not isinstance(request, Peek):
-            request = conversation.send(_echo(request))
-    except StopIteration:
-        return
-    raise OracleError(f"algorithm {algorithm.name!r} {PEEKS}")
-
-
-def _echo(request: SparseSum | DenseSum | Gather | Broadcast) -> Any:
-    if isinstance(request, SparseSum):
-        indices, values = request.sparse.without_padding()
-        total = to_dense(indices, values, request.sparse.numel)
-        if not isinstance(request, SenderSum):
-            return total
-        one = torch.ones(1, dtype=total.dtype, device=total.device)
-        return OfSenders.of(total, torch.ones_like(total), indices, one)
-    if isinstance(request, Gather):
-        rows = request.tensor.unsqueeze(0)
-        count = torch.tensor(rows.shape[-1]) if request.count is None else request.count
-        return Gathered(rows, count.reshape(1))
-    return request.tensor
+    conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
+    converse(Rank(Alone(), check_weights(None, 1)), [conversation], [SumBuffer()])

@@ -1,11 +1,12 @@
-"""What a step consists of: from every rank's gradients to the aggregate, and all that changes on the way."""
+"""The steps of an exchange: from every rank's gradients to the aggregate, and all that changes on the way."""
 
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,41 +14,87 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.algorithms.dense import Dense
-from regtopk.core.algorithm import Algorithm, WithDensity
+from regtopk.core.algorithm import Algorithm, WithDensity, check_is_algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.core.worker import Report
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
-from regtopk.distributed.requests.record import Curves, Ledger, StepRecord
-from regtopk.distributed.state import layout
-from regtopk.distributed.state import saved as checkpoint
+from regtopk.distributed.requests.record import Ledger, StepRecord, draw
+from regtopk.distributed.state import layout, saved
 from regtopk.distributed.state.buckets import Bucket, Buckets
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.state.shards import Shards
-from regtopk.distributed.steps.agreement import Agreement, Asked, Question, ask, share_report
+from regtopk.distributed.steps.agreement import Agreement, Question, share_report
 from regtopk.distributed.steps.driver import Driver, Turn
-from regtopk.distributed.steps.handshake import agree, described, meet_shards, refuse_oracles, roll_call
-from regtopk.distributed.steps.kind import Kind
-from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
+from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError, StateError
 
+_MOST_KNOWN = 64  # of what all ranks have agreed on
 _log = logging.getLogger("regtopk")
+Vectors = tuple[list[Tensor], Tensor]  # of the buckets of a step; and (), whether all of them are finite
+Take = Callable[[], Vectors]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells one kind of exchange from another.
+
+    Args:
+        call: what users called to get here, for the error when some rank did not.
+        warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
+        settings: what all ranks must have the same, beside the options.
+        parts: the names of parameters that are exchanged together; empty: all of them.
+        takes_turns: whether a step exchanges one part, not all of them.
+        has_thread: whether steps are made beside training: they need a process group of their own.
+    """
+
+    call: str
+    warning: str = (
+        "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
+        "last_step.num_skipped before optimizer.step()"
+    )
+    settings: tuple[tuple[str, Any], ...] = ()
+    parts: tuple[tuple[str, ...], ...] = ()
+    takes_turns: bool = False
+    has_thread: bool = False
+
+
+class Step:
+    """A step that has begun: all ranks are here, and exchange the same. See `Steps.step`."""
+
+    def __init__(
+        self, buckets: list[Bucket], agreement: Agreement, exchange: Callable[[layout.Write], None]
+    ) -> None:
+        self.buckets = buckets
+        self.agreement = agreement
+        self.exchange = exchange  # turns the vectors into the aggregate, which it hands to `write`
+        self.is_taken_back = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no rank had a NaN or inf, as far as the host knows."""
+        return self.agreement.is_finite
+
+    @property
+    def is_spoilt(self) -> Tensor | None:
+        """(), on the device: whether the step does not count, if the host does not know yet."""
+        return self.agreement.is_spoilt
+
+    def take_back(self) -> None:
+        """Give the buckets their state from before the step, which then does not count."""
+        self.is_taken_back = True
+        for bucket in self.buckets:
+            bucket.take_back()
 
 
 class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
-    `run` makes a whole step. `begin`, `run_bucket` and `end` make one bucket by bucket, as gradients arrive.
-    `begin`, `prepare`, `agree` or `agree_later`, `exchange` and `end` leave room for what else belongs to a
-    step.
+    `step` makes one, as a `with` block. `run` is the usual one.
 
     Args:
-        parameters: what is exchanged, the same names and shapes on every rank.
-        algorithm: what is run, the same on every rank.
-        collectives: the process group.
-        options: see `regtopk.attach`.
-        kind: whose steps they are.
         shards: the ranks that hold the rest of the model, if it is sharded: they must step alike.
     """
 
@@ -60,15 +107,15 @@ class Steps:
         kind: Kind,
         shards: Shards | None = None,
     ) -> None:
-        options.check_algorithm(algorithm)
-        self._kind = kind
-        self._shards = shards
-        self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
+        check_is_algorithm(algorithm)
         self.parameters = parameters
         self.device = parameters.device
         self.algorithm = algorithm
-        self.scope = options.scope
-        self._options = options
+        self.collectives = collectives  # for what users call
+        self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
+        self._kind, self._options = kind, options
+        # a rank that holds the whole model has no other to agree with
+        self._others = None if shards is None or shards.place[1] == 1 else shards.collectives
         named, skip = parameters.named, options.skip
         skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
         sparse = layout.layout_of(
@@ -76,61 +123,266 @@ class Steps:
         )
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
-        settings = self._settings(skipped)
-        if shards is not None:
-            settings["shard"] = shards.place
-            meet_shards(shards, collectives, algorithm, options, settings, kind.call)
-        roll_call(collectives, kind.call, "handshake_timeout_s", options.handshake_timeout_s)
-        weights = agree(collectives, algorithm, options.weight, settings)
-        self.settings = described(algorithm, settings)
+        compared = self._compared(skipped)
+        weights, self.settings = meet(collectives, shards, algorithm, options, compared, kind.call)
+        if kind.has_thread:
+            collectives = Collectives(new_group_like(collectives.group, self.device))
+        self._rank_in = partial(
+            Rank,
+            index_code=options.index_code,
+            collective=options.collective,
+            deterministic=options.deterministic,
+        )
         self.rank = self._rank_in(collectives, weights)
-        self._num_steps = 0
-        self._agreement = Agreement(shards)
         self.buckets = Buckets(
             parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
         )
+        self.pending_report: Report | None = None
+        self.is_closed = False
+        self.lock = threading.RLock()  # keeps savers, readers of counts and a thread's steps apart
+        self._num_steps = 0
         self._driver = Driver()
         self._ledger = Ledger()
-        self.pending_report: Report | None = None
-        self.obstacle: str | None = None  # why no step can be made
-        self.is_closed = False
-        self.lock = (
-            threading.RLock()
-        )  # keeps savers, readers of counts and the thread of scope="bucket" apart
+        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
+        self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
+        self._obstacle: str | None = None  # why no step can be made
         self._shared_report: Report | None = None
-        self._curves = Curves(options.writer)
+        self._writer = options.writer
 
-    def _settings(self, skipped: frozenset[str]) -> dict[str, Any]:
+    def _compared(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
-        same = ("scope", "index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
+        same = ("index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
         return {
             **{name: getattr(self._options, name) for name in same},
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
             **dict(self._kind.settings),
+            **({} if self.shard is None else {"shard": self.shard}),
         }
 
-    def _rank_in(self, collectives: Collectives, weights: Tensor) -> Rank:
-        return Rank(
-            collectives,
-            weights,
-            index_code=self._options.index_code,
-            collective=self._options.collective,
-            deterministic=self._options.deterministic,
+    def regroup(self, collectives: Collectives, weights: Tensor) -> None:
+        """Go on over another process group, among other ranks or with other weights, between two steps."""
+        self.settle()
+        if collectives.rank == self.rank.index and torch.equal(weights, self.rank.weights):
+            self.rank.collectives = collectives
+            return
+        self.rank = self._rank_in(collectives, weights)
+        self.buckets.regroup(self.rank)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Ranks, or what they exchange, have changed."""
+        self._unheard, self._known = None, set()
+        self._driver = Driver()  # lets go of the memory of buckets that were computed together
+
+    # A step.
+
+    @contextmanager
+    def step(
+        self,
+        vectors: Vectors | Take,
+        buckets: list[Bucket] | None = None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        num_dense: int = 1,
+        may_go_on: bool = False,
+        can_be_taken_back: bool = False,
+    ) -> Iterator[Step]:
+        """Make one step: inside the block all ranks are here and agree, and at its end the step is counted.
+
+        >>> with steps.step(vectors) as step:
+        ...     if step.is_finite:
+        ...         step.exchange(write)
+
+        A failure inside the block leaves a state that is not whole: what left the residual has not arrived.
+        No other step can be made then, until a checkpoint is loaded.
+
+        Args:
+            vectors: of the buckets, which the algorithm may change; or what makes them, in the step's time.
+            buckets: what is exchanged; all if None.
+            meanwhile: is called when the other ranks are asked, and have not answered yet.
+            num_dense: how many all_reduces of a dense run the step stands for.
+            may_go_on: whether the host may go on without the answers, where collectives run on the device.
+                Then `step.is_spoilt` says on the device whether the step counts. The host hears of it before
+                the next step, or when somebody looks at the counts.
+            can_be_taken_back: keep a copy of the state, for `step.take_back()` and for failures.
+        """
+        buckets = self.buckets.all if buckets is None else buckets
+        with self.lock:
+            step = self._begin(vectors, buckets, meanwhile, may_go_on)
+            for bucket in buckets if can_be_taken_back else ():
+                bucket.keep_state()
+            try:
+                yield step
+            except BaseException as error:
+                if can_be_taken_back:
+                    step.take_back()
+                else:
+                    self._stop(error)
+                raise
+            if not step.is_taken_back:
+                self._end(step, num_dense)
+
+    def run(self, grads: dict[str, Tensor]) -> None:
+        """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
+        is_cuda = self.device.type == "cuda"
+        clear = partial(self._clear, grads) if is_cuda else None  # while a GPU has nothing to do
+        with self.step(partial(self._join, grads), meanwhile=clear) as step:
+            step.exchange(layout.into(grads))
+
+    def _begin(
+        self,
+        vectors: Vectors | Take,
+        buckets: list[Bucket],
+        meanwhile: Callable[[], None] | None,
+        may_go_on: bool,
+    ) -> Step:
+        """See that all ranks are here, exchange the same, and have finite vectors."""
+        self.settle()
+        self.check_usable()
+        self.rank.begin(self.device)
+        timer, listens = self.rank.timer, self.algorithm.listens
+        if listens:
+            self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
+        with timer.phase("select_s"):
+            flats, is_finite = vectors() if callable(vectors) else vectors
+        names = [name for bucket in buckets for name in bucket.names]
+        question = Question(self._num_steps, names, [self._num_selected(bucket) for bucket in buckets])
+        try:
+            with timer.phase("collective_s"):
+                waited_s = self._ledger.waited_s
+                agreement = Agreement(self.rank.collectives, self._others, question, is_finite, waited_s)
+            if meanwhile is not None:
+                meanwhile()
+            # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
+            # A rank that now asks for something else hears of it, and raises.
+            is_safe = question.what in self._known and not self.rank.idle and not listens
+            with timer.phase("collective_s"):
+                if may_go_on and is_safe and agreement.is_on_device:
+                    agreement.go_on()
+                else:
+                    agreement.hear()
+                    if len(self._known) >= _MOST_KNOWN:  # a density that changes with every step
+                        self._known = set()
+                    self._known.add(question.what)
+        except BaseException:
+            for bucket in buckets:
+                bucket.put_back(self._loss_scale)
+            raise
+        return Step(buckets, agreement, partial(self._exchange, buckets, flats, agreement))
+
+    def _num_selected(self, bucket: Bucket) -> int:
+        """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
+        algorithm = bucket.algorithm
+        if self._is_dense or not isinstance(algorithm, WithDensity):
+            return -1
+        if algorithm.k is None and algorithm.density is None:  # a threshold decides
+            return -1
+        return algorithm.num_selected(bucket.worker.at(self.num_turns, self._shared_report))
+
+    def _join(self, grads: dict[str, Tensor]) -> Vectors:
+        joined = [bucket.join(grads) for bucket in self.buckets.all]
+        are_finite = [self.unscale_(*each) for each in joined]
+        return [flat for flat, _ in joined], torch.stack(are_finite).all()
+
+    def _clear(self, grads: dict[str, Tensor]) -> None:
+        """Clear the gradients that a sparse aggregate will be written to."""
+        for bucket in self.buckets.all:
+            if not self._is_dense and not isinstance(bucket.algorithm, Dense):
+                bucket.clear(grads)
+
+    @property
+    def _loss_scale(self) -> float:
+        scaler = self._options.grad_scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
+        """Take the loss scale out of a gradient, which an exchange puts back; is it finite?
+
+        `is_finite` says whether it is finite with the scale, if that is known.
+        """
+        if self._options.grad_scaler is not None:
+            flat.div_(self._loss_scale)
+            is_finite = None  # a scale below one may have made it overflow
+        return kernels.is_finite(flat) if is_finite is None else is_finite
+
+    def _exchange(
+        self, buckets: list[Bucket], flats: list[Tensor], agreement: Agreement, write: layout.Write
+    ) -> None:
+        """Turn the buckets' vectors into the aggregate, or into NaN if some rank's are not finite."""
+        if agreement.is_finite:
+            turn = Turn(self.num_turns, self._shared_report, self._is_dense, agreement.is_bad)
+            aggregates = self._driver.run(self.rank, self.buckets.all, buckets, flats, turn)
+            if self._options.grad_scaler is not None:  # not in place: the algorithm may have kept it
+                aggregates = [(total * self._loss_scale, None) for total, _ in aggregates]
+        else:
+            aggregates = [(flat.fill_(math.nan), None) for flat in flats]
+        with self.rank.timer.phase("decode_s"):
+            for bucket, aggregate in zip(buckets, aggregates, strict=True):
+                write(bucket.names, *aggregate, bucket.cleared is not None)
+                bucket.cleared = None
+            agreement.check_messages(self.rank)  # last: the host may wait here, and all is launched
+
+    @contextmanager
+    def half_way(self) -> Iterator[None]:
+        """Where a failure leaves a state that is not whole."""
+        try:
+            yield
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def _stop(self, error: BaseException) -> None:
+        self._obstacle = (
+            f"step {self._num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
+            "from the last checkpoint"
         )
 
-    def regroup(self, collectives: Collectives, weights: Tensor) -> None:
-        """Go on among other ranks, or with other weights, between two steps."""
-        self.settle()
-        self.rank = self._rank_in(collectives, weights)
-        self._agreement.forget()
-        self.buckets.regroup(self.rank)
-        self.forget_rows()
+    def _end(self, step: Step, num_dense: int) -> None:
+        exchanged = step.buckets if self._kind.takes_turns else self.buckets.all
+        numel = sum(bucket.layout.numel for bucket in exchanged)
+        self.rank.record.dense_bytes = num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
+        for bucket in step.buckets:
+            bucket.state_before = None
+        if step.agreement.is_bad is None:
+            self._count(step.agreement)
+        else:
+            self._unheard = step.agreement
 
-    def forget_rows(self) -> None:
-        """Let go of the memory of buckets that were computed together, if they hold other tensors now."""
-        self._driver = Driver()
+    def settle(self) -> None:
+        """Find out whether the last step counts, if it ended before the host knew. The host waits here."""
+        if self._unheard is None:
+            return  # without the lock, which a round under way may hold for long
+        with self.lock:
+            agreement, self._unheard = self._unheard, None
+            if agreement is not None:
+                with self.half_way():
+                    agreement.hear_late()
+                self._count(agreement)
+
+    def _count(self, agreement: Agreement) -> None:
+        if agreement.is_finite:
+            self._num_steps += 1
+            self.pending_report = None
+        elif self._options.grad_scaler is None and self._ledger.total.num_skipped == 0:
+            # once: without a GradScaler the optimizer would make every parameter NaN
+            _log.warning(self._kind.warning, self._num_steps)
+        self.rank.record.num_skipped = int(not agreement.is_finite)
+        self._ledger.waits = agreement.waits
+        self._ledger.add(self.rank.record, self.rank.timer)
+        if self._writer is not None:
+            record = self.with_residual_norm(self._ledger.last_step)
+            self._writer = draw(self._writer, record, self._num_steps)
+
+    @contextmanager
+    def afterwards(self) -> Iterator[Rank]:
+        """What this rank does with others for a step that is counted already."""
+        self.rank.begin(self.device)
+        yield self.rank
+        self.ledger.add_to_total(self.rank.record, self.rank.timer)
+
+    # What was done so far.
 
     @property
     def num_steps(self) -> int:
@@ -144,30 +396,9 @@ class Steps:
         self._num_steps = number
 
     @property
-    def ledger(self) -> Ledger:
-        """What the steps sent and how long they took."""
-        self.settle()
-        return self._ledger
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no rank had a NaN or inf in this step, as far as the host knows."""
-        return self._agreement.is_finite
-
-    @property
-    def is_bad(self) -> Tensor | None:
-        """(), on the device: whether a rank had a NaN or inf, if the host does not know yet."""
-        return self._agreement.is_bad
-
-    @property
-    def is_spoilt(self) -> Tensor | None:
-        """The same, or whether a message was damaged."""
-        return self._agreement.is_spoilt
-
-    @property
     def num_turns(self) -> int:
         """How many steps were made of every part of the model: the algorithm's own count."""
-        return self.num_steps // max(1, len(self._kind.parts))
+        return self.num_steps // (len(self._kind.parts) if self._kind.takes_turns else 1)
 
     @property
     def _is_dense(self) -> bool:
@@ -175,208 +406,10 @@ class Steps:
         return self.num_turns < self._options.dense_steps
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether every rank holds a part of the model."""
-        return self._shards is not None
-
-    # A step.
-
-    def run(self, grads: dict[str, Tensor]) -> None:
-        """A whole step: the gradients, by name, become the aggregate in place."""
-        self.begin()
-        flats = self.prepare(self.buckets.all, grads)
-        with self.half_way():
-            self.exchange(self.buckets.all, flats, layout.into(grads))
-        self.end()
-
-    @contextmanager
-    def half_way(self) -> Iterator[None]:
-        """Where a failure leaves a state that is not whole: what left the residual has not arrived."""
-        try:
-            yield
-        except BaseException as error:
-            self.obstacle = (
-                f"step {self.num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
-                "from the last checkpoint"
-            )
-            raise
-
-    def begin(self) -> None:
-        """Start counting, and share rank 0's report with an algorithm that listens."""
+    def ledger(self) -> Ledger:
+        """What the steps sent and how long they took."""
         self.settle()
-        self.check_usable()
-        self.take_back()  # a step that was never finished
-        self._agreement.begin()
-        self.rank.begin(self.device)
-        if self.algorithm.listens:
-            self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
-
-    def run_bucket(self, grads: dict[str, Tensor]) -> None:
-        """The part of a step that concerns some parameters; it can be taken back until the step ends."""
-        buckets = self.buckets.covering(tuple(grads))
-        flats = self.prepare(buckets, grads)
-        with self.rank.timer.phase("select_s"):
-            for bucket in buckets if self.is_finite else []:
-                bucket.keep_state()
-        self.exchange(buckets, flats, layout.into(grads))
-
-    def end(self, buckets: list[Bucket] | None = None, num_dense: int = 1) -> None:
-        """Count the step, or take it back if some rank's gradients were not finite.
-
-        Args:
-            buckets: what was exchanged; all if None.
-            num_dense: how many all_reduces of a dense run the step stands for.
-        """
-        numel = sum(bucket.layout.numel for bucket in buckets or self.buckets.all)
-        num_bytes = all_reduce_bytes(4 * numel, self.rank.num_workers)
-        self.rank.record.dense_bytes = num_dense * num_bytes
-        if self._agreement.end():
-            self._count()
-
-    def _count(self) -> None:
-        if self.is_finite:
-            for bucket in self.buckets.all:
-                bucket.is_settled = True
-            self._num_steps += 1
-            self.pending_report = None
-        else:
-            self.take_back()
-            self._warn_of_nan()
-        self.rank.record.num_skipped = int(not self.is_finite)
-        self._ledger.waits = self._agreement.waits
-        self._ledger.add(self.rank.record, self.rank.timer)
-        self._curves.draw(self._numbers, self._num_steps)
-
-    def settle(self) -> None:
-        """Find out whether the last step counts, if it ended before the host knew. The host waits here."""
-        if self._agreement.is_settled:
-            return  # without the lock, which a round under way may hold for long
-        with self.lock:
-            if not self._agreement.is_settled:
-                with self.half_way():
-                    self._agreement.settle()
-                self._count()
-
-    def _warn_of_nan(self) -> None:
-        """Say it once: without a GradScaler the optimizer would make every parameter NaN."""
-        if self._options.grad_scaler is None and self.ledger.total.num_skipped == 0:
-            _log.warning(self._kind.warning, self.num_steps)
-
-    def take_back(self) -> None:
-        """Give the buckets of an unfinished step the state from before it."""
-        for bucket in self.buckets.all:
-            bucket.take_back()
-
-    def prepare(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> list[Tensor]:
-        """The buckets' gradients as flat vectors, once all ranks agree on what is exchanged."""
-        with self.rank.timer.phase("select_s"):
-            joined = [bucket.join(grads) for bucket in buckets]
-            are_finite = [self.unscale_(*each) for each in joined]
-        try:
-            asked = self._ask(buckets, torch.stack(are_finite).all())
-            if self.device.type == "cuda":
-                self._clear(buckets, grads)
-            self._hear(asked)
-        except BaseException:
-            scaler = self._options.grad_scaler
-            for bucket in buckets:
-                bucket.put_back(grads, 1.0 if scaler is None else scaler.get_scale())
-            raise
-        return [flat for flat, _ in joined]
-
-    def _clear(self, buckets: list[Bucket], grads: dict[str, Tensor]) -> None:
-        """Clear the gradients that a sparse aggregate will be written to, while a GPU has nothing to do."""
-        for bucket in buckets:
-            if not self._is_dense and not isinstance(bucket.algorithm, Dense):
-                bucket.clear(grads)
-
-    def agree(self, buckets: list[Bucket], is_finite: Tensor) -> None:
-        """Make sure that all ranks exchange the same, and find out whether all ranks' vectors are finite.
-
-        Args:
-            buckets: what is exchanged.
-            is_finite: (), whether this rank's vectors are.
-        """
-        self._hear(self._ask(buckets, is_finite))
-
-    def agree_with_shards(self) -> None:
-        """Find out whether the other parts of the model are finite: no part may make a step alone."""
-        with self.rank.timer.phase("collective_s"):
-            self._agreement.hear_shards(self.num_steps, self.device)
-
-    def agree_later(self, buckets: list[Bucket], is_finite: Tensor) -> None:
-        """`agree`, also with the other parts of the model; but a host that may go on does not wait.
-
-        Then `is_bad` keeps states as they are on the device, if the step does not count. The host hears of it
-        before the next step, or when somebody looks at the counts.
-        """
-        asked = self._ask(buckets, is_finite)
-        if self.algorithm.listens or not self._agreement.may_go_on(asked, self.rank):
-            self._hear(asked)
-            self.agree_with_shards()
-            return
-        with self.rank.timer.phase("collective_s"):
-            self._agreement.go_on(asked)
-
-    def _ask(self, buckets: list[Bucket], is_finite: Tensor) -> Asked:
-        turn = self.num_turns
-        num_selected = [self._num_selected(bucket, turn) for bucket in buckets]
-        names = [name for bucket in buckets for name in bucket.names]
-        with self.rank.timer.phase("collective_s"):
-            question = Question(self.num_steps, names, num_selected)
-            return ask(self.rank.collectives, question, is_finite, self._ledger.waited_s)
-
-    def _hear(self, asked: Asked) -> None:
-        with self.rank.timer.phase("collective_s"):
-            self._agreement.hear(asked)
-
-    def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
-        """Take the loss scale out of a gradient, which `exchange` puts back; is it finite?
-
-        Args:
-            flat: the gradient.
-            is_finite: whether it is finite with the scale, if that is known.
-        """
-        scaler = self._options.grad_scaler
-        if scaler is not None:
-            flat.div_(scaler.get_scale())
-            is_finite = None  # a scale below one may have made it overflow
-        return kernels.is_finite(flat) if is_finite is None else is_finite
-
-    def _num_selected(self, bucket: Bucket, turn: int) -> int:
-        """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
-        algorithm = bucket.algorithm
-        if turn < self._options.dense_steps or not isinstance(algorithm, WithDensity):
-            return -1
-        if algorithm.k is None and algorithm.density is None:  # a threshold decides
-            return -1
-        return algorithm.num_selected(bucket.worker.at(turn, self._shared_report))
-
-    def exchange(self, buckets: list[Bucket], flats: list[Tensor], write: layout.Write) -> None:
-        """Turn the buckets' gradients into the aggregate, or into NaN if some rank's are not finite.
-
-        Args:
-            buckets: what is exchanged.
-            flats: their gradients, from `prepare`.
-            write: what is done with the aggregate.
-        """
-        if self.is_finite:
-            turn = Turn(self.num_turns, self._shared_report, self._is_dense, self.is_bad)
-            aggregates = self._driver.run(self.rank, self.buckets.all, buckets, flats, turn)
-            scaler = self._options.grad_scaler
-            if scaler is not None:  # not in place: the algorithm may have kept it
-                aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
-        else:
-            aggregates = [(flat.fill_(math.nan), None) for flat in flats]
-        with self.rank.timer.phase("decode_s"):
-            for bucket, aggregate in zip(buckets, aggregates, strict=True):
-                write(bucket.names, *aggregate, bucket.is_cleared)
-            self._agreement.check_messages(self.rank)  # last: the host may wait here, and all is launched
-
-    def _numbers(self) -> dict[str, float]:
-        return self.with_residual_norm(self.ledger.last_step).as_dict()
-
-    # What was done so far.
+        return self._ledger
 
     def with_residual_norm(self, record: StepRecord) -> StepRecord:
         """The record, with the norm of all that this rank has not sent yet."""
@@ -385,46 +418,48 @@ class Steps:
 
     def check_usable(self) -> None:
         """Refuse to go on from a state that a failure has left incomplete, or that is closed."""
-        if self.obstacle is not None:
-            raise ClusterError(self.obstacle)
+        if self._obstacle is not None:
+            raise ClusterError(self._obstacle)
 
-    def close(self, call: str) -> None:
+    def close(self, call: str = "close") -> None:
         """No step, saving or loading follows."""
         try:
             self.settle()
         finally:
-            self.obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
+            if self._kind.has_thread and not self.is_closed:
+                end_group(self.rank.collectives)
+            self._obstacle, self.is_closed = f"the exchange must not be used after {call}()", True
+
+    def drop(self) -> None:
+        """`close`, and set the memory of residuals free."""
+        self.close("detach")
+        self.buckets.all = []
+        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state after the last finished step."""
         with self.lock:
             self.settle()
             self.check_usable()
-            saved = checkpoint.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
-            return saved if self.shard is None else {**saved, "shard": self.shard}
+            state = saved.state_dict(self.buckets, self.num_steps, self.ledger, self.pending_report)
+            return state if self.shard is None else {**state, "shard": self.shard}
 
-    def loaded(self, saved: dict[str, Any]) -> checkpoint.Progress:
-        """What a saved state holds; nothing changes yet.
-
-        DDP makes the same buckets again later, so scope="bucket" keeps them.
-        """
+    def loaded(self, state: dict[str, Any]) -> saved.Progress:
+        """What a saved state holds; nothing changes yet."""
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            if isinstance(saved, dict):
-                saved = self._without_shard(saved)
-            keeps_buckets = self.scope == "bucket" or bool(self._kind.parts)
-            return checkpoint.loaded(self.buckets, saved, keeps_buckets=keeps_buckets)
+            if isinstance(state, dict):
+                if state.get("shard") != self.shard:
+                    raise StateError(
+                        f"shard of the saved state must be {self.shard}, got {state.get('shard')}"
+                    )
+                state = {key: part for key, part in state.items() if key != "shard"}
+            return saved.loaded(self.buckets, state, keeps_buckets=bool(self._kind.parts))
 
-    def _without_shard(self, saved: dict[str, Any]) -> dict[str, Any]:
-        if saved.get("shard") != self.shard:
-            raise StateError(f"shard of the saved state must be {self.shard}, got {saved.get('shard')}")
-        return {key: part for key, part in saved.items() if key != "shard"}
-
-    def go_on_from(self, progress: checkpoint.Progress) -> None:
+    def go_on_from(self, progress: saved.Progress) -> None:
         """Go on from what was loaded."""
         with self.lock:
             self.buckets.all, self._num_steps, self._ledger, self.pending_report = progress
-            self.obstacle = None
-            self._agreement.forget()
-            self.forget_rows()
+            self._obstacle = None
+            self._forget()

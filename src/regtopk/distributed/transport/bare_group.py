@@ -14,12 +14,9 @@ _MOST_BYTES = 1 << 24  # of one rank's object
 
 
 class BareCollectives(Collectives):
-    """The same collectives by the group's own methods. Failures stay what they are: the caller handles them.
+    """The same collectives by the group's own methods, `alltoall_base` and `broadcast` as torch has them.
 
-    Args:
-        group: anything that has torch's `alltoall_base` and `broadcast`.
-        rank: this rank's place in it.
-        num_workers: how many ranks it has.
+    Failures stay what they are: the caller handles them.
     """
 
     store = None

@@ -1,5 +1,6 @@
 """The few collectives the driver needs, over torch.distributed, with errors that say what to do."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,13 @@ import torch.distributed as dist
 # aborts the rank ("terminate called without an active exception"). Imported now, there is no group to keep.
 import torch.distributed.nn.functional
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from regtopk.core.traffic import LONGEST_BYTES_OF_TWO, LONGEST_DIRECT_BYTES
-from regtopk.errors import ClusterError
+from regtopk.errors import ArgumentError, ClusterError
+
+EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +60,7 @@ class Collectives:
     ) -> list[list[int]]:
         """Every rank's sizes; refused on all ranks if beyond the limits, before memory is taken for them."""
         everyone = self.all_gather_numbers(*sizes, device=device)
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in zip(self.ranks, everyone, strict=True):
             for size, limit in zip(theirs, limits, strict=True):
                 check_size(rank, size, limit)
         return everyone
@@ -150,6 +155,41 @@ class Collectives:
         return things
 
 
+class Alone(Collectives):
+    """The collectives of one process without a process group."""
+
+    rank = 0
+    num_workers = 1
+    store = None
+
+    def __init__(self) -> None:
+        """There is no group."""
+        self.ranks = [0]
+
+    def _backend_for(self, device: str) -> None:
+        """There is none."""
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        """This process's."""
+        return list(parts)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """This process's."""
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """This process's."""
+        return tensor
+
+    def all_gather_objects(self, thing: Any) -> list[Any]:
+        """This process's."""
+        return [thing]
+
+    def gather_objects(self, thing: Any, destination: int) -> list[Any] | None:
+        """This process's."""
+        return [thing]
+
+
 def by_rank(texts: Iterable[str], ranks: Sequence[int]) -> str:
     """What each rank has, in words."""
     return ", ".join(f"{text} on rank {rank}" for rank, text in zip(ranks, texts, strict=True))
@@ -176,14 +216,32 @@ def clear_errors(collective: str) -> Iterator[None]:
         ) from error
 
 
-def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group to talk over; refuses a rank that is not in it."""
+def group_or_default(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group that users hand over, as such, as a mesh, or as None, the default group.
+
+    Raises:
+        ClusterError: there is none, or this rank is not in it.
+    """
     if not dist.is_initialized():
         raise ClusterError("torch.distributed must be initialised first: call init_process_group()")
-    group = dist.group.WORLD if group is None else group
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise ArgumentError(
+                f"process_group must be a process group or a mesh of 1 dimension, got one of {given.ndim}: "
+                f"pass mesh['replicate'] {EXAMPLE}"
+            )
+        given = given.get_group()
+    group = dist.group.WORLD if given is None else given
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ClusterError(f"this rank must be in the process group, got {group!r} on rank {dist.get_rank()}")
     return group
+
+
+def is_one_process() -> bool:
+    """Whether this process trains alone: no launcher started others, and no process group holds others."""
+    if dist.is_initialized():
+        return dist.get_world_size() == 1
+    return all(os.environ.get(name, "1") == "1" for name in WORLD_SIZES)
 
 
 def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

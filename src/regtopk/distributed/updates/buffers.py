@@ -5,12 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from regtopk import kernels
 from regtopk.core.options import check_choice
 from regtopk.core.requests import Broadcast, DenseSum
 from regtopk.distributed.requests.broadcast import broadcast
 from regtopk.distributed.requests.dense_sum import dense_sum
 from regtopk.distributed.requests.rank import Rank
-from regtopk.distributed.state.layout import write_
 from regtopk.distributed.transport.collectives import Collectives
 
 How = Literal["mean", "rank0", "local"]
@@ -62,16 +62,6 @@ class ModelBuffers:
             if name in now and now[name].shape == start.shape:
                 now[name].copy_(start)
 
-    def copies(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The buffers now, and as the round began: for `put_back`."""
-        return {name: buffer.clone() for name, buffer in self.named.items()}, self._start
-
-    def put_back(self, copies: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
-        """Undo a `join`."""
-        was, self._start = copies
-        for name, buffer in self.named.items():
-            buffer.copy_(was[name])
-
     def is_spoiled(self, device: torch.device) -> Tensor:
         """(), whether a number became NaN or inf in this round; masks may hold -inf from the first."""
         spoiled = torch.zeros((), dtype=torch.bool, device=device)
@@ -104,23 +94,35 @@ class ModelBuffers:
             take_over_(buffer, collectives, device)
         self.keep()
 
-    def join(self, rank: Rank, device: torch.device) -> None:
-        """End a round: make those the same on all ranks that any rank has changed."""
-        if self.are_joined:
-            now = self.named
-            changes = [_change(now.get(name), self._start.get(name)).to(device) for name in self._shapes]
-            with rank.timer.phase("collective_s"):
-                agreed = rank.collectives.maximum(torch.stack(changes)).tolist()
-            changed = [
-                now[name] for name, change in zip(self._shapes, agreed, strict=True) if change == _CHANGED
-            ]
-            averaged = [b for b in changed if b.is_floating_point() and self.how == "mean"]
-            taken = [b for b in changed if not (b.is_floating_point() and self.how == "mean")]
-            if averaged:
-                _average_(averaged, rank, device)
-            for buffer in taken:
-                mine = buffer.to(device).flatten()
-                buffer.copy_(broadcast(rank, Broadcast(mine, 0)).view_as(buffer))
+    def joined(self, rank: Rank, device: torch.device, now: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What all ranks make of the buffers that any rank has changed in this round: for `put`.
+
+        Args:
+            rank: this rank.
+            device: where collectives run.
+            now: this rank's buffers by name.
+        """
+        if not self.are_joined:
+            return {}
+        changes = [_change(now.get(name), self._start.get(name)).to(device) for name in self._shapes]
+        with rank.timer.phase("collective_s"):
+            agreed = rank.collectives.maximum(torch.stack(changes)).tolist()
+        changed = [name for name, change in zip(self._shapes, agreed, strict=True) if change == _CHANGED]
+        averaged = [name for name in changed if now[name].is_floating_point() and self.how == "mean"]
+        found = {
+            name: broadcast(rank, Broadcast(now[name].to(device).flatten(), 0)).view_as(now[name])
+            for name in changed
+            if name not in averaged
+        }
+        means = _mean([now[name] for name in averaged], rank, device) if averaged else []
+        return found | dict(zip(averaged, means, strict=True))
+
+    def put(self, joined: dict[str, Tensor]) -> None:
+        """End a round: take over what was joined."""
+        now = self.named
+        for name, value in joined.items():
+            if now[name].shape == value.shape:
+                now[name].copy_(value)
         self.keep()
 
 
@@ -137,10 +139,10 @@ def _change(now: Tensor | None, start: Tensor | None) -> Tensor:
     return (now != start).any().long()
 
 
-def _average_(buffers: list[Tensor], rank: Rank, device: torch.device) -> None:
+def _mean(buffers: list[Tensor], rank: Rank, device: torch.device) -> list[Tensor]:
     dtype = torch.float32
     for buffer in buffers:
         dtype = torch.promote_types(dtype, buffer.dtype)
     flat = torch.cat([buffer.flatten().to(device, dtype) for buffer in buffers])
     weight = rank.weights[rank.index].to(flat)
-    write_(buffers, dense_sum(rank, DenseSum(flat, weight)))
+    return kernels.parts_of(dense_sum(rank, DenseSum(flat, weight)), buffers)

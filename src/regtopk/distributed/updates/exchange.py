@@ -1,57 +1,34 @@
 """An exchange of updates: the optimizer runs first, and what it changed is sent."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.core.options import check_integer
-from regtopk.distributed.options import Collective, Options, ResidualDtype, Skip, Writer, names_typos
-from regtopk.distributed.requests.record import summarise
+from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
 from regtopk.distributed.state.parameters import NamedParameters
-from regtopk.distributed.state.shards import Shards, group_of
+from regtopk.distributed.state.shards import Shards, replicas_of
+from regtopk.distributed.steps import attached
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
-from regtopk.distributed.steps.kind import Kind
 from regtopk.distributed.steps.optimizer_check import warn_of_two_momenta
 from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
+from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
-from regtopk.distributed.updates.turns import Turns, fragments_of
-from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.distributed.updates.rounds import RankRounds
+from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import Rounds
 
-_WARNING = (
-    "after round %d a rank's update was not finite: all ranks went back to where the round began; "
-    "total.num_skipped counts such rounds"
-)
-_log = logging.getLogger("regtopk")
-_attached: "WeakSet[Optimizer]" = WeakSet()
 
-
-def refuse_updates(model: nn.Module) -> None:
-    """Refuse a model whose updates are exchanged."""
-    own = set(map(id, model.parameters()))
-    for optimizer in _attached:
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ClusterError(
-                "model must have no UpdateExchange, got one, and gradients would be exchanged beside "
-                "updates: close() it first"
-            )
-
-
-class UpdateExchange(ExchangeBase):
+class UpdateExchange(UpdatesBase, ExchangeBase):
     """Exchange what the optimizer changed, after every `every`-th `optimizer.step()`.
 
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)          # any optimizer of torch's
@@ -64,26 +41,27 @@ class UpdateExchange(ExchangeBase):
     d       := sum_n w_n d_n, as the algorithm exchanges it         with its residual and codes
     theta   := theta_start - d, or theta_start - outer(d)           the same on all ranks, bit for bit
 
-    This is what to use with Adam: it sees gradients as they are, not the late pulses of a sparse aggregate.
-    With `delay`, the exchange is made beside training: the rank goes on by itself, and when the aggregate is
-    there it adds what it has learned since it sent its update,
+    Use this with Adam, which then sees every gradient as it is, not the rare entries of a sparse one.
+
+    With `delay`, a round goes on beside training. When the aggregate is there, the rank adds what it has
+    learned since it sent its update:
 
     theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
 
-    and with `fragments` parts of the model take turns, so that no more than one part is sent at a time (as
-    Streaming DiLoCo does). Nothing is lost: every local step is part of exactly one update. Ranks then never
-    hold the same parameters by themselves: call `finish()` where they must, at the end of training say.
+    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the parameters are cut in their
+    order into parts of about the same size. The first part is sent after every // fragments steps, the last
+    one after `every`, and so on. Every local step is part of exactly one update. With either option the
+    ranks' parameters always differ: call `finish()` where they must not, at the end of training say.
 
-    All ranks start from rank 0's parameters and buffers. Between rounds their parameters differ. Load weights
-    before: whatever else changes parameters counts as part of the update.
+    All ranks start from rank 0's parameters and buffers. Load weights before you make the exchange: whatever
+    else changes parameters counts as part of the update.
 
-    A step is an `optimizer.step()` that was made. A step that a GradScaler skips on a rank is none: that rank
-    reaches the end of the round one batch later, and the others wait for it. So count by `num_steps`, not by
-    batches, where a loop ends and where it saves. A rank that makes fewer steps than the others ends their
-    wait with an error after the process group's timeout.
+    A step that a GradScaler skips does not count. That rank reaches the end of the round one batch later, and
+    the others wait for it. So count by `num_steps`, not by batches, where a loop ends and where it saves. If
+    a rank makes fewer steps, the others raise an error after the process group's timeout.
 
     If any rank's update is not finite, all ranks return to where the round began, and `num_skipped` counts
-    the round. Where the NaN has reached an optimizer's state of a parameter, that state starts anew.
+    the round. If a NaN has reached the optimizer's state of a parameter, that state starts anew.
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
@@ -97,24 +75,12 @@ class UpdateExchange(ExchangeBase):
         mix: in [0, 1], how much is kept of what the rank has learned during the delay.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
-        process_group: the ranks that take part; the default group if None. Of a model that fully_shard has
-            sharded it must be given: the replicate axis, as a group or a mesh of one dimension. Every rank
-            then exchanges its part of the model, and `outer` gets parts as its parameters.
-        weight: this rank's w_n; 1/N if None. The weights of all ranks must sum to one within 1e-6.
-        index_code: how indices are coded: "elias-fano", "rice" or "raw32".
-        skip: a callable of (name, parameter): True sends that parameter dense.
-        dense_steps: how many first optimizer steps are exchanged dense, in whole rounds.
         buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" averages
             floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank 0's of all,
             "local" leaves each rank its own.
-        deterministic: sum uncoded dense vectors in rank order too, not in the order of the backend.
-        writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every round's numbers.
-        collective: how sparse sums run: "auto" (computed), "all_gather" or "split".
-        handshake_timeout_s: how long to wait for every rank to make this call.
-        residual_dtype: how residuals are kept between steps: "float32", or in half the memory "bfloat16",
-            rounded at random.
-        anchors: where theta_start is between rounds: on the parameters' "device", or in the "cpu"'s memory,
-            pinned. A round then copies it there and back.
+        anchors: where theta_start is kept between rounds: "device", where the parameters are; or "cpu", in
+            pinned memory, from which every round copies it and back.
+        options: see `regtopk.ExchangeOptions`. Of a sharded model, `outer` gets this rank's parts.
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
@@ -134,93 +100,37 @@ class UpdateExchange(ExchangeBase):
         fragments: int = 1,
         mix: float = 1.0,
         outer: Outer | None = None,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        weight: float | None = None,
-        index_code: str = "elias-fano",
-        skip: Skip | None = None,
-        dense_steps: int = 0,
         buffers: How = "mean",
-        deterministic: bool = True,
-        writer: Writer | None = None,
-        collective: Collective = "auto",
-        handshake_timeout_s: float = 60.0,
-        residual_dtype: ResidualDtype = "float32",
         anchors: Anchors = "device",
+        **options: Unpack[ExchangeOptions],
     ) -> None:
         rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
         rounds.check_times()
-        check_integer("dense_steps", dense_steps, at_least=0)
-        options = Options(
-            index_code=index_code,
-            weight=weight,
-            dense_steps=-(-dense_steps // every),
-            skip=skip,
-            collective=collective,
-            deterministic=deterministic,
-            writer=writer,
-            handshake_timeout_s=handshake_timeout_s,
-            residual_dtype=residual_dtype,
-        )
-        model = LocalModel(parameters, optimizer, outer, buffers, anchors)
-        parts = fragments_of(model, fragments)
-        if fragments > 1 and getattr(algorithm, "k", None) is not None:
-            raise ArgumentError("k must be None with fragments, which differ in size: give a density")
+        checked = Options(**options)
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors, fragments)
+        if fragments > 1:
+            refuse_k(algorithm)
         if delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
             raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
+        group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
         if model.is_sharded:
-            process_group = group_of("process_group", process_group)
-            model.shards = Shards(model.parameters.whole, process_group)
-        elif isinstance(process_group, DeviceMesh):
-            process_group = group_of("process_group", process_group)
-        collectives = Collectives(group_or_default(process_group))
-        if optimizer in _attached:
+            model.shards = Shards(model.parameters.whole, group)
+        collectives = Collectives(group)
+        if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
-        times = {"every": every, "delay": delay, "fragments": fragments, "mix": mix}
-        settings = tuple({**times, **model.describe()}.items())
-        names = tuple(part.names for part in parts) if fragments > 1 else ()
-        kind = Kind("regtopk.UpdateExchange", _WARNING, settings, names)
-        steps = Steps(model.parameters, algorithm, collectives, options, kind, model.shards)
-        super().__init__(steps, model.sharding() if model.is_sharded else None)
+        kind = kind_of("regtopk.UpdateExchange", model, rounds, has_thread=delay > 0)
+        checked = replace(checked, dense_steps=-(-checked.dense_steps // every))  # as rounds
+        steps = Steps(model.parameters, algorithm, collectives, checked, kind, model.shards)
+        ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         warn_of_two_momenta(algorithm, optimizer)
         warn_of_two_momenta(algorithm, model.outer)
-        self.every, self.delay = every, delay
-        self._rounds = rounds
-        self._model = model
-        self._num_steps = 0
-        self._is_agreed = False
-        self._handshake_timeout_s = handshake_timeout_s
+        self._handshake_timeout_s = checked.handshake_timeout_s
         with torch.no_grad(), model.at_hand():
             model.begin(collectives, self._steps.buckets.all)
-        self._turns = Turns(steps, model, rounds, parts)
-        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
-        _attached.add(optimizer)
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps this rank's optimizer has made, those of skipped rounds included."""
-        return self._num_steps
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds of the whole model were made, without those with an update that was not finite."""
-        return self._steps.num_turns
-
-    @property
-    def outer(self) -> Optimizer | None:
-        """The outer optimizer, for a learning rate that changes."""
-        return self._model.outer
-
-    def summary(self) -> str:
-        """What this rank sent, against dense gradients in every step, and where the time went."""
-        self._turns.land()
-        steps = self._steps
-        norm = self.total.residual_norm
-        num_parts = len(self._turns.fragments)
-        counts = self.every, num_parts, self._peer
-        return summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm, *counts)
+        self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
+        attached.OPTIMIZERS.add(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on, on the CPU, for `torch.save`: inside a round too.
@@ -233,9 +143,13 @@ class UpdateExchange(ExchangeBase):
 
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
-        skipped = self._turns.skipped()
-        saved, sent = self._steps.state_dict(), self._turns.sent()
-        return update_checkpoint.add_to(saved, self._model, self._rounds, self.num_steps, sent, skipped)
+        rounds, model = self._rounds, self._model
+        skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
+        saved, sent = self._steps.state_dict(), None
+        if not rounds.is_start:
+            parts = [zip(*part, strict=False) for part in zip(model.fragments, rounds.sent, strict=True)]
+            sent = {name: tensor for part in parts for name, tensor in part}
+        return update_checkpoint.add_to(saved, model, rounds.rounds, self.num_steps, sent, skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, which also sets parameters, buffers and both optimizers.
@@ -252,84 +166,39 @@ class UpdateExchange(ExchangeBase):
         super().load_state_dict(state_dict)
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
-        if not isinstance(saved, dict) or "updates" not in saved:
-            raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
-        saved = update_checkpoint.at_a_rounds_end(saved, self.weights, is_sharded=self._model.is_sharded)
-        progress = self._steps.loaded({key: part for key, part in saved.items() if key != "updates"})
-        return progress, update_checkpoint.loaded(self._model, saved, self._rounds, self.rank, self.weights)
+        rounds = self._rounds.rounds
+        steps, model = update_checkpoint.loaded(self._model, saved, rounds, self.rank, self.weights)
+        return self._steps.loaded(steps), model
 
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        self._turns.forget()
+        self._maker.load([fragment for fragment, is_skipped in enumerate(model.skipped) if is_skipped])
+        sent = [
+            [model.sent[name].to(self.device, copy=True) for name in names if name in model.sent]
+            for names in self._model.fragments
+        ]
+        self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
+        self._num_steps = model.num_steps
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._num_steps = model.num_steps
-        self._turns.load(model.num_steps, model.sent, model.skipped, is_whole=not model.parameters)
         self._model.notice.has_loaded = False
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        end_group = self._turns.end_thread()
         super().close()
-        for hook in self._hooks:
-            hook.remove()
-        _attached.discard(self._model.optimizer)
-        end_group()
+        ExchangeBase.close(self)
+        attached.OPTIMIZERS.discard(self._model.optimizer)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Give all ranks the same model now. Call it on every rank, after equally many steps.
 
-        Rounds that are under way are applied, and what was learned since is exchanged too. Where rounds are
-        neither delayed nor in fragments, the model is the same on all ranks after every round anyway.
+        First it applies the rounds that are under way. Then it exchanges every fragment, even one that was
+        exchanged just before; but nothing if the model is theta_start, as it is after a round without `delay`
+        and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
         self._steps.check_usable()
         roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
-        self._turns.finish()
-
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """While this lasts, the model is theta_start, the same on all ranks: for evaluation, say.
-
-        >>> with exchange.agreed():
-        ...     loss = evaluate(model)
-
-        Then the rank gets its own parameters back. Buffers stay its own.
-        """
-        self._refuse_in_agreed("agreed")
-        self._turns.land()
-        own = self._model.copies(list(self._model.start))
-        with torch.no_grad():
-            self._model.write_back()
-        self._is_agreed = True
-        try:
-            yield
-        finally:
-            self._is_agreed = False
-            with torch.no_grad():
-                self._model.put_back(own)
-
-    def _refuse_in_agreed(self, call: str) -> None:
-        if self._is_agreed:
-            raise ClusterError(
-                f"{call}() must not be called inside agreed(): the model is not the rank's own"
-            )
-
-    def _before_step(self, *_: Any) -> None:
-        self._refuse_in_agreed("optimizer.step")
-        if self._model.notice.has_loaded:
-            _log.warning(
-                "the model has loaded weights after UpdateExchange was made: they count as an update, of "
-                "which only a part is sent. Load them before it is made, or all by its own load_state_dict"
-            )
-            self._model.notice.has_loaded = False
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
-        if found_inf is not None and bool(found_inf):
-            return
-        self._turns.after_step(self._num_steps + 1)
-        self._num_steps += 1
+        self._rounds.finish()

@@ -1,9 +1,9 @@
-"""A rank's model between two exchanges of updates: where the round began, and what to do at its end."""
+"""A rank's model between two exchanges of updates: where the round began, and what was learned since."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,9 @@ from regtopk.distributed.updates.optimizers import (
     restart_spoiled,
 )
 from regtopk.errors import ClusterError
+from regtopk.rounds import cut_evenly
 
 Anchors = Literal["device", "cpu"]
-
-
-class _Update(NamedTuple):
-    """A bucket's vector, its parameters' names, and where they were when the round began."""
-
-    vector: Tensor
-    names: tuple[str, ...]
-    start: list[nn.Parameter]
 
 
 class LoadNotice:
@@ -71,6 +64,11 @@ class LocalModel:
         outer: makes the optimizer that applies the aggregate to theta_start; None: it is subtracted.
         buffers: see `ModelBuffers`.
         anchors: where theta_start is between rounds: "device", or "cpu".
+        fragments: how many parts of the model take turns.
+
+    Attributes:
+        fragments: the names of each part's parameters; those without entries are in none.
+        update: the update, or its aggregate, by name.
     """
 
     def __init__(
@@ -80,31 +78,33 @@ class LocalModel:
         outer: Outer | None,
         buffers: How,
         anchors: Anchors = "device",
+        fragments: int = 1,
     ) -> None:
         check_choice("anchors", anchors, ("device", "cpu"))
         source = _plain(source)
-        module = source if isinstance(source, nn.Module) else None
+        self._module = source if isinstance(source, nn.Module) else None
         self.is_sharded = _is_sharded(source)
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
         self.shards: Shards | None = None
         self.optimizer = optimizer
         named = self.parameters.named
         check_inner(optimizer, self.parameters.whole)
+        sizes = {name: p.numel() for name, p in named.items() if p.numel() > 0}
+        parts = cut_evenly(list(sizes.values()), fragments)
+        self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
         self.frozen = {name: p for name, p in named_pairs(source) if name not in named}
-        self.buffers = ModelBuffers(module, buffers)
+        self.buffers = ModelBuffers(self._module, buffers)
         self._flat = torch.cat([p.detach().flatten().to(flat_dtype(named.values())) for p in named.values()])
-        parts = self._parts(self._flat, list(named))
-        self.start = {name: nn.Parameter(part) for name, part in parts.items()}
+        self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}
         self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there
         if anchors == "cpu":
             kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
             self._kept = kept.copy_(self._flat)
             self._put_start(self._kept)
-        self._updates: dict[tuple[str, ...], _Update] = {}  # of the buckets, by what they hold
-        self.update: dict[str, Tensor] = {}  # views of their vectors, by name
+        self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
+        self.update: dict[str, Tensor] = {}
         self.outer = make_outer(outer, list(self.start.values()))
         self.notice = LoadNotice()
-        self._module = module
         self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
@@ -137,24 +137,17 @@ class LocalModel:
         self.write_back()
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.end_means()
-        self.hooks = [
-            part.register_load_state_dict_post_hook(self.notice)
-            for part in (self._module.modules() if self._module else ())
-        ]
+        modules = [] if self._module is None else self._module.modules()
+        self.hooks = [part.register_load_state_dict_post_hook(self.notice) for part in modules]
         self.make_room(buckets)
 
     def make_room(self, buckets: list[Bucket]) -> None:
         """Make room for the update: the buckets' vectors in a row."""
-        named = self.parameters.named
-        names = [name for bucket in buckets for name in bucket.names]
-        empty = [name for name, p in named.items() if p.numel() == 0]
         flat = torch.zeros_like(self._flat)
-        self.update = self._parts(flat, names + empty)
         vectors = flat.split([bucket.layout.numel for bucket in buckets])
-        self._updates = {
-            bucket.names: _Update(vector, bucket.names, [self.start[name] for name in bucket.names])
-            for vector, bucket in zip(vectors, buckets, strict=True)
-        }
+        self._vectors = {bucket.names: vector for bucket, vector in zip(buckets, vectors, strict=True)}
+        empty = [name for name, p in self.parameters.named.items() if p.numel() == 0]
+        self.update = self._parts(flat, [*(name for bucket in buckets for name in bucket.names), *empty])
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
@@ -171,29 +164,39 @@ class LocalModel:
     def _put_start(self, flat: Tensor) -> None:
         """Give theta_start other memory; its parameters, which the outer optimizer holds, stay the same."""
         self._flat = flat
-        for name, part in self._parts(flat, list(self.start)).items():
+        for name, part in self._parts(flat, self.start).items():
             self.start[name].data = part
 
     def take_update(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
 
         Parameters of a lower precision began this round rounded, and the rounding is no update.
+
+        Raises:
+            ClusterError: parameters were added, replaced, reshaped or frozen since.
         """
+        self.parameters.check()
+        self.parameters.check_trainable()
         named = self.parameters.named
-        updates = [self._updates[bucket.names] for bucket in buckets]
+        vectors = [self._vectors[bucket.names] for bucket in buckets]
         are_finite = [
-            kernels.join_(vector, [named[name] for name in names], start) for vector, names, start in updates
+            kernels.join_(vector, [named[name] for name in bucket.names], self.starts(bucket.names))
+            for vector, bucket in zip(vectors, buckets, strict=True)
         ]
         is_spoiled = self.buffers.is_spoiled(self.parameters.device)
-        return [update.vector for update in updates], torch.stack([*are_finite, ~is_spoiled]).all()
+        return vectors, torch.stack([*are_finite, ~is_spoiled]).all()
 
-    def apply_outer(self, outer: Optimizer, names: Sequence[str]) -> None:
+    def apply(self, outer: Optimizer | None, names: Sequence[str]) -> None:
         """Let the outer optimizer change theta_start of some parameters, whose aggregate is in `update`."""
-        for name in names:
-            self.start[name].grad = self.update[name]
+        starts, updates = self.starts(names), [self.update[name] for name in names]
+        if outer is None:
+            torch._foreach_sub_(starts, updates)
+            return
+        for start, update in zip(starts, updates, strict=True):
+            start.grad = update
         outer.step()
-        for name in names:
-            self.start[name].grad = None
+        for start in starts:
+            start.grad = None
 
     def outer_as_it_is(self) -> Optimizer | None:
         """The outer optimizer with the options it has now: users may change them while a round is under way.
@@ -208,55 +211,44 @@ class LocalModel:
         frozen.param_groups = [dict(group) for group in self.outer.param_groups]
         return frozen
 
-    def copies(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some parameters as they are now."""
+    def starts(self, names: Sequence[str]) -> list[Tensor]:
+        """theta_start of some parameters."""
+        return [self.start[name] for name in names]
+
+    def own(self, names: Sequence[str]) -> list[Tensor]:
+        """Some parameters of the model, to be written to."""
+        if isinstance(self.parameters, ShardedParameters):
+            self.parameters.reshard()
         named = self.parameters.named
-        return {name: named[name].detach().clone() for name in names}
+        return [named[name] for name in names]
 
-    def go_on(self, names: Sequence[str], sent: dict[str, Tensor], mix: float) -> None:
-        """Give some parameters theta_start, which the aggregate is in, and what they learned meanwhile.
-
-        theta_n := theta_start + mix (theta_n - sent)
-
-        Args:
-            names: of the parameters.
-            sent: what they were when the update was sent; empty: they have learned nothing since.
-            mix: how much of that is kept.
-        """
-        if not sent:
-            self.write_back(names)
-            return
-        for name in names:
-            own, start = self.parameters.named[name], self.start[name]
-            learned = own.to(start.dtype) - sent[name].to(start.dtype)
-            own.copy_(start + learned.mul_(mix))
+    def write_back(self) -> None:
+        """Give the model theta_start."""
+        torch._foreach_copy_(self.own(list(self.start)), list(self.start.values()))
 
     def take_back(self) -> None:
-        """Skip a round: return to where it began. What a NaN has spoiled in the optimizer starts anew."""
-        self.write_back()
+        """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
         self.buffers.take_back()
         restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
 
-    def put_back(self, own: dict[str, Tensor]) -> None:
-        """Give the model what `copies` returned."""
-        if isinstance(self.parameters, ShardedParameters):
-            self.parameters.reshard()
-        named = self.parameters.named
-        torch._foreach_copy_([named[name] for name in own], list(own.values()))
+    @contextmanager
+    def being_start(self) -> Iterator[None]:
+        """Let the model be theta_start meanwhile; then it gets its own parameters back."""
+        names = list(self.start)
+        with torch.no_grad():
+            kept = [own.detach().clone() for own in self.own(names)]
+            self.write_back()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.own(names), kept)
 
-    def write_back(self, names: Sequence[str] | None = None) -> None:
-        """Give the model theta_start, or some of its parameters."""
-        if isinstance(self.parameters, ShardedParameters):
-            self.parameters.reshard()
-        names = list(self.start) if names is None else names
-        named = self.parameters.named
-        torch._foreach_copy_([named[name] for name in names], [self.start[name] for name in names])
-
-    def _parts(self, flat: Tensor, names: list[str]) -> dict[str, Tensor]:
+    def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""
-        shapes = self.parameters.shapes
-        parts = flat.split([math.prod(shapes[name]) for name in names])
-        return {name: part.view(shapes[name]) for name, part in zip(names, parts, strict=True)}
+        shapes = {name: self.parameters.shapes[name] for name in names}
+        parts = flat.split([math.prod(shape) for shape in shapes.values()])
+        return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
 
 def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:

@@ -18,14 +18,14 @@ def check_inner(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
     """Refuse an optimizer that does not train exactly the parameters that are exchanged."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    held = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    exchanged = {id(p) for p in parameters.values()}
     for name, p in parameters.items():
         if id(p) not in held:
             raise ArgumentError(
                 f"optimizer must hold every parameter that is exchanged, got one without {name!r}: was it "
                 "made from another model?"
             )
-    exchanged = {id(p) for p in parameters.values()}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if p.requires_grad and id(p) not in exchanged:
@@ -56,7 +56,10 @@ def make_outer(factory: Outer | None, parameters: list[nn.Parameter]) -> Optimiz
         raise ArgumentError(f"outer must return a torch.optim.Optimizer, got {type(outer).__name__}")
     held = [id(p) for group in outer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, parameters)):
-        raise ArgumentError("outer must return an optimizer of the parameters that it is given, got others")
+        raise ArgumentError(
+            f"outer must return an optimizer of all {len(parameters)} parameters that it is given and no "
+            f"others, got one of {len(held)}"
+        )
     return outer
 
 

@@ -1,22 +1,20 @@
-"""State dicts of an `UpdateExchange`: what they hold beside that of checkpoint.py.
+"""State dicts of an `UpdateExchange`: what they hold beside that of state/saved.py.
 
 ::
 
     updates      {every, delay, fragments, inner, outer, start, outer_state}       the same on all ranks
         inner        the class of the ranks' optimizers
         outer        {class, option: value, ...}
-        start        {parameter: tensor}                 theta_start, in at least float32
-        outer_state  (state dict of the outer optimizer,)              or ({},)
+        start        {parameter: tensor}: theta_start, in at least float32
+        outer_state  (state dict of the outer optimizer,) or ({},)
     workers      {"3": {..., updates}}
-        updates      ({num_steps, optimizer, parameters, buffers, sent},)         what differs by rank
-            num_steps   optimizer steps so far
-            optimizer   its state dict
+        updates      ({num_steps, optimizer, parameters, buffers, sent, skipped},)       what differs by rank
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
+            buffers     {"now": {name: tensor}, "start": {name: tensor}}
             sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
             skipped     of each fragment, whether its round is such a one, and was not finite
-            buffers     {"now": {name: tensor}, "start": {name: tensor}}
 
-Where a tuple stands torch.distributed.checkpoint keeps what is in it as one, whatever it holds.
+Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
 
 from collections.abc import Mapping
@@ -39,7 +37,7 @@ _TIMES = ("every", "delay", "fragments")
 
 
 class LoadedModel(NamedTuple):
-    """What to go on with."""
+    """What to go on with: see above."""
 
     num_steps: int
     start: dict[str, Tensor]
@@ -60,11 +58,10 @@ def add_to(
     skipped: list[bool],
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates; `sent` is None if the model is theta_start."""
-    named = model.parameters.named
     mine = {
         "num_steps": num_steps,
         "optimizer": copied(model.optimizer.state_dict()),
-        "parameters": {} if sent is None else _finite(copied(dict(named)), model.start),
+        "parameters": {} if sent is None else _finite(copied(dict(model.parameters.named)), model.start),
         "buffers": copied(model.buffers.saved()),
         "sent": _finite(copied(sent or {}), model.start),
         "skipped": skipped if sent else [],
@@ -81,36 +78,62 @@ def add_to(
     return {**saved, "updates": updates}
 
 
-def at_a_rounds_end(saved: dict[str, Any], weights: list[float], *, is_sharded: bool) -> dict[str, Any]:
-    """A state from inside a round, for other ranks: what a rank has learned since goes into its residual.
+def loaded(
+    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
+) -> tuple[dict[str, Any], LoadedModel]:
+    """What the steps and the model of a rank go on with; nothing changes yet.
 
-    e_n := e_n + theta_start - theta_n, so that nothing is lost; then all go on from theta_start.
+    On other ranks, or with other weights, than were saved, all begin from theta_start. What a rank has
+    learned inside a round goes into its residual, e_n := e_n + theta_start - theta_n, so that nothing is
+    lost. Every rank gets the weighted mean of the saved ranks' optimizer states and buffers.
 
     Raises:
-        StateError: the algorithm keeps no residual of some parameter, or the model is sharded.
+        StateError: it does not fit, or is damaged.
     """
+    if not isinstance(saved, dict) or "updates" not in saved:
+        raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
     try:
-        workers = saved["workers"]
-        is_same_cluster = saved["weights"] == weights and not saved.get("lost")
-        if is_same_cluster or not any(worker["updates"][0]["parameters"] for worker in workers.values()):
-            return saved
-        if is_sharded:
-            raise StateError(
-                "the saved state must be from a round's end to be loaded on other ranks or with other "
-                "weights, as the model is sharded: call finish() before you save"
-            )
-        start = saved["updates"]["start"]
-        return {**saved, "workers": {n: _ended(worker, start) for n, worker in workers.items()}}
+        updates = {"delay": 0, "fragments": 1, **saved["updates"]}  # versions before had no other
+        has_changed = saved["weights"] != weights or bool(saved.get("lost"))
+        if has_changed:
+            saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
+            mine = _mean_of_ranks(saved)
+        else:
+            mine = saved["workers"][str(rank)]["updates"][0]
+        new = LoadedModel(
+            start=updates["start"],
+            outer_state=updates["outer_state"][0],
+            **{"sent": {}, "skipped": [], **mine},  # versions before did not save them
+        )
+        for time in _TIMES:
+            _check_same(time, getattr(rounds, time), updates[time])
+        _check(model, updates, new)
     except StateError:
         raise
     except Exception as error:
         raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
+    return {key: part for key, part in saved.items() if key != "updates"}, new
+
+
+def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
+    """A state from inside a round, with what each rank has learned since in its residual."""
+    workers = saved["workers"]
+    if not any(worker["updates"][0]["parameters"] for worker in workers.values()):
+        return saved
+    if is_sharded:
+        raise StateError(
+            "the saved state must be from a round's end to be loaded on other ranks or with other weights, "
+            "as the model is sharded: call finish() before you save"
+        )
+    start = saved["updates"]["start"]
+    return {**saved, "workers": {n: _ended(worker, start) for n, worker in workers.items()}}
 
 
 def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
     (mine,) = worker["updates"]
+    ended = {**mine, "parameters": {}, "sent": {}, "skipped": []}
     if any(mine.get("skipped", [])):  # what it has learned is taken back
-        return {**worker, "updates": ({**mine, "parameters": {}, "sent": {}, "skipped": []},)}
+        return {**worker, "updates": (ended,)}
     entries = {}
     for name, parts in worker["entries"].items():
         if "residual" not in parts:
@@ -121,59 +144,13 @@ def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
         own, residual = mine["parameters"][name], parts["residual"]
         before = mine.get("sent", {}).get(name, start[name]).to(own.dtype)  # as the round began, rounded
         entries[name] = {**parts, "residual": residual + (before.to(residual) - own.to(residual))}
-    ended = {**mine, "parameters": {}, "sent": {}, "skipped": []}
     return {**worker, "entries": entries, "updates": (ended,)}
 
 
-def loaded(
-    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
-) -> LoadedModel:
-    """What a rank goes on with; nothing changes yet.
-
-    On other ranks, or with other weights, than were saved, every rank gets the weighted mean of the saved
-    ranks' optimizer states and buffers.
-
-    Raises:
-        StateError: it does not fit, or is damaged.
-    """
-    try:
-        return _loaded(model, saved, rounds, rank, weights)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
-
-
-def _loaded(
-    model: LocalModel, saved: dict[str, Any], rounds: Rounds, rank: int, weights: list[float]
-) -> LoadedModel:
-    updates = saved["updates"]
-    times = {"delay": 0, "fragments": 1, **updates, "every": updates["every"]}  # versions before had no other
-    for time in _TIMES:
-        own, theirs = getattr(rounds, time), times[time]
-        if theirs != own:
-            raise StateError(f"{time} must be that of the saved state, {theirs!r}, got {own}")
-    inner = type(model.optimizer).__name__
-    if updates.get("inner", inner) != inner:  # versions before did not save it
-        raise StateError(f"optimizer in the saved state must be {inner!r}, got {updates['inner']!r}")
-    _check_outer(describe_outer(model.outer), updates["outer"])
-    _check_shapes(model, updates["start"], "start")
-    old_weights = saved["weights"]
-    workers = saved["workers"]
-    if old_weights == weights and not saved.get("lost"):
-        mine = workers[str(rank)]["updates"][0]
-    else:
-        kept = kept_ranks(saved)
-        mine = _for_other_ranks([workers[str(n)]["updates"][0] for n in kept], [old_weights[n] for n in kept])
-    mine = {"sent": {}, "skipped": [], **mine}  # versions before did not save them
-    if mine["parameters"]:
-        _check_shapes(model, mine["parameters"], "parameters")
-    _check_groups(model, mine["optimizer"])
-    _check_buffers(model, mine["buffers"])
-    return LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
-
-
-def _for_other_ranks(workers: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:
+def _mean_of_ranks(saved: dict[str, Any]) -> dict[str, Any]:
+    kept = kept_ranks(saved)
+    workers = [saved["workers"][str(n)]["updates"][0] for n in kept]
+    weights = [saved["weights"][n] for n in kept]
     return {
         "num_steps": workers[0]["num_steps"],
         "optimizer": average_optimizer_states([worker["optimizer"] for worker in workers], weights),
@@ -205,37 +182,35 @@ def shard_state(optimizer: Optimizer) -> None:
                 state[key] = like(saved, p)
 
 
-def _check_outer(mine: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Options that only one of them knows do not count: torch adds some from version to version."""
-    for option in [option for option in mine if option in saved]:
-        if mine[option] != saved[option]:
-            what = "outer" if option == "class" else f"{option} of outer"
-            raise StateError(f"{what} in the saved state must be {mine[option]!r}, got {saved[option]!r}")
+def _check(model: LocalModel, updates: dict[str, Any], new: LoadedModel) -> None:
+    """Refuse a state of another optimizer, of other shapes, or with a NaN."""
+    inner, outer = type(model.optimizer).__name__, describe_outer(model.outer)
+    _check_same("optimizer", inner, updates.get("inner", inner))  # versions before did not save it
+    for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
+        what = "outer" if option == "class" else f"{option} of outer"
+        _check_same(what, outer[option], updates["outer"][option])
+    groups = (model.optimizer.param_groups, new.optimizer["param_groups"])
+    sizes = [[len(group["params"]) for group in given] for given in groups]
+    _check_same("number of parameters of the optimizer's groups", *sizes)
+    for what, tensors in (("start", new.start), ("parameters", new.parameters)):
+        if tensors or what == "start":
+            _check_same(f"shapes of {what}", model.parameters.shapes, _shapes(tensors))
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise StateError(f"{what} of {name!r} in the saved state must be finite, got a NaN or inf")
+    buffers = _shapes(model.buffers.saved()["now"])
+    _check_same("shapes of buffers", buffers, _shapes(new.buffers["now"]))
+    begun = _shapes(new.buffers["start"])
+    _check_same("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun)
 
 
-def _check_shapes(model: LocalModel, saved: dict[str, Tensor], what: str) -> None:
-    found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if found != model.parameters.shapes:
-        raise StateError(f"{what} of the saved state must hold {model.parameters.shapes}, got {found}")
-    for name, tensor in saved.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise StateError(f"{what} of {name!r} in the saved state must be finite, got a NaN or inf")
+def _check_same(what: str, mine: Any, saved: Any) -> None:
+    if mine != saved:
+        raise StateError(f"{what} in the saved state must be {mine!r}, got {saved!r}")
 
 
-def _check_groups(model: LocalModel, saved: dict[str, Any]) -> None:
-    expected = [len(group["params"]) for group in model.optimizer.param_groups]
-    found = [len(group["params"]) for group in saved["param_groups"]]
-    if found != expected:
-        raise StateError(
-            f"optimizer of the saved state must have groups of {expected} parameters, got {found}"
-        )
-
-
-def _check_buffers(model: LocalModel, saved: dict[str, dict[str, Tensor]]) -> None:
-    mine = {name: tuple(buffer.shape) for name, buffer in model.buffers.saved()["now"].items()}
-    now, start = ({name: tuple(b.shape) for name, b in saved[when].items()} for when in ("now", "start"))
-    if now != mine or not start.items() <= mine.items():
-        raise StateError(f"buffers of the saved state must hold {mine}, got {now} and, at first, {start}")
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _finite(parameters: dict[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Models of several seeds trained by one method, side by side where the method allows it."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,23 +11,55 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.link import Link
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layer, Layout
-from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.tasks.task import Quality, Task
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
-from regtopk.rounds import GRADIENTS, Rounds, cut_evenly
+from regtopk.rounds import GRADIENTS, LocalRounds, RoundMaker, Rounds, cut_evenly
 from regtopk.simulate import Cluster
 
 LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
 
 
-@dataclass(eq=False)
-class ModelPart:
+class ModelPart(NamedTuple):
     """A part of the models that is exchanged in one round."""
 
     at: slice  # where it lies in the vectors
     clusters: list[Cluster]  # one for all seeds, or one for each
     models: Tensor  # its part of the models, (R, j), a view
-    sent: Tensor | None = None  # the workers' models as they were sent, until the aggregate is applied
+
+
+class SimulatedRounds(RoundMaker):
+    """Local rounds of N workers for each of R seeds, whose aggregates are there at once.
+
+    Args:
+        parts: the fragments of the models.
+        local: the workers' own models, (R, N, J).
+        outer: applies an aggregate to the models.
+        aggregate: what the clusters make of a part's updates: (R, N, j) in and (R, j) out.
+    """
+
+    def __init__(
+        self,
+        parts: list[ModelPart],
+        local: Tensor,
+        outer: torch.optim.Optimizer,
+        aggregate: Callable[[ModelPart, Tensor], Tensor],
+    ) -> None:
+        self._parts, self._local, self._outer, self._aggregate = parts, local, outer, aggregate
+
+    def own(self, fragment: int) -> list[Tensor]:
+        """The workers' models, (R, N, j)."""
+        return [self._local[..., self._parts[fragment].at]]
+
+    def start(self, fragment: int) -> list[Tensor]:
+        """The models they began from, (R, 1, j)."""
+        return [self._parts[fragment].models.unsqueeze(1)]
+
+    def send(self, fragment: int, num_steps: int) -> None:
+        """Let the outer optimizer apply the aggregate to the models."""
+        part, (own,), (start,) = self._parts[fragment], self.own(fragment), self.start(fragment)
+        part.models.grad = self._aggregate(part, start - own)
+        self._outer.step()
+        part.models.grad = None
 
 
 class Trainer:
@@ -86,16 +118,20 @@ class Trainer:
                 residual_dtype=residual_dtype,
             )
 
-        self._fragments = []
+        self._parts: list[ModelPart] = []
         for layers in _parts_of(task.layout, rounds.fragments):
             at = slice(layers[0].start, layers[-1].start + layers[-1].numel)
             clusters = [make_cluster(layers, weights) for weights in weights_of_clusters]
-            self._fragments.append(ModelPart(at, clusters, self.models[:, at]))
+            self._parts.append(ModelPart(at, clusters, self.models[:, at]))
         self.lr = lr
         # what workers compute gradients at: the models themselves, or one for each worker
-        self._local = self._of_workers().clone() if rounds.has_updates else self.models
-        parts = [fragment.models for fragment in self._fragments]
-        self._outer = rounds.make_outer(parts) if rounds.has_updates else None
+        self._local = self.models
+        self._outer: torch.optim.Optimizer | None = None
+        if rounds.has_updates:
+            self._local = self.models.unsqueeze(1).repeat(1, task.num_workers, 1)
+            self._outer = rounds.make_outer([part.models for part in self._parts])
+            maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
+            self._rounds = LocalRounds(rounds, maker)
         self._descent = Descent(
             self._local, task.layout, recipe=OPTIMIZERS[optimizer], lr=lr, num_steps=num_steps
         )
@@ -103,6 +139,7 @@ class Trainer:
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
         self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
         self._losses: Tensor | None = None  # of the last step
+        self._step_losses = torch.empty(0)  # the same, those of diverged seeds too
         self._loss_sum: Tensor | None = None  # since they were last taken
         self._num_summed = 0
         self._seen: list[Quality] = [{} for _ in task.seeds]  # the last finite numbers of each seed
@@ -137,14 +174,14 @@ class Trainer:
 
     @property
     def clusters(self) -> list[Cluster]:
-        """All that aggregate, of one fragment after another."""
-        return [cluster for fragment in self._fragments for cluster in fragment.clusters]
+        """All that aggregate, of one part after another."""
+        return [cluster for part in self._parts for cluster in part.clusters]
 
     @property
     def payload_bytes(self) -> list[float]:
         """What a worker has contributed so far, on average, for each seed."""
         by_cluster = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters])
-        found = by_cluster.unflatten(0, (len(self._fragments), -1)).sum(0).flatten()
+        found = by_cluster.unflatten(0, (len(self._parts), -1)).sum(0).flatten()
         counts: list[float] = found.expand(len(self.models)).tolist()
         return counts
 
@@ -161,59 +198,31 @@ class Trainer:
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps)
+        self._step_losses = losses
         if self._outer is None:
-            (whole,) = self._fragments
-            self.models.grad = self._aggregate(whole, grads)
+            self.models.grad = self._aggregate(self._parts[0], grads)
             self._descent.step(self.num_steps)
-            self._report(whole, losses)
         else:
             self._local.grad = grads
             self._descent.step(self.num_steps)
-            for number, fragment in enumerate(self._fragments):
-                if fragment.sent is not None and self.rounds.receives_at(number, self.num_steps + 1):
-                    self._receive(fragment, fragment.sent)
-                if self.rounds.sends_at(number, self.num_steps + 1):
-                    self._send(fragment, self._outer)
-                    self._report(fragment, losses)
+            self._rounds.after_step()
         self._is_diverged |= ~torch.isfinite(losses)
         self._count(losses)
         self.num_steps += 1
 
-    def _send(self, fragment: ModelPart, outer: torch.optim.Optimizer) -> None:
-        """Exchange a fragment's update; it is applied at once unless that is delayed."""
-        local = self._local[..., fragment.at]
-        fragment.models.grad = self._aggregate(fragment, self._of_workers()[..., fragment.at] - local)
-        outer.step()
-        fragment.models.grad = None
-        if self.rounds.delay:
-            fragment.sent = local.clone()
-        else:
-            local.copy_(self._of_workers()[..., fragment.at])
-
-    def _receive(self, fragment: ModelPart, sent: Tensor) -> None:
-        """Let the workers go on from the aggregate, with what they have learned since they sent."""
-        local = self._local[..., fragment.at]
-        learned = (local - sent).mul_(self.rounds.mix)
-        local.copy_(self._of_workers()[..., fragment.at] + learned)
-        fragment.sent = None
-
-    def _of_workers(self) -> Tensor:
-        """The models as each worker gets them, (R, N, J)."""
-        return self.models.unsqueeze(1).expand(-1, self.task.num_workers, -1)
-
-    def _aggregate(self, fragment: ModelPart, sent: Tensor) -> Tensor:
+    def _aggregate(self, part: ModelPart, sent: Tensor) -> Tensor:
         """What the clusters make of what the workers send, (R, N, j) in and (R, j) out."""
-        clusters = fragment.clusters
+        clusters, losses = part.clusters, self._step_losses
         with self._timer.phase("exchange"):
             if len(clusters) == 1:
-                return clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(fragment.models.shape)
-            return torch.stack([cluster.step(own) for cluster, own in zip(clusters, sent, strict=True)])
-
-    def _report(self, fragment: ModelPart, losses: Tensor) -> None:
+                found = clusters[0].step(sent if len(sent) > 1 else sent[0]).reshape(part.models.shape)
+                losses = losses.mean(0, keepdim=True)
+            else:
+                found = torch.stack([cluster.step(own) for cluster, own in zip(clusters, sent, strict=True)])
         if self.algorithm.listens:
-            own = [losses.mean()] if len(fragment.clusters) == 1 else losses
-            for cluster, loss in zip(fragment.clusters, own, strict=True):
+            for cluster, loss in zip(clusters, losses, strict=True):
                 cluster.report(loss=float(loss))
+        return found
 
     def _count(self, losses: Tensor) -> None:
         kept = losses if self._losses is None else self._losses
@@ -225,8 +234,4 @@ class Trainer:
 def _parts_of(layout: Layout, num_fragments: int) -> list[list[Layer]]:
     """The layers of each fragment."""
     layers = layout.layers
-    if num_fragments > len(layers):
-        raise ArgumentError(
-            f"fragments must be at most the number of parameters, {len(layers)}, got {num_fragments}"
-        )
     return [[layers[i] for i in part] for part in cut_evenly([x.numel for x in layers], num_fragments)]
