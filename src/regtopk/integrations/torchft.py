@@ -6,7 +6,6 @@ torchft has wheels for x86_64 Linux alone: ``pip install regtopk[torchft]``.
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rounds import RankRounds
-from regtopk.distributed.updates.saved import copied
+from regtopk.distributed.updates.saved import LoadedModel, copied, load_into
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
 from regtopk.rounds import Rounds
 
@@ -52,11 +51,6 @@ class QuorumRounds(RankRounds):
 
     A round begins with a quorum, and counts only if the Manager says so. If not, all is as before it, and the
     same fragment has the next turn. So the number of rounds that count tells whose turn it is.
-
-    Args:
-        manager: of this replica.
-        weight: how much this replica counts.
-        steps, model, rounds: see `RankRounds`.
     """
 
     def __init__(
@@ -105,14 +99,10 @@ class QuorumRounds(RankRounds):
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
         model, steps = self._model, self._steps
-        for own, theirs in ((model.start, given["start"]), (model.frozen, given["frozen"])):
-            for name, tensor in theirs.items():
-                own[name].copy_(tensor)
-        model.write_back()
-        model.buffers.load(given["buffers"])
-        model.optimizer.load_state_dict(deepcopy(given["optimizer"]))
-        if model.outer is not None:
-            model.outer.load_state_dict(deepcopy(given["outer"]))
+        for name, tensor in given["frozen"].items():
+            model.frozen[name].copy_(tensor)
+        own = {key: given[key] for key in ("num_steps", "start", "optimizer", "buffers")}
+        load_into(model, LoadedModel(**own, outer_state=given["outer"], parameters={}, sent={}, skipped=[]))
         steps.buckets.begin_from(given["shared"])
         steps.num_steps = given["num_rounds"]
         self.turn_at = given.get("turn_at", 0)

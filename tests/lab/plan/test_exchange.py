@@ -10,7 +10,7 @@ from torch import Tensor
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
-from regtopk.distributed.steps.agreement import Question, ask
+from regtopk.distributed.steps.agreement import Agreement, Question
 from regtopk.lab.method import Method
 from regtopk.lab.plan.cases import Echo
 from regtopk.lab.plan.exchange import answers_of, exchange_of
@@ -89,7 +89,7 @@ def test_a_split_sum_moves_about_what_is_planned(code: str) -> None:
 
 def test_the_agreement_is_as_long_as_what_ranks_tell_one_another() -> None:
     listing = Listing(4)
-    ask(listing, Question(3, ["weight", "bias"], [7]), torch.tensor(True))
+    Agreement(listing, None, Question(3, ["weight", "bias"], [7]), torch.tensor(True))
     (move, *_) = exchange_of(PlannedMethod("topk", 0.01, "float32"), Workload.of_size(1000), 4).moves
     assert listing.calls == [("all_gather", move.sent_bytes / 3)]
 

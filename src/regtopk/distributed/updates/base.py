@@ -22,15 +22,7 @@ _log = logging.getLogger("regtopk")
 def kind_of(
     call: str, model: LocalModel, rounds: Rounds, peer: str = "rank", has_thread: bool = False
 ) -> Kind:
-    """What tells an exchange of updates from others, and what its ranks compare.
-
-    Args:
-        call: what users called to get here.
-        model: whose updates are exchanged.
-        rounds: when.
-        peer: what those are that exchange.
-        has_thread: whether rounds beside training need a process group of their own.
-    """
+    """What an exchange of updates compares on its ranks, or replicas, and warns of."""
     warning = (
         f"after round %d a {peer}'s update was not finite: all {peer}s went back to where the round began; "
         "total.num_skipped counts such rounds"
