@@ -6,8 +6,7 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
 PARTS := algorithms slow_network lab kernels
-# The deep networks are a part of their own, and the real ranks are two: all others would wait for their rest.
-DEEP := tests/lab/experiments/deep
+# The real ranks are two parts: all others would wait for their rest.
 FIRST_RANKS := tests/distributed/test_[a-e]*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
@@ -17,7 +16,7 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 # it after `make test`.
 LAUNCHED := tests/integrations/test_killed.py tests/integrations/test_lightning_ranks.py tests/integrations/test_recipes.py
 
-.PHONY: demo docs test test-others test-deep test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
+.PHONY: demo docs test test-others test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
 .PHONY: test-integrations test-flower lint format clean
 .DELETE_ON_ERROR:
 
@@ -33,13 +32,10 @@ docs: .venv/.docs
 
 test: .venv/.installed
 	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target \
-		lint test-others test-ranks-2 test-ranks-1 $(PARTS:%=test-%) test-deep
+		lint test-others test-ranks-2 test-ranks-1 $(PARTS:%=test-%)
 
 $(PARTS:%=test-%): test-%: .venv/.compiled
-	.venv/bin/pytest tests/$* --ignore=$(DEEP)
-
-test-deep: .venv/.compiled
-	.venv/bin/pytest $(DEEP)
+	.venv/bin/pytest tests/$*
 
 test-distributed: test-ranks-1 test-ranks-2
 
