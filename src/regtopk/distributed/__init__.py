@@ -12,8 +12,9 @@ The way of a gradient, from backward to the wire and back (a test traces it)::
 
 The way of an update, from the optimizer's step to the next round::
 
-    updates/exchange              the optimizer has made a step
-    updates/turns                 is a round due? what has changed since it began is the update
+    updates/base                  the optimizer has made a step
+    regtopk/rounds                is a round due, and of which fragment? (one engine: ranks, torchft, simulator)
+    updates/rounds                what has changed since the round began is the update
     steps/step                    and so on as above; the aggregate is subtracted from where the round began
 
 Beside the ways: state/ has the model as flat vectors and what an algorithm remembers for each, saved and
