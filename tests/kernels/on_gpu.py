@@ -23,7 +23,7 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.precision import round_at_random
 from regtopk.core.random import random_sequence
-from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.transport.collectives import Alone, Collectives
 from regtopk.errors import ClusterError
 from regtopk.kernels import Damped, Support
 from regtopk.kernels.cuda import pieces as cuda_pieces
@@ -270,7 +270,9 @@ def a_sharded_step() -> None:
 
 
 def gather_by_nccl(collectives: Collectives, tensor: Tensor) -> Tensor:
-    """What a group of one goes without."""
+    """What a group of one goes without; `Alone` looks for oracles, and has no group."""
+    if isinstance(collectives, Alone):
+        return tensor.unsqueeze(0)
     gathered = tensor.new_empty(1, tensor.numel())
     dist.all_gather_into_tensor(gathered.view(-1), tensor.contiguous(), group=collectives.group)
     return gathered
