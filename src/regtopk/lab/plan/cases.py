@@ -46,7 +46,7 @@ class Echo(Collectives):
     """The collectives of rank 0 of N, whose other ranks send the same."""
 
     def __init__(self, num_workers: int) -> None:
-        self.rank, self.num_workers = 0, num_workers
+        self.rank, self.num_workers, self.ranks = 0, num_workers, list(range(num_workers))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """N copies of the tensor."""
