@@ -30,7 +30,7 @@ class Copy:
         (algorithms / "round_robin.py").write_text(f'"""Round robin: the entries in turn."""\n\n{code}')
         table = algorithms / "__init__.py"
         imported = "from regtopk.algorithms.round_robin import RoundRobin\n"
-        before, listed, after = table.read_text(encoding="utf-8").partition('    "GlobalTopK",\n')
+        before, listed, after = table.read_text(encoding="utf-8").partition('"GlobalTopK",\n')
         assert listed
         head, line, rest = before.partition("from regtopk.core import")
         table.write_text(f'{head}{imported}{line}{rest}{listed}    "RoundRobin",\n{after}', encoding="utf-8")

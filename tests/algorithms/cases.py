@@ -50,7 +50,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
     "scalecom": [{}, {"beta": 0.1}],
     "strom": [{"tau": 2.0}, {"tau": 0.3}],
-    "gradient-dropping": [{}, {"per_layer": True, "sample": 0.01}],
+    "gradient-dropping": [{}, {"sample": 0.01}],
     "adacomp": [{}, {"bin_conv": 7, "bin_other": 10}],
     "hard-threshold": [{}, {"k": None, "threshold": 20.0}],
     "adaptive": [

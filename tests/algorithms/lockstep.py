@@ -13,8 +13,17 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import quantise
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
+from regtopk.core.requests import (
+    Broadcast,
+    DenseSum,
+    Gather,
+    Gathered,
+    OfSenders,
+    Peek,
+    Request,
+    SenderSum,
+    SparseSum,
+)
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 

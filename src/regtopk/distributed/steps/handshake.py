@@ -11,8 +11,7 @@ from torch import Tensor
 
 from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, OfSenders, Peek, SenderSum, SparseSum
 from regtopk.core.sparse import to_dense
 from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.distributed.options import Options
