@@ -113,13 +113,6 @@ def test_a_first_step_that_finds_too_many_sends_the_largest(numel: int) -> None:
     assert torch.equal(state.residual.scatter_add(-1, *sent.without_padding()), grads)
 
 
-def test_large_densities_take_one_stage() -> None:
-    x = heavy(1000)
-    algorithm = SIDCo(density=0.3)
-    one, five = (algorithm.threshold(x, torch.tensor([num]), 0.3) for num in (1, 5))
-    assert torch.equal(one, five)
-
-
 def test_a_damaged_number_of_stages_ends() -> None:
     most = sent_by(SIDCo(k=1), SIXTEEN, num_stages=SIXTEEN.numel().bit_length())
     damaged = sent_by(SIDCo(k=1), SIXTEEN, num_stages=2**62)

@@ -130,14 +130,6 @@ def test_padding_is_ignored_whatever_it_holds() -> None:
     assert clean_values.tolist() == [[2.0, 3.0, 0.0], [0.0, 0.0, 0.0]]
 
 
-def test_full_rows_have_no_mask() -> None:
-    sparse = SparseGradient(torch.tensor([[1, 4], [0, 2]]), torch.ones(2, 2), numel=6)
-    assert sparse.is_valid is None and sparse.counts.tolist() == [2, 2]
-    assert sparse.without_padding()[1] is sparse.values
-    on_a_rank = SparseGradient(torch.tensor([3]), torch.ones(1), numel=6)
-    assert on_a_rank.counts.shape == () and int(on_a_rank.counts) == 1
-
-
 def test_take_reads_a_received_vector_at_each_workers_own_entries() -> None:
     received = torch.tensor([10.0, 11.0, 12.0])
     assert take(received, torch.tensor([2, 0])).tolist() == [12.0, 10.0]

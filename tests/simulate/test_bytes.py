@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RandomK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, Gather, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.state import NoState
 from regtopk.core.worker import Worker
@@ -147,15 +147,6 @@ def test_a_broadcast_is_passed_on_along_the_ring(source: int, sent: list[int]) -
     assert counts == ([40 * s for s in at_source], sent, received, [10 * s for s in at_source])
 
 
-def test_rounds_add_up() -> None:
-    def requests(grad: Tensor, worker: Worker) -> list[Request]:
-        return [Peek(grad, worker.weight), *[DenseSum(grad[:, :3], worker.weight)] * 2]
-
-    once = segment(3)
-    counts = bytes_of(Cluster(Asks(requests=requests), num_workers=2), torch.ones(2, 9))
-    assert counts == ([2 * once] * 2, [2 * once] * 2, [2 * once] * 2, [6, 6])
-
-
 def test_dense_bytes_are_those_of_a_float32_all_reduce() -> None:
     for dtype in VALUE:
         cluster = Cluster(TopK(k=1), num_workers=8)
@@ -172,10 +163,3 @@ def test_the_total_is_the_sum_of_all_steps() -> None:
     assert cluster.total.payload_bytes.tolist() == [message(2) + message(10)] * 2
     assert cluster.total.num_entries.tolist() == [12, 12]
     assert cluster.total.dense_bytes.tolist() == [2 * 80] * 2
-
-
-def test_replicas_are_counted_apart() -> None:
-    cluster = Cluster(TopK(k=3), num_workers=2, index_code="raw32")
-    cluster.step(torch.randn(4, 2, 20))
-    assert cluster.last_step.payload_bytes.tolist() == [[message(3)] * 2] * 4
-    assert cluster.total.num_entries.tolist() == [[3, 3]] * 4
