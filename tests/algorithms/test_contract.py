@@ -33,10 +33,6 @@ from tests.algorithms.lockstep import LockStep
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def coded(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("case", "code"), with_codes(cases), ids=str)
-
-
 def coded_and_typed(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("case", "code", "dtype"), with_codes_and_dtypes(cases), ids=str)
 
@@ -194,7 +190,7 @@ def test_the_mean_aggregate_is_the_mean_gradient(case: Case) -> None:
     assert bool(((draws.mean(0) - true).abs() <= 5.5 * draws.std(0) / 400**0.5 + rounding).all())
 
 
-@coded(CASES)
+@pytest.mark.parametrize(("case", "code"), with_codes(CASES), ids=str)
 def test_zero_gradients_stay_finite(case: Case, code: str) -> None:
     cluster = case.cluster(value_code=code)
     zero, (some,) = torch.zeros(N, J), random_grads(1)

@@ -75,15 +75,6 @@ def test_the_papers_loop() -> None:
         assert cluster.last_step.num_entries.tolist() == [6 * 3 + 2 * 1] * 3
 
 
-def test_a_wave_needs_one_coefficient() -> None:
-    """The gradient of 64 x 64 entries is one cosine: 1 of 4,096 coefficients tells all of it."""
-    layout = Layout.of_shapes([("matrix", (64, 64), "linear")])
-    wave = torch.outer(cosines(64)[3], cosines(64)[10]).flatten().float()
-    cluster = Cluster(DeMo(k=1, sign=False), num_workers=1, layout=layout)
-    torch.testing.assert_close(cluster.step(100 * wave.unsqueeze(0)), 100 * wave, rtol=0, atol=1e-5)
-    assert cluster.last_step.num_entries.tolist() == [1]
-
-
 @pytest.mark.parametrize("code", ["float16", "4bit", "2bit"])
 def test_what_a_code_loses_stays_in_the_momentum(code: str) -> None:
     """Without decay, DCT^-1(sent + kept) is the sum of the gradients; coefficients keep the norm."""

@@ -64,15 +64,6 @@ def test_k_entries_travel_to_everybody(algorithm: Algorithm[NoState], dtype: tor
     assert bytes_of(cluster, torch.randn(3, 100, dtype=dtype)) == expected
 
 
-def test_the_default_index_code_by_hand() -> None:
-    """J = 1000, k = 10: Elias-Fano with floor(log2(1000 / 10)) = 6 low bits.
-
-    10 · 6 = 60 bits are 2 words, 10 + (999 >> 6) = 25 unary bits are 1, and 10 values are 10 words.
-    """
-    cluster = Cluster(TopK(k=10), num_workers=2)
-    assert bytes_of(cluster, torch.randn(2, 1000))[0] == [FRAME + 4 * (2 + 1 + 10)] * 2
-
-
 def test_padding_is_not_counted() -> None:
     def requests(grad: Tensor, worker: Worker) -> list[Request]:
         indices = torch.arange(5).expand(3, 5)
@@ -116,14 +107,6 @@ def test_a_shared_support_sends_no_index_and_a_peek_costs_nothing(algorithm: Alg
     size = segment(10)
     counts = bytes_of(Cluster(algorithm, num_workers=2), torch.randn(2, 100))
     assert counts == ([size, size], [size, size], [size, size], [10, 10])
-
-
-def test_alone_nothing_is_moved() -> None:
-    for algorithm in (Dense(), TopK(k=5), RandomK(k=5)):
-        cluster = Cluster(algorithm, num_workers=1)
-        payload, sent, received, _ = bytes_of(cluster, torch.randn(1, 300))
-        assert payload[0] > 0 and (sent, received) == ([0], [0])
-        assert cluster.last_step.dense_bytes.tolist() == [0]
 
 
 def test_gathered_entries_count_in_full() -> None:

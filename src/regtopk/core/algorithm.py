@@ -103,8 +103,7 @@ class Sparsifier(WithDensity[StateT]):
     """An algorithm that sends about k of J entries, their values in a value code.
 
     Args:
-        density: k / J in (0, 1], or a function of the step that returns it; or give ``k``.
-        k: the number of entries itself.
+        density, k: as in `WithDensity`.
         value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit" or
             "2bit". What a code loses stays in the residual.
     """

@@ -32,9 +32,6 @@ def aggregate_from_parameters(
     Returns:
         g^t: shaped like a single tensor, or flat, (J,), in the order of the parameters.
 
-    Raises:
-        ArgumentError: the two do not fit each other, share memory, or lr is not positive and finite.
-
     Differs from the paper: it prints w^{t+1} - w^t, which has the wrong sign.
     """
     check_positive("lr", lr)

@@ -60,14 +60,7 @@ class OfSenders:
 
     @classmethod
     def of(cls, total: Tensor, sent_weight: Tensor, indices: Tensor, weights: Tensor) -> "OfSenders":
-        """From dense sums.
-
-        Args:
-            total: (..., J).
-            sent_weight: (..., J), W, added in rank order from zero.
-            indices: (..., u), where to look.
-            weights: (N,), of all workers.
-        """
+        """From dense sums S and W, (..., J), where to look, (..., u), and all the weights, (N,)."""
         if indices.shape[-1] >= total.shape[-1]:  # looking everywhere is then no more work
             indices = torch.arange(total.shape[-1], device=total.device).expand(total.shape)
         weight = take(sent_weight, indices)
@@ -99,13 +92,7 @@ def impute_(residual: Tensor, sent: SparseGradient, summed: OfSenders, rho: floa
     """The aggregate S + rho (1 - W) m; who did not send an entry takes rho m out of its residual.
 
     sum_n w_n e_n falls by what the aggregate grows: a worker pays the very number that the aggregate gets,
-    times its weight. Work and memory are O(N k) per worker.
-
-    Args:
-        residual: (..., J), changed in place.
-        sent: what this worker sent.
-        summed: what the cluster made of it; its total becomes the aggregate.
-        rho: what a worker that did not send an entry is taken to hold, in units of m.
+    times its weight. Work and memory are O(N k) per worker. The total of ``summed`` becomes the aggregate.
     """
     pays = rho * summed.mean
     kept = read_at(residual, sent)

@@ -179,13 +179,9 @@ def take_at_(residual: Tensor, grad: Tensor | None, indices: Tensor, *, code: st
 
 
 def send_instead_(residual: Tensor, taken: SparseGradient, values: Tensor, code: str) -> SparseGradient:
-    """residual := residual + taken - sent, where sent holds other values, coded, at the entries taken.
+    """residual := residual + taken - sent, where sent holds other values, (..., m), at the entries taken.
 
-    Args:
-        residual: (..., J), changed in place.
-        taken: what was taken from it, uncoded.
-        values: (..., m), what to send in its place.
-        code: a code with blocks: it leaves zeros in the padding.
+    What was taken is uncoded, and the code must have blocks: it leaves zeros in the padding.
     """
     sent = quantise(values, code, taken.count)
     residual.scatter_add_(-1, taken.indices, taken.values - sent)
