@@ -67,12 +67,9 @@ def sent_as_zero(reference: Any) -> Steps:
 
 def zero_now(reference: Any) -> Steps:
     """a_0 = (0, 2^-100, 0): in `current`, D divides by zero. Entry 1 must still win."""
-    least = 2.0**-100
-    steps = [
-        ([[4, 0, 0], [3, 0, 0]], [3.5, 0, 0]),
-        ([[0, least, 0], [0, 0, least]], [0, least / 2, least / 2]),
-    ]
-    return Steps(RegTopK(k=1, reference=reference), steps)
+    least, half = 2.0**-100, 2.0**-101
+    second = [[0, least, 0], [0, 0, least]], [0, half, half]
+    return Steps(RegTopK(k=1, reference=reference), [([[4, 0, 0], [3, 0, 0]], [3.5, 0, 0]), second])
 
 
 CAP = Steps(
