@@ -73,13 +73,8 @@ def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     Idempotent, odd, zero for zero (but for "sign", which has none), and finite for finite values (too large
     ones saturate). NaN and inf stay, so that `wire.encode` notices them: a residual + gradient that
     overflowed must not travel as the largest number of a code. Blocks run along the last dimension from
-    its start.
-
-    Args:
-        values: (..., m), float32 or float64.
-        code: one of `VALUE_CODES`, or "sign".
-        count: (...,) int64: entries from there on are padding. Padding does not affect the other entries, and
-            comes back as zero if the code has blocks.
+    its start. Entries from ``count`` on, (...,) int64, are padding: it does not affect the other entries, and
+    comes back as zero if the code has blocks.
     """
     if is_lossless(code):
         return values

@@ -32,11 +32,9 @@ NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_
 
 
 class Traffic:
-    """Byte and entry counts of N workers.
+    """Byte and entry counts of N workers, (..., N, 5) int64, in the order of `NAMES`.
 
-    Args:
-        counts: (..., N, 5) int64, in the order of `NAMES`: one tensor, so that one sum adds all. It is never
-            written to, since counts that are the same in every step are shared between steps.
+    They are one tensor, so that one sum adds all. It is never written to: equal steps share their counts.
     """
 
     def __init__(self, counts: Tensor) -> None:

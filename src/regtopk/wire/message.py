@@ -21,17 +21,18 @@ from regtopk.wire.bits import reinterpret
 from regtopk.wire.indices import are_in_order, layout_of_count, pack_indices, unpack_indices
 from regtopk.wire.values import pack_values, unpack_values
 
-_INDEX_CODES = {1: "elias-fano", 2: "elias-fano", 3: "rice", 4: "raw32"}  # 2: as a bitmap
 _VALUE_CODES = {number: code for code, number in frame.VALUE_IDS.items()}
+_INDEX_CODES = {number: code for code, number in frame.INDEX_IDS.items() if code != "dense"}
+_INDEX_CODES[frame.INDEX_IDS["bitmap"]] = "elias-fano"  # which is sent as a bitmap where that is smaller
 
 
 def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     """One worker's message, or a batch of equally long ones, as bytes (..., num_bytes) uint8.
 
-    With padding or "rice" the lengths of a batch would differ, so then there must be no leading dimensions.
-    Then alone a number is read back from the device. Indices that are not ascending and distinct, and values
-    that are not finite (residual + gradient may overflow), are marked in the frame, and every receiver
-    refuses the message. The values must lie on the grid of their code.
+    The values must lie on the grid of their code. With padding or "rice" the lengths of a batch would differ:
+    then there must be no leading dimensions, and one number is read back from the device. Indices that are
+    not ascending and distinct, and values that are not finite (residual + gradient may overflow), are marked
+    in the frame, and every receiver refuses the message.
     """
     check_index_code(index_code, sparse.numel)
     if sparse.indices.dim() > 1 and (sparse.count is not None or index_code == "rice"):
