@@ -25,7 +25,7 @@ from regtopk import TopK
 from regtopk.core.algorithm import Conversation
 from regtopk.core.codes import quantise
 from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
+from regtopk.core.sparse import take_largest_
 from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
 from regtopk.simulate import Cluster

@@ -159,13 +159,12 @@ Checkpoints Exchange ExchangeBase ExchangeOptions OneProcess ShardedHookState Sp
 UpdateExchange attach merge_state_dicts sparse_hook
 """
 FOR_ALGORITHMS = """
-Algorithm WithDensity Sparsifier ErrorFeedback Conversation DensitySchedule Promise Promises converse WarmUp
+Algorithm WithDensity Sparsifier ErrorFeedback Conversation Promise Promises converse WarmUp
 SparseSum SenderSum OfSenders impute_ mean_of_senders
 DenseSum Gather Gathered Broadcast Peek Request SparseGradient clear_at_ take to_dense
-State StateT NoState ResidualState extended per_worker shared Worker Layer Layout Report
-find_largest_ kth_largest put_back_ send_ send_instead_ take_above_ take_all_above_ take_at_ take_largest_
-take_largest_per_chunk_ take_where_ random_sequence random_subset uniform exact_sum to_integers
-VALUE_CODES check_value_code is_lossless quantise check_choice check_integer check_number
+State NoState ResidualState extended per_worker shared Worker Layer Layout Report
+find_largest_ send_instead_ take_above_ take_all_above_ take_at_ take_largest_ take_where_
+random_sequence random_subset uniform exact_sum to_integers VALUE_CODES is_lossless quantise
 option within integer one_of true_or_false aggregate_from_parameters
 """
 

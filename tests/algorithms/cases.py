@@ -41,16 +41,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
     "demo": [{}, {"sign": False, "tile": 4, "decay": 0.9}],
-    "dgc": [
-        {},
-        {"clip": 100.0, "score": CURRENT},
-        {"momentum": 0.5, "impute": 0.35},
-    ],
+    "dgc": [{}, {"clip": 100.0, "score": CURRENT}, {"momentum": 0.5, "impute": 0.35}],
     "ef21": [{}, {"eta": 0.3}],
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
     "scalecom": [{}, {"beta": 0.1}],
     "strom": [{"tau": 2.0}, {"tau": 0.3}],
-    "gradient-dropping": [{}, {"per_layer": True, "sample": 0.01}],
+    "gradient-dropping": [{}, {"sample": 0.01}],
     "adacomp": [{}, {"bin_conv": 7, "bin_other": 10}],
     "hard-threshold": [{}, {"k": None, "threshold": 20.0}],
     "adaptive": [
@@ -85,10 +81,7 @@ class Case:
 
     @property
     def codes(self) -> list[str]:
-        """The value codes it is tested with: one of each kind, and two for a second variant.
-
-        All of them for the two that most others are made of.
-        """
+        """One of each kind, two for a second variant, and all for the two that most others are made of."""
         if not self.takes("value_code"):
             return ["float32"]
         if not self.is_first:
@@ -137,6 +130,34 @@ def random_grads(
     shape = shape or (N, J)
     scale = torch.logspace(-2, 2, shape[-1])
     return [(torch.randn(*shape, generator=generator) * scale).to(dtype) for _ in range(num_steps)]
+
+
+def residual_of(cluster: Cluster) -> Tensor:
+    """What the workers have not sent, (N, J)."""
+    assert cluster.state is not None
+    return cluster.state.state_dict()["residual"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The gradients of each step and the aggregate of it, and what is left in the residuals."""
+
+    algorithm: Algorithm[Any]
+    steps: list[tuple[list[list[float]], list[float]]]
+    residual: list[list[float]] | None = None
+    weights: list[float] | None = None
+    layout: Layout | None = None
+
+    def __str__(self) -> str:
+        return self.algorithm.name
+
+    def check(self) -> None:
+        num_workers = len(self.steps[0][0])
+        cluster = Cluster(self.algorithm, num_workers=num_workers, weights=self.weights, layout=self.layout)
+        for grads, aggregate in self.steps:
+            assert cluster.step(torch.tensor(grads, dtype=torch.float32)).tolist() == aggregate
+        if self.residual is not None:
+            assert residual_of(cluster).tolist() == self.residual
 
 
 def saved_tensors(cluster: Cluster) -> dict[str, Tensor]:

@@ -13,23 +13,15 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import quantise
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, OfSenders, Peek, SenderSum, SparseSum
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 
-Round = list[Request]  # what the ranks asked together, in rank order
+Round = list[Any]  # the requests that the ranks made together, in rank order
 
 
 class LockStep:
-    """Runs a step's conversations together and remembers what was asked.
-
-    Args:
-        algorithm: what the ranks run.
-        weights: w_n, one a rank.
-        layout: of the J entries.
-        dtype: of the gradients.
-    """
+    """Runs a step's conversations together and remembers what was asked."""
 
     def __init__(
         self, algorithm: Algorithm[Any], weights: list[float], layout: Layout, dtype: torch.dtype
@@ -38,13 +30,7 @@ class LockStep:
         self.dtype = accumulation_dtype(dtype)
         self.num_steps = 0
         self.workers = [
-            Worker(
-                weight=torch.tensor(weight, dtype=self.dtype),
-                index=torch.tensor(rank),
-                num_workers=len(weights),
-                step=0,
-                layout=layout,
-            )
+            Worker(torch.tensor(weight, dtype=self.dtype), torch.tensor(rank), len(weights), 0, layout)
             for rank, weight in enumerate(weights)
         ]
         self.states: list[State] = [algorithm.init(worker) for worker in self.workers]
@@ -70,7 +56,7 @@ class LockStep:
         self, grads: Tensor, states: list[State], echo_round: int | None = None
     ) -> tuple[list[Tensor], list[Round]]:
         conversations = [
-            self.algorithm.exchange(grad, state, self._at_this_step(worker))
+            self.algorithm.exchange(grad, state, worker.at(self.num_steps, None))
             for grad, state, worker in zip(grads, states, self.workers, strict=True)
         ]
         rounds = [[next(conversation) for conversation in conversations]]
@@ -91,39 +77,28 @@ class LockStep:
                 return aggregates, rounds
             rounds.append(requests)
 
-    def _at_this_step(self, worker: Worker) -> Worker:
-        return Worker(worker.weight, worker.index, worker.num_workers, self.num_steps, worker.layout)
-
     def _answer(self, asked: Round, *, is_echo: bool) -> Any:
         kinds = {type(request) for request in asked}
         assert len(kinds) == 1, f"ranks asked different things: {kinds}"
         first = asked[0]
         if isinstance(first, Gather):
-            return _gathered([request for request in asked if isinstance(request, Gather)])
+            return _gathered(asked)
         if isinstance(first, Broadcast):
-            source = asked[first.source]
-            assert isinstance(source, Broadcast)
-            return source.tensor
-        total: Tensor | None = None
-        for request in asked:
-            assert isinstance(request, (SparseSum, DenseSum, Peek))
-            weight = torch.ones((), dtype=self.dtype) if is_echo else request.weight
-            row = _weighted(request, weight, self.dtype)
-            total = torch.zeros_like(row) if total is None else total
+            return asked[first.source].tensor
+        weights = [torch.ones((), dtype=self.dtype) if is_echo else request.weight for request in asked]
+        rows = [_weighted(request, weight) for request, weight in zip(asked, weights, strict=True)]
+        total = torch.zeros_like(rows[0])
+        for row in rows:
             total = total + row
         if isinstance(first, DenseSum) and first.loss is not None:
-            return self._coded(total, [request for request in asked if isinstance(request, DenseSum)])
-        if isinstance(first, SenderSum) and total is not None:
-            senders = [request for request in asked if isinstance(request, SenderSum)]
-            return _of_senders(senders, total, is_echo=is_echo)
-        return total
+            return self._coded(total, asked)
+        return _of_senders(asked, total, weights) if isinstance(first, SenderSum) else total
 
-    def _coded(self, total: Any, asked: list[DenseSum]) -> Tensor:
+    def _coded(self, total: Tensor, asked: Round) -> Tensor:
         """Each owner codes the sums of its region, and finds what that lost, over its weight."""
         bounds = dense_regions(total.numel(), [float(worker.weight) for worker in self.workers])
         coded = torch.zeros_like(total)
         for request, (start, end) in zip(asked, bounds, strict=True):
-            assert request.loss is not None
             request.loss.zero_()
             if start < end:
                 coded[start:end] = quantise(total[start:end], request.sum_code)
@@ -131,21 +106,20 @@ class LockStep:
         return coded
 
 
-def _weighted(request: SparseSum | DenseSum | Peek, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _weighted(request: SparseSum | DenseSum | Peek, weight: Tensor) -> Tensor:
     if not isinstance(request, SparseSum):
-        return request.tensor.to(dtype) * weight
+        return request.tensor.to(weight.dtype) * weight
     sparse = request.sparse
     count = int(sparse.counts)
     indices, values = sparse.indices[:count], sparse.values[:count]
     assert bool((indices.diff() > 0).all()), "indices must ascend and be distinct"
-    row = torch.zeros(sparse.numel, dtype=dtype)
+    row = torch.zeros(sparse.numel, dtype=weight.dtype)
     row[indices] = weight * values
     return row
 
 
-def _of_senders(asked: list[SenderSum], total: Tensor, *, is_echo: bool) -> OfSenders:
+def _of_senders(asked: Round, total: Tensor, weights: list[Tensor]) -> OfSenders:
     """Sums of weights run in rank order from zero."""
-    weights = [torch.ones_like(request.weight) if is_echo else request.weight for request in asked]
     sent, named = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.bool)
     everyone = torch.zeros_like(weights[0])
     for request, weight in zip(asked, weights, strict=True):
@@ -157,10 +131,7 @@ def _of_senders(asked: list[SenderSum], total: Tensor, *, is_echo: bool) -> OfSe
     return OfSenders(total, entries, total[entries] / sent[entries], everyone - sent[entries])
 
 
-def _gathered(asked: list[Gather]) -> Gathered:
-    counts = [
-        torch.tensor(request.tensor.shape[-1]) if request.count is None else request.count
-        for request in asked
-    ]
+def _gathered(asked: Round) -> Gathered:
+    counts = [torch.tensor(len(x.tensor)) if x.count is None else x.count for x in asked]
     rows = torch.nn.utils.rnn.pad_sequence([request.tensor for request in asked], batch_first=True)
     return Gathered(rows, torch.stack(counts))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from regtopk.algorithms import Consensus
-from regtopk.algorithms.consensus import first_distinct
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.random import random_sequence
 from regtopk.simulate import Cluster
@@ -42,15 +41,6 @@ def test_fewer_entries_than_workers_are_taken_in_turn() -> None:
         [0.0, 0.0, 2 * 6.0 / 2],
         [2 * 4.0 / 2, 0.0, 0.0],
     ]
-
-
-def test_the_first_distinct_entries() -> None:
-    proposed, drawn = torch.tensor([5, 2, 5, 9, 2, 4]), torch.tensor([9, 0, 7])
-    assert first_distinct(proposed, drawn, 3).tolist() == [2, 5, 9]
-    assert first_distinct(proposed[:3], drawn, 3).tolist() == [2, 5, 9]
-    assert first_distinct(proposed[:1], drawn, 3).tolist() == [0, 5, 9]
-    rows = torch.stack([proposed, torch.tensor([1, 1, 1, 1, 1, 9])])
-    assert first_distinct(rows, drawn, 3).tolist() == [[2, 5, 9], [0, 1, 9]]
 
 
 @pytest.mark.parametrize("sum_code", ["float16", "bfloat16", "int8", "4bit", "2bit"])

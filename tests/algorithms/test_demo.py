@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regtopk.algorithms import ChunkedTopK, DeMo
+from regtopk.algorithms import DeMo
 from regtopk.core.worker import Layout
 from regtopk.simulate import Cluster
 
@@ -73,23 +73,6 @@ def test_the_papers_loop() -> None:
             expected[tile] = left.t() @ mean @ right
         torch.testing.assert_close(cluster.step(grads).double(), expected, rtol=1e-4, atol=1e-5)
         assert cluster.last_step.num_entries.tolist() == [6 * 3 + 2 * 1] * 3
-
-
-def test_tiles_of_one_entry_are_topk_of_chunks_of_one() -> None:
-    """The transform of a single entry is the entry: nothing is left of DeMo but decay, and all is sent."""
-    demo = Cluster(DeMo(k=1, tile=1, sign=False), num_workers=2)
-    topk = Cluster(ChunkedTopK(k=1, chunk=1), num_workers=2)
-    grads = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(demo.step(grads), topk.step(grads))
-
-
-def test_a_wave_needs_one_coefficient() -> None:
-    """The gradient of 64 x 64 entries is one cosine: 1 of 4,096 coefficients tells all of it."""
-    layout = Layout.of_shapes([("matrix", (64, 64), "linear")])
-    wave = torch.outer(cosines(64)[3], cosines(64)[10]).flatten().float()
-    cluster = Cluster(DeMo(k=1, sign=False), num_workers=1, layout=layout)
-    torch.testing.assert_close(cluster.step(100 * wave.unsqueeze(0)), 100 * wave, rtol=0, atol=1e-5)
-    assert cluster.last_step.num_entries.tolist() == [1]
 
 
 @pytest.mark.parametrize("code", ["float16", "4bit", "2bit"])

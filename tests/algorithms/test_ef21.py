@@ -1,7 +1,5 @@
 """EF21: its equations by hand, and Figure 2's regression, where it follows dense at any density."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,37 +7,30 @@ from regtopk.algorithms import EF21, Dense
 from regtopk.lab.experiments.paper.fig2 import Fig2Config
 from regtopk.lab.experiments.tasks.regression import draw_regressions
 from regtopk.simulate import Cluster
+from tests.algorithms.cases import Steps
+
+GRADS: list[list[float]] = [[4, 2, 0], [-2, 1, 6]]
+BY_HAND = Steps(
+    EF21(k=1),
+    [
+        # h = 0: the largest changes are entry 0 (4) and entry 2 (6).     h_0 = (4, 0, 0), h_1 = (0, 0, 6)
+        (GRADS, [2, 0, 3]),
+        # the same gradients: changes (0, 2, 0) and (-2, 1, 0).           h_0 = (4, 2, 0), h_1 = (-2, 0, 6)
+        (GRADS, [1, 1, 3]),
+        # changes 0 and (0, 1, 0): now the aggregate is the mean gradient, and stays it
+        (GRADS, [1, 1.5, 3]),
+        (GRADS, [1, 1.5, 3]),
+        # the first worker's entry 0 falls to 1: change -3
+        ([[1, 2, 0], [-2, 1, 6]], [-0.5, 1.5, 3]),
+    ],
+)
+# v = (2, 1): entry 0. Then v = 0.75 (2, 1) + 0.25 (0, 4) = (1.5, 1.75): changes (-0.5, 1.75), entry 1
+MOMENTUM = Steps(EF21(k=1, eta=0.25), [([[8, 4]], [2, 0]), ([[0, 4]], [2, 1.75])])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small tensors: handing them to threads costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def test_ef21_by_hand() -> None:
-    cluster = Cluster(EF21(k=1), num_workers=2)
-    grads = torch.tensor([[4.0, 2.0, 0.0], [-2.0, 1.0, 6.0]])
-    # h = 0: the largest changes are entry 0 (4) and entry 2 (6).     h_0 = (4, 0, 0), h_1 = (0, 0, 6)
-    assert cluster.step(grads).tolist() == [2.0, 0.0, 3.0]
-    # the same gradients: changes (0, 2, 0) and (-2, 1, 0).           h_0 = (4, 2, 0), h_1 = (-2, 0, 6)
-    assert cluster.step(grads).tolist() == [1.0, 1.0, 3.0]
-    # changes 0 and (0, 1, 0): now the aggregate is the mean gradient, and stays it
-    assert cluster.step(grads).tolist() == [1.0, 1.5, 3.0]
-    assert cluster.step(grads).tolist() == [1.0, 1.5, 3.0]
-    # the first worker's entry 0 falls to 1: change -3
-    assert cluster.step(grads - torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])).tolist() == [-0.5, 1.5, 3.0]
-
-
-def test_momentum_by_hand() -> None:
-    cluster = Cluster(EF21(k=1, eta=0.25), num_workers=1)
-    # v = (2, 1): entry 0.           h = (2, 0)
-    assert cluster.step(torch.tensor([[8.0, 4.0]])).tolist() == [2.0, 0.0]
-    # v = 0.75 (2, 1) + 0.25 (0, 4) = (1.5, 1.75): changes (-0.5, 1.75), entry 1
-    assert cluster.step(torch.tensor([[0.0, 4.0]])).tolist() == [2.0, 1.75]
+@pytest.mark.parametrize("case", [BY_HAND, MOMENTUM], ids=["plain", "momentum"])
+def test_by_hand(case: Steps) -> None:
+    case.check()
 
 
 def test_what_a_code_loses_is_sent_later() -> None:
@@ -50,13 +41,6 @@ def test_what_a_code_loses_is_sent_later() -> None:
     assert aggregate.tolist() == pytest.approx(grads[0].tolist(), abs=1e-5)
 
 
-def test_the_returned_aggregate_is_the_callers_own() -> None:
-    cluster = Cluster(EF21(k=1), num_workers=1)
-    cluster.step(torch.tensor([[5.0, 0.0]])).zero_()
-    assert cluster.step(torch.tensor([[5.0, 1.0]])).tolist() == [5.0, 1.0]
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_it_follows_dense_on_figure_2_even_at_density_001() -> None:
     """2,500 iterations: EF21 ends within ten times the distance of dense."""
     config = Fig2Config()

@@ -8,7 +8,6 @@ import torch
 
 from regtopk.algorithms import FairTopK
 from regtopk.algorithms.fair_topk import FairTopKState
-from regtopk.core.link import Link
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
@@ -105,18 +104,6 @@ def test_k_stays_without_a_decrease_or_a_report() -> None:
 def test_a_trial_goes_on_where_a_report_is_missing() -> None:
     reports = [SLOWER_BELOW[0], None, *SLOWER_BELOW[1:3], None, SLOWER_BELOW[3]]
     assert run(learner(), reports) == [20, 20, 20, 10, 10, 10, 48]
-
-
-def test_time_may_come_from_a_link_model() -> None:
-    algorithm = FairTopK(k=20, min_density=0.1, max_density=0.5, trial=2)
-    cluster = Cluster(algorithm, num_workers=2, link=Link(bandwidth=1e3))
-    grads = torch.randn(5, 2, 100, generator=torch.Generator().manual_seed(0))
-    for grad, loss in zip(
-        grads, [4.0, 3.0, 2.0, 1.0, 0.0], strict=True
-    ):  # k' is as good, and takes half the time
-        cluster.step(grad)
-        cluster.report(loss=loss)
-    assert float(state_of(cluster).k) == 10
 
 
 def test_k_must_begin_in_its_range() -> None:

@@ -3,7 +3,7 @@ import torch
 from regtopk.algorithms import GTopK
 from regtopk.algorithms.gtopk import among_largest
 from regtopk.simulate import Cluster
-from tests.algorithms.cases import random_grads
+from tests.algorithms.cases import random_grads, residual_of
 
 
 def test_gtopk_by_hand() -> None:
@@ -11,12 +11,11 @@ def test_gtopk_by_hand() -> None:
     # worker 0 sends entry 0 (5), worker 1 entry 1 (8); the sum is (2.5, 4, 0) and entry 1 is chosen:
     # the 5 goes back.                                       e_0 = (5, 3, 1), e_1 = (0, 0, 2)
     assert cluster.step(torch.tensor([[5.0, 3.0, 1.0], [0.0, 8.0, 2.0]])).tolist() == [0.0, 4.0, 0.0]
-    assert cluster.state is not None
-    assert cluster.state.state_dict()["residual"].tolist() == [[5.0, 3.0, 1.0], [0.0, 0.0, 2.0]]
+    assert residual_of(cluster).tolist() == [[5.0, 3.0, 1.0], [0.0, 0.0, 2.0]]
     # a_0 = (5, 3, 1), a_1 = (-5, 0, 4): both send entry 0, which cancels, and is still the one of largest
     # sum (all are zero, and of equal ones the first is taken): both have sent it
     assert cluster.step(torch.tensor([[0.0, 0.0, 0.0], [-5.0, 0.0, 2.0]])).tolist() == [0.0, 0.0, 0.0]
-    assert cluster.state.state_dict()["residual"].tolist() == [[0.0, 3.0, 1.0], [0.0, 0.0, 4.0]]
+    assert residual_of(cluster).tolist() == [[0.0, 3.0, 1.0], [0.0, 0.0, 4.0]]
 
 
 def test_of_equal_entries_the_first_are_chosen() -> None:
@@ -35,6 +34,5 @@ def test_all_workers_together_lose_nothing() -> None:
         aggregate = cluster.step(grads.round())
         assert int((aggregate != 0).sum()) <= 7
         applied += aggregate
-    assert cluster.state is not None
-    residual = cluster.state.state_dict()["residual"].double()
+    residual = residual_of(cluster).double()
     assert torch.equal(applied + weights @ residual, weights @ given)

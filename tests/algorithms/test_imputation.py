@@ -7,24 +7,12 @@ import torch
 from torch import Tensor
 
 from regtopk import DGC, ChunkedTopK, RegTopK, TopK
-from regtopk.core import (
-    VALUE_CODES,
-    Algorithm,
-    OfSenders,
-    SparseGradient,
-    impute_,
-    mean_of_senders,
-)
+from regtopk.core import VALUE_CODES, Algorithm, OfSenders, SparseGradient, impute_, mean_of_senders
 from regtopk.simulate import Cluster
-from tests.algorithms.cases import WEIGHTS, J, N, assert_same, random_grads, saved_tensors
+from tests.algorithms.cases import WEIGHTS, J, N, assert_same, random_grads, residual_of, saved_tensors
 
 IMPUTING: list[type[Any]] = [TopK, RegTopK, ChunkedTopK, DGC]
 kinds = pytest.mark.parametrize("kind", IMPUTING, ids=lambda kind: kind.name)
-
-
-def residual_of(cluster: Cluster) -> Tensor:
-    assert cluster.state is not None
-    return cluster.state.state_dict()["residual"]
 
 
 def test_by_hand() -> None:
@@ -61,13 +49,8 @@ def test_the_aggregate_and_the_residuals_as_the_formula_has_them(kind: type[Any]
 
 def sent_by(algorithm: Algorithm[Any], grads: Tensor) -> Tensor:
     """(N, J): who sends what, seen by giving each worker the whole weight in turn."""
-    rows = []
-    for worker in range(N):
-        alone = [float(n == worker) for n in range(N)]
-        cluster = Cluster(algorithm, num_workers=N, weights=alone)
-        before = cluster.step(grads)
-        rows.append(before != 0)
-    return torch.stack(rows)
+    alone = [Cluster(algorithm, num_workers=N, weights=weights) for weights in torch.eye(N)]
+    return torch.stack([cluster.step(grads) != 0 for cluster in alone])
 
 
 @kinds
@@ -114,11 +97,9 @@ def test_nothing_changes_where_there_is_nothing_to_impute(kind: type[Any]) -> No
 @kinds
 def test_workers_of_weight_zero_neither_send_nor_count(kind: type[Any]) -> None:
     """The others do what they would do alone, and their weights are what is missing of an entry."""
-    weights = [0.5, 0.0, 0.3, 0.2]
-    active = [0, 2, 3]
-    options = {"k": 20, "impute": 0.5}
-    whole = Cluster(kind(**options), num_workers=4, weights=weights)
-    alone = Cluster(kind(**options), num_workers=3, weights=[weights[n] for n in active])
+    active, algorithm = [0, 2, 3], kind(k=20, impute=0.5)
+    whole = Cluster(algorithm, num_workers=4, weights=[0.5, 0.0, 0.3, 0.2])
+    alone = Cluster(algorithm, num_workers=3, weights=[0.5, 0.3, 0.2])
     for grads in random_grads(3):
         assert torch.equal(whole.step(grads), alone.step(grads[active]))
     assert torch.equal(residual_of(whole)[active], residual_of(alone))

@@ -1,5 +1,4 @@
 import math
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -7,8 +6,7 @@ import pytest
 import torch
 
 from regtopk.algorithms import Dense, RegTopK, TopK
-from regtopk.core.algorithm import Conversation, WarmUp, converse
-from regtopk.core.requests import DenseSum, Request
+from regtopk.core.options import counted
 from regtopk.core.worker import Layout, Worker
 from regtopk.errors import ArgumentError
 
@@ -26,20 +24,15 @@ def test_a_density_outside_its_range_is_refused(density: Any) -> None:
 
 @pytest.mark.parametrize("k", [0, -1, 2.0, "3", True])
 def test_a_k_that_is_no_count_is_refused(k: Any) -> None:
-    with pytest.raises(ArgumentError) as refused:
+    with pytest.raises(ArgumentError, match=f"^k must be an integer of at least 1, got {k!r}$"):
         TopK(k=k)
-    assert str(refused.value) == f"k must be an integer of at least 1, got {k!r}"
 
 
-@pytest.mark.parametrize("options", [{}, {"density": 0.1, "k": 3}])
-def test_density_and_k_exclude_each_other(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError) as refused:
-        TopK(**options)
-    density, k = options.get("density"), options.get("k")
-    assert str(refused.value) == f"give exactly one of density and k, got density={density}, k={k}"
-
-
-def test_options_are_keyword_only() -> None:
+@pytest.mark.parametrize(("density", "k"), [(None, None), (0.1, 3)])
+def test_density_and_k_exclude_each_other_and_have_names(density: float | None, k: int | None) -> None:
+    message = f"^give exactly one of density and k, got density={density}, k={k}$"
+    with pytest.raises(ArgumentError, match=message):
+        TopK(density=density, k=k)
     with pytest.raises(TypeError):
         TopK(0.5)  # type: ignore[call-arg]
 
@@ -92,25 +85,5 @@ def test_options_are_plain_and_name_functions() -> None:
     }
 
 
-def test_converse_answers_until_the_aggregate_is_there() -> None:
-    def conversation() -> Conversation:
-        first = yield from DenseSum(torch.ones(1), torch.tensor(1.0))
-        second = yield from DenseSum(first + 1, torch.tensor(1.0))
-        return second * 10
-
-    def answer(request: Request) -> Any:
-        assert isinstance(request, DenseSum)
-        asked.append(request.tensor.tolist())
-        return request.tensor * 3
-
-    asked: list[Any] = []
-    assert converse(conversation(), answer).tolist() == [120.0]
-    assert asked == [[1.0], [4.0]]
-
-
-def test_a_warm_up_of_as_many_stages_as_steps_is_an_exponential() -> None:
-    schedule = WarmUp(density=0.01, num_steps=50, start=1.0, num_stages=50)
-    densities = [schedule(step) for step in range(51)]
-    assert densities[0] == 1.0 and densities[-1] == schedule(10**6) == 0.01
-    factors = [after / before for before, after in pairwise(densities)]
-    assert factors == pytest.approx([0.01 ** (1 / 50)] * 50)
+def test_one_thing_is_singular() -> None:
+    assert [counted(n, "seed") for n in (0, 1, 2, 1000)] == ["0 seeds", "1 seed", "2 seeds", "1,000 seeds"]

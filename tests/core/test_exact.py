@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from regtopk.core.exact import exact_sum, power_of_two
+from regtopk.core.exact import exact_sum
 
 
 def test_sums_are_those_of_rationals() -> None:
@@ -31,8 +31,3 @@ def test_any_size_and_zeros(size: float) -> None:
     x = torch.tensor([3.0, 0.0, -1.0], dtype=torch.float64) * size
     assert float(exact_sum(x)) == pytest.approx(2 * size, rel=1e-12)
     assert exact_sum(torch.zeros(2, 5)).tolist() == [0.0, 0.0]
-
-
-def test_powers_of_two() -> None:
-    exponent = torch.tensor([-1022, -1, 0, 62, 1023])
-    assert power_of_two(exponent).tolist() == [2.0**e for e in exponent.tolist()]

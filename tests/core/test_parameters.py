@@ -1,6 +1,7 @@
 """The aggregate, recovered from the parameters that a server sends back."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from regtopk.algorithms import RegTopK
-from regtopk.core import Layout, SparseGradient, SparseSum, Worker, aggregate_from_parameters
+from regtopk.algorithms.posterior import ScoredState
+from regtopk.core import Conversation, Worker, aggregate_from_parameters
 from regtopk.errors import ArgumentError
 from regtopk.simulate import Cluster
 
-NUM_WORKERS, NUMEL, LR = 4, 30, 0.05
+LR = 0.05
 
 
 def test_the_sign_is_that_of_a_descent() -> None:
@@ -35,9 +37,8 @@ def test_lists_of_parameters_come_back_flat_and_in_order() -> None:
 def test_the_error_is_that_of_the_rounded_parameters(dtype: torch.dtype, lr: float) -> None:
     generator = torch.Generator().manual_seed(0)
     before = torch.randn(100_000, generator=generator, dtype=dtype)
-    grad = torch.randn(100_000, generator=generator, dtype=dtype) * torch.logspace(
-        -9, 1, 100_000, dtype=dtype
-    )
+    grad = torch.randn(100_000, generator=generator, dtype=dtype)
+    grad *= torch.logspace(-9, 1, 100_000, dtype=dtype)
     parameter = nn.Parameter(before.clone())
     parameter.grad = grad.clone()
     torch.optim.SGD([parameter], lr=lr).step()
@@ -50,81 +51,61 @@ def test_the_error_is_that_of_the_rounded_parameters(dtype: torch.dtype, lr: flo
     assert bool(is_unmoved.any()) == (dtype == torch.float32)  # 1e-9 lr is below float32's steps
 
 
-class ParameterServer:
-    """Adds up what workers send, takes a step of SGD, and sends the parameters back."""
+@dataclass(frozen=True, kw_only=True)
+class FromParameters(RegTopK):
+    """RegTop-k of workers that get the parameters back from a server, not the aggregate."""
 
-    def __init__(self, weights: list[float]) -> None:
-        self.weights = weights
-        self.parameters = torch.zeros(NUMEL, dtype=torch.float64)
-
-    def step(self, messages: list[SparseGradient]) -> Tensor:
-        total = torch.zeros_like(self.parameters)
-        for weight, message in zip(self.weights, messages, strict=True):
-            total.index_add_(0, message.indices, weight * message.values)
-        self.parameters = self.parameters - LR * total
-        return self.parameters
+    def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
+        conversation = super().exchange(grad, state, worker)
+        before = torch.full((worker.numel,), 0.5, dtype=torch.float64)
+        after = before - LR * (yield next(conversation))
+        with pytest.raises(StopIteration) as done:
+            conversation.send(aggregate_from_parameters(before, after, LR))
+        aggregate: Tensor = done.value.value
+        return aggregate
 
 
 @pytest.mark.parametrize("reference", ["previous", "current"])
 def test_regtopk_selects_the_same_from_parameters_as_from_the_aggregate(reference: Any) -> None:
-    weights = [0.4, 0.3, 0.2, 0.1]
-    algorithm = RegTopK(k=6, mu=1.0, reference=reference)
-    cluster = Cluster(algorithm, num_workers=NUM_WORKERS, weights=weights)
-    server = ParameterServer(weights)
-    layout = Layout.anonymous(NUMEL)
-    workers = [
-        Worker(torch.tensor(weight, dtype=torch.float64), torch.tensor(n), NUM_WORKERS, 0, layout)
-        for n, weight in enumerate(weights)
+    options = {"k": 6, "mu": 1.0, "reference": reference}
+    clusters = [
+        Cluster(kind(**options), num_workers=4, weights=[0.4, 0.3, 0.2, 0.1])
+        for kind in (RegTopK, FromParameters)
     ]
-    states = [algorithm.init(worker) for worker in workers]
-    generator = torch.Generator().manual_seed(1)
-    targets = 3 * torch.randn(NUM_WORKERS, NUMEL, generator=generator, dtype=torch.float64)
-    model = torch.zeros(NUMEL, dtype=torch.float64)  # of the cluster, which gets the aggregate itself
+    targets = 3 * torch.randn(4, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    models = [torch.zeros(30, dtype=torch.float64) for _ in clusters]
     for _ in range(60):
-        model = model - LR * cluster.step(model - targets)
+        models = [m - LR * cluster.step(m - targets) for m, cluster in zip(models, clusters, strict=True)]
+        one, other = (cluster.state_dict()["state"]["indices"] for cluster in clusters)
+        assert torch.equal(one, other)
+    torch.testing.assert_close(models[0], models[1], rtol=0, atol=1e-12)
 
-        before = server.parameters
-        asked = [
-            algorithm.exchange(before - t, s, w) for t, s, w in zip(targets, states, workers, strict=True)
-        ]
-        requests = [next(conversation) for conversation in asked]
-        after = server.step([request.sparse for request in requests if isinstance(request, SparseSum)])
-        for conversation in asked:
-            with pytest.raises(StopIteration):
-                conversation.send(aggregate_from_parameters(before, after, LR))
 
-        assert cluster.state is not None
-        assert torch.equal(cluster.state.state_dict()["indices"], torch.stack([s.indices for s in states]))
-    torch.testing.assert_close(server.parameters, model, rtol=0, atol=1e-12)
+W = torch.ones(2)
+PLACE = "the shape, dtype and device of before"
 
 
 @pytest.mark.parametrize("lr", [0.0, -0.1, math.inf, math.nan, "0.1"])
 def test_a_learning_rate_must_be_positive(lr: Any) -> None:
-    w = torch.ones(2)
-    with pytest.raises(ArgumentError) as refused:
-        aggregate_from_parameters(w, w.clone(), lr)
-    assert str(refused.value) == f"lr must be positive and finite, got {lr!r}"
-
-
-W = torch.ones(2)
+    with pytest.raises(ArgumentError, match=f"^lr must be positive and finite, got {lr!r}$"):
+        aggregate_from_parameters(W, W.clone(), lr)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (W, torch.ones(3), "after must have the shape, dtype and device of before, (2,) torch.float32 cpu, "
-                           "got (3,) torch.float32 cpu"),
-        ([W], [W.double()], "after must have the shape, dtype and device of before, (2,) torch.float32 cpu, "
-                            "got (2,) torch.float64 cpu"),
+        (W, torch.ones(3), f"after must have {PLACE}, (2,) torch.float32 cpu, got (3,) torch.float32 cpu"),
+        ([W], [W.double()], f"after must have {PLACE}, (2,) torch.float32 cpu, got (2,) torch.float64 cpu"),
         (W.long(), W.long(), "before must hold floating point tensors, got torch.int64"),
         (W, W, "before must be a copy made before the step, got the same memory as after"),
-        ([W], W, "before and after must both be tensors or both lists, got one tensor: after"),
-        (W, [W], "before and after must both be tensors or both lists, got one tensor: before"),
-        ([W, W], [W.clone()], "before and after must hold the same parameters, at least one, "
-                              "got 2 before and 1 after"),
         ([], [], "before and after must hold the same parameters, at least one, got 0 before and 0 after"),
+        (
+            [W, W],
+            [W],
+            "before and after must hold the same parameters, at least one, got 2 before and 1 after",
+        ),
     ],
-)  # fmt: skip
+)
 def test_parameters_that_do_not_fit_are_refused(before: Any, after: Any, message: str) -> None:
     with pytest.raises(ArgumentError) as refused:
         aggregate_from_parameters(before, after, 0.1)

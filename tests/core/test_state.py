@@ -23,17 +23,12 @@ def test_rules_are_read_from_the_fields() -> None:
     assert Example.rules() == {"residual": "weighted_sum", "indices": "reset", "mean": "shared"}
 
 
-def test_loading_copies() -> None:
+def test_loading_copies_and_keeps_the_dtype() -> None:
     source, target = example(1.0, k=5), example(2.0)
-    target.load_state_dict(source.state_dict())
+    target.load_state_dict({name: tensor.double() for name, tensor in source.state_dict().items()})
     source.residual.zero_()
     assert target.residual.unique().tolist() == [1.0]
     assert target.indices.shape == (3, 5)  # the size of a selection may differ
-
-
-def test_loading_keeps_the_dtype() -> None:
-    target = example()
-    target.load_state_dict({name: tensor.double() for name, tensor in example(3.0).state_dict().items()})
     assert (target.residual.dtype, target.indices.dtype) == (torch.float32, torch.int64)
 
 
@@ -66,29 +61,18 @@ def test_some_workers_get_back_what_they_had(k_afterwards: int) -> None:
     assert state.mean.tolist() == [0.0] * 4  # shared state follows the cluster
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_sums_are_kept_in_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
-    assert accumulation_dtype(dtype) == expected
+def test_sums_are_kept_in_at_least_float32() -> None:
+    dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    kept = [accumulation_dtype(dtype) for dtype in dtypes]
+    assert kept == [torch.float32, torch.float32, torch.float32, torch.float64]
 
 
-def test_copying_into_an_old_copy_reuses_what_fits() -> None:
-    old = example(1.0, k=5)
-    residual = old.residual
-    copy = example(2.0, k=3).copy_into(old)
-    assert copy is old and copy.residual is residual
-    assert copy.residual.unique().tolist() == [2.0] and copy.indices.shape == (3, 3)
-
-
-def test_copying_without_an_old_copy_makes_one() -> None:
-    source = example(2.0)
-    copy = source.copy_into(None)
+def test_a_copy_reuses_the_memory_of_an_old_copy_where_it_fits() -> None:
+    source = example(2.0, k=3)
+    first = source.copy_into(None)
+    residual = first.residual
     source.residual.zero_()
-    assert copy.residual.unique().tolist() == [2.0]
+    assert residual.unique().tolist() == [2.0]
+    copy = example(4.0, k=5).copy_into(first)
+    assert copy is first and copy.residual is residual
+    assert residual.unique().tolist() == [4.0] and copy.indices.shape == (3, 5)

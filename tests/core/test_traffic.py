@@ -3,11 +3,11 @@ import torch
 
 from regtopk.core.algorithm import converse
 from regtopk.core.codes import INDEX_CODES
-from regtopk.core.requests import Broadcast, Gather, Request
-from regtopk.core.traffic import NAMES, Traffic, all_gather_bytes, all_reduce_bytes, moved, payload_bytes
-from regtopk.core.worker import Layout, Worker
+from regtopk.core.requests import Request
+from regtopk.core.traffic import NAMES, Traffic, all_gather_bytes, all_reduce_bytes, payload_bytes
+from regtopk.core.worker import Worker
 from regtopk.simulate.driver import SimulatedDriver
-from tests.algorithms.cases import CASES, LAYOUT, Case, J, random_grads
+from tests.algorithms.cases import CASES, LAYOUT, Case, random_grads
 
 WEIGHTS = (0.5, 0.0, 0.3, 0.2)
 
@@ -38,7 +38,9 @@ def test_counts_add_up_separately() -> None:
 @pytest.mark.parametrize("index_code", INDEX_CODES)
 @pytest.mark.parametrize("case", [case for case in CASES if case.is_first], ids=str)
 def test_an_algorithm_counts_what_the_simulator_counts(case: Case, index_code: str) -> None:
-    algorithm, worker = case.make(value_code="4bit"), a_batch(LAYOUT, index_code)
+    weight, index = torch.tensor(WEIGHTS).unsqueeze(-1), torch.arange(4).unsqueeze(-1)
+    worker = Worker(weight, index, 4, 0, LAYOUT, (4,), idle=(1,), index_code=index_code)
+    algorithm = case.make(value_code="4bit")
     driver = SimulatedDriver(worker)
     counted = torch.zeros(4, dtype=torch.int64)
 
@@ -49,32 +51,3 @@ def test_an_algorithm_counts_what_the_simulator_counts(case: Case, index_code: s
 
     converse(algorithm.exchange(random_grads(1)[0], algorithm.init(worker), worker), answer)
     assert counted.tolist() == driver.traffic.payload_bytes.tolist()
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        Gather(torch.ones(4, 5), torch.tensor([5, 3, 0, 1])),
-        Gather(torch.arange(5).expand(4, 5), numel=J),
-        Gather(torch.arange(5).expand(4, 5)),
-        Broadcast(torch.ones(4, 5, dtype=torch.float64), 2),
-        Broadcast(torch.arange(5).expand(4, 5), 3, J),
-    ],
-    ids=lambda request: type(request).__name__,
-)
-def test_requests_that_no_algorithm_makes_count_too(request_: Request) -> None:
-    worker = a_batch(LAYOUT, "elias-fano")
-    assert payload_bytes(request_, worker).tolist() == moved(request_, worker).payload_bytes.tolist()
-
-
-def a_batch(layout: Layout, index_code: str) -> Worker:
-    return Worker(
-        weight=torch.tensor(WEIGHTS).unsqueeze(-1),
-        index=torch.arange(4).unsqueeze(-1),
-        num_workers=4,
-        step=0,
-        layout=layout,
-        batch_shape=(4,),
-        idle=(1,),
-        index_code=index_code,
-    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RandomK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm, Conversation
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, Gather, Request, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.state import NoState
 from regtopk.core.worker import Worker
@@ -64,15 +64,6 @@ def test_k_entries_travel_to_everybody(algorithm: Algorithm[NoState], dtype: tor
     assert bytes_of(cluster, torch.randn(3, 100, dtype=dtype)) == expected
 
 
-def test_the_default_index_code_by_hand() -> None:
-    """J = 1000, k = 10: Elias-Fano with floor(log2(1000 / 10)) = 6 low bits.
-
-    10 · 6 = 60 bits are 2 words, 10 + (999 >> 6) = 25 unary bits are 1, and 10 values are 10 words.
-    """
-    cluster = Cluster(TopK(k=10), num_workers=2)
-    assert bytes_of(cluster, torch.randn(2, 1000))[0] == [FRAME + 4 * (2 + 1 + 10)] * 2
-
-
 def test_padding_is_not_counted() -> None:
     def requests(grad: Tensor, worker: Worker) -> list[Request]:
         indices = torch.arange(5).expand(3, 5)
@@ -118,14 +109,6 @@ def test_a_shared_support_sends_no_index_and_a_peek_costs_nothing(algorithm: Alg
     assert counts == ([size, size], [size, size], [size, size], [10, 10])
 
 
-def test_alone_nothing_is_moved() -> None:
-    for algorithm in (Dense(), TopK(k=5), RandomK(k=5)):
-        cluster = Cluster(algorithm, num_workers=1)
-        payload, sent, received, _ = bytes_of(cluster, torch.randn(1, 300))
-        assert payload[0] > 0 and (sent, received) == ([0], [0])
-        assert cluster.last_step.dense_bytes.tolist() == [0]
-
-
 def test_gathered_entries_count_in_full() -> None:
     def requests(grad: Tensor, worker: Worker) -> list[Request]:
         chosen = torch.zeros(3, 4, dtype=torch.int64)
@@ -147,15 +130,6 @@ def test_a_broadcast_is_passed_on_along_the_ring(source: int, sent: list[int]) -
     assert counts == ([40 * s for s in at_source], sent, received, [10 * s for s in at_source])
 
 
-def test_rounds_add_up() -> None:
-    def requests(grad: Tensor, worker: Worker) -> list[Request]:
-        return [Peek(grad, worker.weight), *[DenseSum(grad[:, :3], worker.weight)] * 2]
-
-    once = segment(3)
-    counts = bytes_of(Cluster(Asks(requests=requests), num_workers=2), torch.ones(2, 9))
-    assert counts == ([2 * once] * 2, [2 * once] * 2, [2 * once] * 2, [6, 6])
-
-
 def test_dense_bytes_are_those_of_a_float32_all_reduce() -> None:
     for dtype in VALUE:
         cluster = Cluster(TopK(k=1), num_workers=8)
@@ -172,10 +146,3 @@ def test_the_total_is_the_sum_of_all_steps() -> None:
     assert cluster.total.payload_bytes.tolist() == [message(2) + message(10)] * 2
     assert cluster.total.num_entries.tolist() == [12, 12]
     assert cluster.total.dense_bytes.tolist() == [2 * 80] * 2
-
-
-def test_replicas_are_counted_apart() -> None:
-    cluster = Cluster(TopK(k=3), num_workers=2, index_code="raw32")
-    cluster.step(torch.randn(4, 2, 20))
-    assert cluster.last_step.payload_bytes.tolist() == [[message(3)] * 2] * 4
-    assert cluster.total.num_entries.tolist() == [[3, 3]] * 4

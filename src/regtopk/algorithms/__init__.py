@@ -33,34 +33,14 @@ from regtopk.core import Algorithm
 
 # The one list of algorithms, in the order of every table and figure. `ALGORITHMS`, the names that `regtopk`
 # exports, the contract tests and docs/algorithms.md follow from it.
+# fmt: off
 __all__ = [  # noqa: RUF022
-    "Dense",
-    "TopK",
-    "RegTopK",
-    "AdaptiveDensity",
-    "Consensus",
-    "DGC",
-    "EF21",
-    "GTopK",
-    "ScaleCom",
-    "FairTopK",
-    "Sketch",
-    "MIPDStyle",
-    "ChunkedTopK",
-    "SparseLoCo",
-    "DeMo",
-    "Strom",
-    "Dryden",
-    "GradientDropping",
-    "AdaComp",
-    "HardThreshold",
-    "SIDCo",
-    "Atomo",
-    "AtomoSVD",
-    "RandomK",
-    "RandomCandidates",
-    "GlobalTopK",
+    "Dense", "TopK", "RegTopK", "AdaptiveDensity", "Consensus", "DGC", "EF21", "GTopK", "ScaleCom",
+    "FairTopK", "Sketch", "MIPDStyle", "ChunkedTopK", "SparseLoCo", "DeMo", "Strom", "Dryden",
+    "GradientDropping", "AdaComp", "HardThreshold", "SIDCo", "Atomo", "AtomoSVD", "RandomK",
+    "RandomCandidates", "GlobalTopK",
 ]
+# fmt: on
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {cls.name: cls for cls in (globals()[name] for name in __all__)}
 
 __all__ += ["ALGORITHMS", "PosteriorScore"]

@@ -5,13 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback
-from regtopk.core.exact import exact_sum
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Worker, exact_sum
 from regtopk.core.options import integer, option
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import send_instead_, take_where_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import send_instead_, take_where_
 
 
 @dataclass(frozen=True, kw_only=True)

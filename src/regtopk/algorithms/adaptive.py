@@ -3,19 +3,16 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regtopk.algorithms.regtopk import RegTopK
-from regtopk.core.algorithm import Algorithm, Conversation, WithDensity
-from regtopk.core.exact import exact_sum
-from regtopk.core.options import integer, option, within
+from regtopk.core import Algorithm, Conversation, WithDensity, Worker, exact_sum, integer, option, within
 from regtopk.core.requests import DenseSum, Request
 from regtopk.core.state import State, extended, per_worker, shared
 from regtopk.core.traffic import payload_bytes
-from regtopk.core.worker import Worker
 from regtopk.errors import ArgumentError
 
 DEFAULT_TARGET_ERROR = 0.9
@@ -61,7 +58,6 @@ class AdaptiveDensity(Algorithm[State]):
     every: int = option(10, integer(at_least=1))
 
     def __post_init__(self) -> None:
-        """Check the options, and whether the algorithm can be adapted to them."""
         super().__post_init__()
         if self.target_error is not None and self.bytes_per_step is not None:
             raise ArgumentError(
@@ -75,10 +71,8 @@ class AdaptiveDensity(Algorithm[State]):
         algorithm = self.algorithm
         if not isinstance(algorithm, WithDensity) or algorithm.listens:
             raise ArgumentError(f"algorithm must have a density and not adapt it itself, got {algorithm!r}")
-        if callable(algorithm.density) or (algorithm.density is None and algorithm.k is None):
-            raise ArgumentError(
-                f"algorithm must have a number as density, or a k, to start from, got {algorithm!r}"
-            )
+        if callable(algorithm.density) or algorithm.density is algorithm.k is None:
+            raise ArgumentError(f"algorithm must have a density that is a number, or a k, got {algorithm!r}")
         if self.bytes_per_step is None and "conserves" not in algorithm.promises:
             raise ArgumentError(
                 "algorithm must keep all that it does not send in its residual, for a target_error to be "
@@ -97,7 +91,7 @@ class AdaptiveDensity(Algorithm[State]):
 
     def exchange(self, grad: Tensor, state: State, worker: Worker) -> Conversation:
         """One step of the algorithm at the present density."""
-        adaptive = cast("_Extended", state)
+        adaptive: Any = state  # with the fields that `init` adds
         algorithm = replace(self.algorithm, density=float(adaptive.density), k=None)
         conversation = algorithm.exchange(grad, state, worker)
         if self.bytes_per_step is not None:
@@ -110,7 +104,7 @@ class AdaptiveDensity(Algorithm[State]):
         return aggregate
 
     def _keep_to_budget(
-        self, conversation: Conversation, state: "_Extended", worker: Worker, budget: float
+        self, conversation: Conversation, state: Any, worker: Worker, budget: float
     ) -> Generator[Request, Any, tuple[Tensor, float]]:
         """The aggregate, and the factor of the density; counts the bytes of every step."""
         aggregate, payload = yield from _counted(conversation, worker)
@@ -127,7 +121,7 @@ class AdaptiveDensity(Algorithm[State]):
         return aggregate, aim / spent
 
     def _keep_to_error(
-        self, conversation: Conversation, grad: Tensor, state: "_Extended", worker: Worker
+        self, conversation: Conversation, grad: Tensor, state: Any, worker: Worker
     ) -> Generator[Request, Any, tuple[Tensor, float]]:
         """The aggregate, and the factor of the density; measures the error where an adaptation is due."""
         if not self._is_due(worker):
@@ -145,15 +139,6 @@ class AdaptiveDensity(Algorithm[State]):
 
     def _within_bounds(self, density: float) -> float:
         return min(self.max_density, max(self.min_density, density))
-
-
-class _Extended(State):
-    """The fields of a state that the adaptation reads and writes."""
-
-    residual: Tensor
-    density: Tensor
-    spent: Tensor
-    debt: Tensor
 
 
 def _counted(conversation: Conversation, worker: Worker) -> Generator[Request, Any, tuple[Tensor, Tensor]]:

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, WithDensity
-from regtopk.core.exact import to_integers
-from regtopk.core.options import integer, option
+from regtopk.core import Conversation, NoState, SparseSum, WithDensity, Worker, integer, option, to_integers
 from regtopk.core.random import uniform
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
-from regtopk.core.sparse import SparseGradient
-from regtopk.core.state import NoState
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import SparseGradient, take_where_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +25,7 @@ class Atomo(WithDensity[NoState]):
     Use it for: unbiased estimates without a residual.
 
     Args:
-        density: k / J in (0, 1], of the entries sent on average; or give ``k``.
-        k: entries a worker sends on average.
+        density, k: as in `WithDensity`, of the entries sent on average.
         seed: an integer; draws are a function of (seed, n, t, i).
 
     Values are not coded, since rounding would bias them.
@@ -68,10 +61,6 @@ def keep_probability(magnitude: Tensor, s: float) -> Tensor:
 
     As long as the largest would get s |lambda_i| / sum |lambda| > 1, it gets p_i = 1, and the rule goes on
     with the others and s - 1. With c such atoms, p_i = min(1, (s - c) |lambda_i| / the sum of the others).
-
-    Args:
-        magnitude: |lambda|, (..., n), finite.
-        s: how many atoms to keep on average, > 0; all of them from s = n on.
     """
     if s >= magnitude.shape[-1]:
         return torch.ones_like(magnitude, dtype=torch.float64)

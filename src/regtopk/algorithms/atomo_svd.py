@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.atomo import draw_entries, keep_probability
-from regtopk.core.algorithm import Conversation, WithDensity
+from regtopk.core import Conversation, Gather, Gathered, Layer, NoState, SparseSum, WithDensity, Worker
 from regtopk.core.options import integer, option
 from regtopk.core.random import uniform
-from regtopk.core.requests import Gather, Gathered, SparseSum
-from regtopk.core.state import NoState
-from regtopk.core.worker import Layer, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +28,7 @@ class AtomoSVD(WithDensity[NoState]):
     Use it for: unbiased estimates of matrices of low rank.
 
     Args:
-        density: numbers sent on average over J, in (0, 1]; or give ``k``.
-        k: numbers a worker sends on average.
+        density, k: as in `WithDensity`, of the numbers sent on average.
         seed: an integer; draws are a function of (seed, n, t, i).
 
     Differs from the authors' code, which folds convolutions otherwise, cuts probabilities at 1 without the

@@ -6,10 +6,8 @@ from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent, with_imputation
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core.algorithm import Conversation, Promises, Sparsifier
-from regtopk.core.options import integer, option, within
-from regtopk.core.selection import take_largest_per_chunk_
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, Promises, Sparsifier, Worker, integer, option, within
+from regtopk.core.sparse import take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +24,7 @@ class ChunkedTopK(Sparsifier[ScoredState]):
     Use it for: rare exchanges of model differences (local steps), and selection within fixed chunks.
 
     Args:
-        density: share of every chunk, in (0, 1]: k_c = max(1, round(density chunk)); or give ``k``.
-        k: entries of the whole vector, spread over the chunks: density = k / J.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`; k_c = max(1, round(density chunk)) with density = k / J.
         chunk: the most entries a chunk may have, >= 1. Chunks are equally long; the last may be shorter.
         decay: the part of the residual that is kept per step, in [0, 1].
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
@@ -61,13 +57,12 @@ class ChunkedTopK(Sparsifier[ScoredState]):
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of chunked Top-k."""
-        chunk, k_per_chunk = self._sizes(worker)
+        chunk, k = self._sizes(worker)
         residual = state.residual.mul_(self.decay)
         damped = damped_by(self.score, state, residual, grad, worker)
-        sent = take_largest_per_chunk_(residual, grad, chunk, k_per_chunk, code=self.value_code, **damped)
+        sent = take_largest_(residual, grad, k, chunk=chunk, code=self.value_code, **damped)
         aggregate = yield from sum_sent(self.impute, sent, residual, worker)
-        if self.score is not None:
-            state.remember(sent.indices, sent.values, aggregate, worker)
+        state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
 
     def _sizes(self, worker: Worker) -> tuple[int, int]:

@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core.algorithm import Conversation, Promises, Sparsifier
+from regtopk.core import Conversation, DenseSum, Gather, Promises, Sparsifier, Worker, integer, one_of, option
 from regtopk.core.codes import VALUE_CODES, is_lossless
-from regtopk.core.options import integer, one_of, option
 from regtopk.core.random import random_sequence
-from regtopk.core.requests import DenseSum, Gather
-from regtopk.core.selection import find_largest_, take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import find_largest_, take_at_, to_dense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +29,7 @@ class Consensus(Sparsifier[ScoredState]):
     Use it for: workers whose data differ, at a small byte budget: first in our equal-bytes comparisons.
 
     Args:
-        density: k / J in (0, 1], of the support; or give ``k``.
-        k: entries of the support.
-        value_code: how values are coded on the way to the workers that sum them.
+        density, k, value_code: as in `Sparsifier`, of the support and of what is sent to be summed.
         sum_code: how the sums are coded on the way back. The worker that summed keeps what a code loses.
         score: None proposes by magnitude; a `PosteriorScore` by RegTop-k's.
         seed: an integer; the random entries are a function of (seed, t).
@@ -75,8 +69,7 @@ class Consensus(Sparsifier[ScoredState]):
         if loss is not None:
             residual.scatter_add_(-1, indices, loss)
         aggregate = to_dense(support, total, worker.numel)
-        if self.score is not None:
-            state.remember(indices, values, aggregate, worker)
+        state.remember(indices, values, aggregate, worker)
         return aggregate
 
 

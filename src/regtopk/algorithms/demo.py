@@ -4,15 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core import Conversation, SenderSum, Sparsifier, State, Worker, mean_of_senders, per_worker
 from regtopk.core.dct import LONGEST_SIDE, dct, inverse_dct
 from regtopk.core.options import integer, option, true_or_false, within
-from regtopk.core.requests import SenderSum
-from regtopk.core.senders import mean_of_senders
-from regtopk.core.state import State, per_worker
 from regtopk.core.tiles import from_tiles, take_largest_per_tile_, tiles_of
-from regtopk.core.worker import Worker
-from regtopk.errors import ArgumentError
 
 
 @dataclass
@@ -40,9 +35,7 @@ class DeMo(Sparsifier[DeMoState]):
     Use it for: comparisons with a method for transformers that exchanges in every step and needs no Adam.
 
     Args:
-        density: share of every tile, in (0, 1]: k_t = max(1, round(density entries)); or give ``k``.
-        k: coefficients of all tiles together: density = k / J.
-        value_code: how coefficients are coded on the wire; what a code loses stays in M_n.
+        density, k, value_code: as in `Sparsifier`; k_t = max(1, round(density entries)), density = k / J.
         decay: the part of the momentum that is kept per step, in [0, 1].
         tile: the most entries a side of a tile may have, 1 to 64 (`core.tiles` says how sides are cut).
         sign: whether the aggregate is the sign; otherwise it is DCT^-1(Q) itself.
@@ -57,14 +50,8 @@ class DeMo(Sparsifier[DeMoState]):
     has_own_momentum = True
     promises = frozenset({"replicates"})
     decay: float = option(0.999, within("[0, 1]"))
-    tile: int = option(LONGEST_SIDE, integer(at_least=1))
+    tile: int = option(LONGEST_SIDE, integer(at_least=1, at_most=LONGEST_SIDE))
     sign: bool = option(True, true_or_false)
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if self.tile > LONGEST_SIDE:
-            raise ArgumentError(f"tile must be at most {LONGEST_SIDE}, got {self.tile}")
 
     def init(self, worker: Worker) -> DeMoState:
         """The momentum starts at zero."""

@@ -4,12 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm, Conversation, Promises
+from regtopk.core import Algorithm, Conversation, DenseSum, NoState, Promises, ResidualState, Worker
 from regtopk.core.codes import VALUE_CODES, is_lossless, quantise
 from regtopk.core.options import one_of, option
-from regtopk.core.requests import DenseSum
-from regtopk.core.state import NoState, ResidualState
-from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

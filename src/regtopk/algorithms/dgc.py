@@ -8,12 +8,8 @@ from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core.algorithm import Conversation, Promises, Sparsifier
-from regtopk.core.options import option, within
-from regtopk.core.selection import take_largest_
+from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, per_worker, take_largest_, within
 from regtopk.core.sparse import clear_at_
-from regtopk.core.state import per_worker
-from regtopk.core.worker import Worker
 
 
 @dataclass
@@ -79,8 +75,7 @@ class DGC(Sparsifier[DGCState]):
         sent = take_largest_(v, u, k, code=self.value_code, **damped)
         clear_at_(u, sent)
         aggregate = yield from sum_sent(self.impute, sent, v, worker)
-        if self.score is not None:
-            state.remember(sent.indices, sent.values, aggregate, worker)
+        state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
 
     def _clipped(self, grad: Tensor, worker: Worker) -> Tensor:

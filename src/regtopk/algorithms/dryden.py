@@ -5,11 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, WithDensity
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, WithDensity, Worker
+from regtopk.core.sparse import take_where_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +21,7 @@ class Dryden(ErrorFeedback, WithDensity[ResidualState]):
     Use it for: one bit per value, with the density given.
 
     Args:
-        density: k / J in (0, 1], the share of either sign that is sent, at least one entry of each; or give
-            ``k``.
-        k: entries of both signs together, up to rounding.
+        density, k: as in `WithDensity`, of the share of either sign: at least one entry of each.
 
     Differs from the paper: the shares are exact, not those above a sampled threshold. There are two means per
     128 entries sent, not per matrix: a value costs one bit and a half.

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core import Conversation, SparseSum, Sparsifier, State, Worker, per_worker, shared, take_largest_
 from regtopk.core.options import option, within
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
-from regtopk.core.state import State, per_worker, shared
-from regtopk.core.worker import Worker
 
 
 @dataclass
@@ -41,9 +37,7 @@ class EF21(Sparsifier[EF21State]):
     Use it for: full or large batches that must converge exactly at small densities.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends.
-        value_code: how values are coded on the wire; what it loses stays in v_n - h_n.
+        density, k, value_code: as in `Sparsifier`.
         eta: weight of the new gradient in the running mean, in (0, 1].
 
     Differs from the paper: h and v start at zero, not at a first gradient sent in full.

@@ -7,13 +7,9 @@ import torch
 from torch import Tensor
 
 from regtopk.algorithms.consensus import first_distinct
-from regtopk.core.algorithm import Conversation, Sparsifier
+from regtopk.core import Conversation, DenseSum, Gather, Report, ResidualState, Sparsifier, Worker, shared
 from regtopk.core.options import integer, option, within
-from regtopk.core.requests import DenseSum, Gather
-from regtopk.core.selection import find_largest_, take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState, shared
-from regtopk.core.worker import Report, Worker
+from regtopk.core.sparse import find_largest_, take_at_, to_dense
 from regtopk.errors import ArgumentError
 
 _SMALL = 2**31  # indices of vectors up to this length travel as int32
@@ -25,6 +21,7 @@ class FairTopKState(ResidualState):
 
     k: Tensor = shared()  # a real number
     num_trials: Tensor = shared()  # how many trials of k and its neighbour k' are finished
+    num_failures: Tensor = shared()  # not used: checkpoints of older versions hold it
     num_reports: Tensor = shared()  # how many reports the present trial has
     reported: Tensor = shared()  # (2, 3), sums for k and for k': early losses, late losses, times
 
@@ -49,9 +46,7 @@ class FairTopK(Sparsifier[FairTopKState]):
     Use it for: training that can report loss and time, where the best k is not known.
 
     Args:
-        density: k / J at the start, a number in (0, 1]; or give ``k``.
-        k: entries of the support at the start.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`, of the support at the start; the density is a number.
         min_density, max_density: the bounds of k / J, in (0, 1]; a tenth and ten times the start if None.
         trial: for how many reports k is tried, and then k'; even, >= 2.
 
@@ -70,7 +65,6 @@ class FairTopK(Sparsifier[FairTopKState]):
     trial: int = option(20, integer(at_least=2))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if callable(self.density):
             raise ArgumentError(f"density must be a number, since k is learnt, got {self.density!r}")
@@ -91,6 +85,7 @@ class FairTopK(Sparsifier[FairTopKState]):
             residual=worker.zeros(),
             k=worker.weight.new_tensor(k),
             num_trials=zero,
+            num_failures=zero.clone(),
             num_reports=zero.clone(),
             reported=worker.weight.new_zeros(2, 3),
         )

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
-from regtopk.core.requests import DenseSum, Peek
-from regtopk.core.selection import take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, DenseSum, ErrorFeedback, Peek, ResidualState, Sparsifier, Worker
+from regtopk.core.sparse import take_at_, to_dense
 
 
 @dataclass(frozen=True, kw_only=True)

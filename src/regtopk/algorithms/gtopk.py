@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import kth_largest, take_largest_
-from regtopk.core.sparse import take
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Sparsifier, Worker, take
+from regtopk.core.sparse import take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +21,7 @@ class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: a comparison with what Ok-Topk and gTop-k send; it loses much where workers differ.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends, and entries of the aggregate.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
 
     Differs from the paper: all workers receive the whole sum and choose from it, as Ok-Topk does with exact
     thresholds; the paper merges pairs of workers along a tree.
@@ -50,7 +45,8 @@ class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
 
 def among_largest(vector: Tensor, k: int) -> Tensor:
     """Mask of the k largest magnitudes, (..., J); among equals the first ones, so that all ranks agree."""
-    magnitude, threshold = vector.abs(), kth_largest(vector, k).unsqueeze(-1)
+    largest = take_largest_(torch.zeros_like(vector), vector, k).values
+    magnitude, threshold = vector.abs(), largest.abs().amin(-1, keepdim=True)
     is_larger, is_equal = magnitude > threshold, magnitude == threshold
     room = k - is_larger.sum(-1, keepdim=True)
     return is_larger | (is_equal & (is_equal.cumsum(-1) <= room))

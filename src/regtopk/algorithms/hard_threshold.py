@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Sparsifier, Worker
 from regtopk.core.options import check_options, option, within
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_above_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import take_above_
 from regtopk.errors import ArgumentError
 
 
@@ -28,10 +25,8 @@ class HardThreshold(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: a fixed threshold for all of training, so a density that falls as gradients do.
 
     Args:
-        density: k / J in (0, 1], from which lambda is computed; or give ``k``, or ``threshold``.
-        k: the k of the Top-k that is replaced.
-        value_code: how values are coded on the wire.
-        threshold: lambda > 0, in units of the gradient.
+        density, k, value_code: as in `Sparsifier`; lambda is computed from k.
+        threshold: lambda > 0 itself, in units of the gradient, instead of a density or k.
 
     Checked against the authors' loop, transcribed: the same entries, and values that agree to rounding.
     """
@@ -41,7 +36,6 @@ class HardThreshold(ErrorFeedback, Sparsifier[ResidualState]):
     threshold: float | None = option(None, within("(0, inf)"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         if self.threshold is None:
             super().__post_init__()
             return

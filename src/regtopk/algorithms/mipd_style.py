@@ -5,13 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regtopk.core import Layer, ResidualState, SparseSum, Worker, exact_sum, option, take_where_, within
 from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
-from regtopk.core.exact import exact_sum
-from regtopk.core.options import option, within
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_where_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Layer, Worker
 
 _INSIGNIFICANT = 2.0**-500  # the significance of a layer of zeros, which gets what the others leave
 
@@ -29,9 +24,7 @@ class MIPDStyle(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: layers of very different importance.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: entries a worker sends, of all layers together.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         decay: the part of the residual that is kept per step, in [0, 1].
 
     Differs from the paper, of which only the abstract was at hand: there significance comes from model

@@ -5,7 +5,7 @@ It combines with any selection: of the whole vector, per chunk, with momentum, o
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,9 @@ class ScoredState(State):
         )
 
     def remember(self, indices: Tensor, values: Tensor, aggregate: Tensor, worker: Worker) -> None:
-        """Keep what was sent, (..., k), and what the aggregate, (J,), is there."""
+        """Keep what was sent, (..., k), and the aggregate, (J,), there; without a score nothing is kept."""
+        if self.indices.shape[-1] == 0:
+            return
         self.indices = indices.contiguous()  # a shared support comes as one row, expanded
         self.own = worker.weight * values
         self.aggregate = take(aggregate, indices)
@@ -73,7 +75,6 @@ class PosteriorScore:
     q: float = option(math.inf, within("(-1, inf]"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_options(self)
         for name, default in (("reference", "previous"), ("q", math.inf)):
             if self.damping == "cap" and getattr(self, name) != default:
@@ -122,7 +123,7 @@ def check_score(name: str, score: object) -> None:
 
 def damped_by(
     score: PosteriorScore | None, last: ScoredState, residual: Tensor, grad: Tensor, worker: Worker
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The arguments `damped` and `scores` of a selection from residual + grad; none without a score."""
     if score is None:
         return {}

@@ -4,14 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Sparsifier, Worker, to_dense
 from regtopk.core.options import integer, option
 from regtopk.core.random import random_subset
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import take_largest_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)

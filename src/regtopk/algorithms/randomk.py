@@ -4,14 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core import Conversation, DenseSum, ErrorFeedback, ResidualState, Sparsifier, Worker, take_at_
 from regtopk.core.options import integer, option
 from regtopk.core.random import random_subset
-from regtopk.core.requests import DenseSum
-from regtopk.core.selection import take_at_
 from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent, with_imputation
-from regtopk.algorithms.posterior import PosteriorScore, ScoredState
+from regtopk.algorithms.posterior import PosteriorScore, ScoredState, damped_by
 from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, take_largest_, within
 
 
@@ -49,7 +49,6 @@ class RegTopK(Sparsifier[ScoredState]):
     impute: float = option(0.0, within("[0, 1]"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         _ = self.score  # checks its own
 
@@ -72,8 +71,8 @@ class RegTopK(Sparsifier[ScoredState]):
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
-        scores = self.score.scores(state, residual, grad, worker)
-        sent = take_largest_(residual, grad, k, code=self.value_code, damped=state.indices, scores=scores)
+        damped = damped_by(self.score, state, residual, grad, worker)
+        sent = take_largest_(residual, grad, k, code=self.value_code, **damped)
         aggregate = yield from sum_sent(self.impute, sent, residual, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from regtopk.core import Broadcast, DenseSum, ResidualState, find_largest_, option, take_at_, to_dense, within
 from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
-from regtopk.core.options import option, within
-from regtopk.core.requests import Broadcast, DenseSum
-from regtopk.core.selection import find_largest_, take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
 from regtopk.core.worker import Worker
 
 

@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.algorithm import Conversation, Sparsifier
-from regtopk.core.exact import exact_sum
+from regtopk.core import Conversation, ResidualState, SparseSum, Sparsifier, Worker, exact_sum, per_worker
 from regtopk.core.options import one_of, option
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import find_largest_, put_back_, send_, take_where_
-from regtopk.core.sparse import SparseGradient
-from regtopk.core.state import ResidualState, per_worker
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import SparseGradient, find_largest_, put_back_, send_, take_where_
 
 Fit = Literal["exponential", "pareto", "gamma"]
 
@@ -59,9 +54,7 @@ class SIDCo(Sparsifier[SIDCoState]):
     Use it for: very long vectors where even a fast selection is too slow.
 
     Args:
-        density: k / J in (0, 1]; or give ``k``.
-        k: about how many entries a worker sends: at least one, at most 2 k, and no zeros.
-        value_code: how values are coded on the wire.
+        density, k, value_code: as in `Sparsifier`. A worker sends one to 2 k entries, and no zeros.
         fit: the distribution: "exponential", "pareto" (generalised) or "gamma".
 
     Differs from the paper, which adds a stage for too few entries and removes one for too many: which of the

@@ -9,17 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regtopk.algorithms.gtopk import among_largest
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core import Conversation, DenseSum, ErrorFeedback, ResidualState, Sparsifier, Worker, to_integers
 from regtopk.core.codes import VALUE_CODES, quantise
-from regtopk.core.exact import to_integers
 from regtopk.core.options import integer, one_of, option
 from regtopk.core.random import uniform
-from regtopk.core.requests import DenseSum
-from regtopk.core.selection import take_at_
-from regtopk.core.sparse import to_dense
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
-from regtopk.errors import ArgumentError
+from regtopk.core.sparse import take_at_, to_dense
 
 _COLUMNS_PER_ENTRY = 4
 _MOST_ROWS = 52  # each row takes one bit of a random number
@@ -43,9 +37,7 @@ class Sketch(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: many workers and few large entries of the aggregate.
 
     Args:
-        density: k / J in (0, 1], of the support; or give ``k``.
-        k: entries of the support.
-        value_code: how values on the support are coded on the wire.
+        density, k, value_code: as in `Sparsifier`.
         rows: number of hash functions, 1 to 52.
         columns: cells per row, >= 1; 4 k if None.
         sketch_code: how the cells are coded; what a lossy code loses only blurs the estimate.
@@ -59,16 +51,10 @@ class Sketch(ErrorFeedback, Sparsifier[ResidualState]):
 
     name = "sketch"
     promises = frozenset({"conserves", "dense_at_full_density", "replicates", "shared_support"})
-    rows: int = option(5, integer(at_least=1))
+    rows: int = option(5, integer(at_least=1, at_most=_MOST_ROWS))
     columns: int | None = option(None, integer(at_least=1))
     sketch_code: str = option("float32", one_of(*VALUE_CODES))
     seed: int = option(0, integer())
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if self.rows > _MOST_ROWS:
-            raise ArgumentError(f"rows must be at most {_MOST_ROWS}, got {self.rows}")
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of SketchedSGD."""

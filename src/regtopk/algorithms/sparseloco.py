@@ -4,14 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Sparsifier
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SenderSum, Sparsifier, Worker
 from regtopk.core.codes import VALUE_CODES
 from regtopk.core.options import integer, one_of, option, within
-from regtopk.core.requests import SenderSum
-from regtopk.core.senders import mean_of_senders
-from regtopk.core.state import ResidualState
+from regtopk.core.requests import mean_of_senders
 from regtopk.core.tiles import from_tiles, take_largest_per_tile_, tiles_of
-from regtopk.core.worker import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +28,7 @@ class SparseLoCo(ErrorFeedback, Sparsifier[ResidualState]):
     Use it for: comparisons with the published method for rare exchanges of updates.
 
     Args:
-        density: share of every tile, in (0, 1]: k_t = max(1, round(density entries)); or give ``k``.
-        k: entries of all tiles together: density = k / J.
-        value_code: how values are coded on the wire; what a code loses stays in the residual.
+        density, k, value_code: as in `Sparsifier`; k_t = max(1, round(density entries)), density = k / J.
         decay: the part of the residual that is kept per step, in [0, 1].
         tile: the most entries a side of a tile may have, >= 1 (`core.tiles` says how sides are cut).
 

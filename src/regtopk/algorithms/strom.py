@@ -2,17 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Conversation, ErrorFeedback
-from regtopk.core.options import check_number
-from regtopk.core.requests import SparseSum
-from regtopk.core.selection import send_instead_, take_above_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
-
-_SINGLE = torch.finfo(torch.float32)  # tau travels as a float32
+from regtopk.core import Conversation, ErrorFeedback, ResidualState, SparseSum, Worker, option, within
+from regtopk.core.sparse import send_instead_, take_above_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +31,7 @@ class Strom(ErrorFeedback):
 
     name = "strom"
     promises = frozenset({"conserves", "replicates"})
-    tau: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        rule = f"in {_SINGLE.tiny:.3g}..{_SINGLE.max:.3g}"
-        check_number("tau", self.tau, rule, lambda x: _SINGLE.tiny <= x <= _SINGLE.max)
+    tau: float = option(0.01, within("[1.2e-38, 3.4e38]"))  # it travels as a float32
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         """One step of Strom's method."""

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regtopk.algorithms.imputation import sum_sent, with_imputation
-from regtopk.core.algorithm import Conversation, ErrorFeedback, Promises, Sparsifier
+from regtopk.core import Conversation, ErrorFeedback, Promises, ResidualState, Sparsifier, Worker
 from regtopk.core.options import option, within
-from regtopk.core.selection import take_largest_
-from regtopk.core.state import ResidualState
-from regtopk.core.worker import Worker
+from regtopk.core.sparse import take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)

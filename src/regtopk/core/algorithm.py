@@ -8,14 +8,14 @@ in the simulator, on all workers at once as (N, J).
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
 from regtopk.core.codes import VALUE_CODES
-from regtopk.core.options import check_integer, check_number, check_options, integer, one_of, option, within
+from regtopk.core.options import check_number, check_options, integer, one_of, option, within
 from regtopk.core.requests import Request
 from regtopk.core.state import ResidualState, StateT
 from regtopk.core.worker import Worker
@@ -47,7 +47,6 @@ class Algorithm(ABC, Generic[StateT]):
     has_own_momentum: ClassVar[bool] = False  # whether the optimizer must be plain SGD, without momentum
 
     def __post_init__(self) -> None:
-        """Check every option by its own rule (`core.options.option`)."""
         check_options(self)
 
     @property
@@ -81,7 +80,6 @@ class WithDensity(Algorithm[StateT]):
     k: int | None = option(None, integer(at_least=1))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if (self.density is None) == (self.k is None):
             raise ArgumentError(f"give exactly one of density and k, got density={self.density}, k={self.k}")
@@ -105,8 +103,7 @@ class Sparsifier(WithDensity[StateT]):
     """An algorithm that sends about k of J entries, their values in a value code.
 
     Args:
-        density: k / J in (0, 1], or a function of the step that returns it; or give ``k``.
-        k: the number of entries itself.
+        density, k: as in `WithDensity`.
         value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit" or
             "2bit". What a code loses stays in the residual.
     """
@@ -138,15 +135,12 @@ class WarmUp:
         num_stages: the number of its stages, >= 1.
     """
 
-    density: float
-    num_steps: int
+    density: float = option(MISSING, within("(0, 1]"))
+    num_steps: int = option(MISSING, integer(at_least=1))
     start: float = option(0.25, within("(0, 1]"))
     num_stages: int = option(4, integer(at_least=1))
 
     def __post_init__(self) -> None:
-        """Check the options."""
-        check_density(self.density)
-        check_integer("num_steps", self.num_steps, at_least=1)
         check_options(self)
 
     def __call__(self, step: int) -> float:

@@ -35,9 +35,8 @@ _NUM_REFINEMENTS = 3
 def to_symbols(values: Tensor, code: str, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What a code with blocks sends: one symbol per value, and the scales of each block.
 
-    Returns:
-        Symbols, (..., m) uint8: the level, and above it the sign; zero in padding. Scales, (..., blocks,
-        1 or 2) float32: hi, lo and hi, or minus and plus; zero in blocks that are all padding.
+    Symbols, (..., m) uint8, are the level, and above it the sign; zero in padding. Scales, (..., blocks,
+    1 or 2) float32, are hi, lo and hi, or minus and plus; zero in blocks that are all padding.
     """
     size = values.shape[-1]
     num_blocks = -(-size // BLOCK)

@@ -28,8 +28,6 @@ INDEX_CODES = ("elias-fano", "rice", "raw32")
 HEADER_WORDS = 8
 MAX_NUMEL = 2**40
 MAX_FIELD_BITS = 32  # a field then never spans more than two words
-
-
 VALUE_BITS = {
     "none": 0,  # indices alone
     "float64": 64,
@@ -66,10 +64,7 @@ def is_lossless(value_code: str) -> bool:
 
 def wire_code(dtype: torch.dtype, value_code: str) -> str:
     """The code a frame names: float64 values that are not to be rounded travel as "float64"."""
-    if value_code == "none":
-        return "none"
-    is_wide = is_lossless(value_code) and dtype == torch.float64
-    return "float64" if is_wide else value_code
+    return "float64" if is_lossless(value_code) and dtype == torch.float64 else value_code
 
 
 def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
@@ -78,32 +73,22 @@ def quantise(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
     Idempotent, odd, zero for zero (but for "sign", which has none), and finite for finite values (too large
     ones saturate). NaN and inf stay, so that `wire.encode` notices them: a residual + gradient that
     overflowed must not travel as the largest number of a code. Blocks run along the last dimension from
-    its start.
-
-    Args:
-        values: (..., m), float32 or float64.
-        code: one of `VALUE_CODES`, or "sign".
-        count: (...,) int64: entries from there on are padding. Padding does not affect the other entries, and
-            comes back as zero if the code has blocks.
+    its start. Entries from ``count`` on, (...,) int64, are padding: it does not affect the other entries, and
+    comes back as zero if the code has blocks.
     """
     if is_lossless(code):
         return values
-    single = _to_single(values)
+    single_max = torch.finfo(torch.float32).max
+    single = values.clamp(-single_max, single_max).float()
     if code in _HALF:
-        half = _HALF[code]
-        largest = torch.finfo(half).max
-        coded = single.clamp(-largest, largest).to(half).to(values.dtype)
+        largest = torch.finfo(_HALF[code]).max
+        coded = single.clamp(-largest, largest).to(_HALF[code]).to(values.dtype)
     else:
         coded = dequantise(*to_symbols(single, code, count), code).to(values.dtype)
     coded = coded.where(values.abs() < torch.inf, values)
     if count is None or code in _HALF:
         return coded
     return coded.masked_fill(torch.arange(coded.shape[-1], device=coded.device) >= count[..., None], 0.0)
-
-
-def _to_single(values: Tensor) -> Tensor:
-    largest = torch.finfo(torch.float32).max
-    return values.clamp(-largest, largest).float() if values.dtype == torch.float64 else values.float()
 
 
 class IndexLayout(NamedTuple):
@@ -116,19 +101,15 @@ class IndexLayout(NamedTuple):
 
 
 def index_layout(count: Tensor, numel: int, index_code: str, indices: Tensor | None = None) -> IndexLayout:
-    """Sizes of the two sections of an index code, for counts of any shape.
+    """Sizes of the two sections of an index code, for counts, int64, of any shape.
 
     elias-fano   width = floor(log2(J / k)), unary bits k + ((J - 1) >> width); or the bitmap, width 0 and
                  J unary bits, where that takes fewer words
     rice         width = floor(log2((J - k) / k)), unary bits k + sum of (gap >> width)
     raw32        width = 32, no unary bits
 
-    Args:
-        count: (...,) int64, 0 <= count <= J.
-        numel: J.
-        index_code: one of `INDEX_CODES`.
-        indices: (..., m), ascending up to count. Only rice looks at them; without them its unary bits are
-            the most it can take, k + ((J - k) >> width).
+    Only rice looks at the ``indices``, (..., m), which ascend up to count. Without them its unary bits are
+    the most it can take, k + ((J - k) >> width).
     """
     check_index_code(index_code, numel)
     if index_code == "raw32":
@@ -170,15 +151,9 @@ def message_bytes(
     index_code: str = "elias-fano",
     indices: Tensor | None = None,
 ) -> Tensor:
-    """Bytes of a sparse message, frame included: exactly what `wire.encode` makes.
+    """Bytes of sparse messages of (...,) entries, frame included: exactly what `wire.encode` makes.
 
-    Args:
-        count: (...,) int64, entries in each message.
-        numel: J.
-        dtype: of the values.
-        value_code: how values are coded.
-        index_code: how indices are coded.
-        indices: (..., m), needed by "rice", whose size depends on them; without them, the most it takes.
+    Only the size of "rice" depends on the ``indices``, (..., m); without them it is the most it takes.
     """
     layout = index_layout(count, numel, index_code, indices)
     words = layout.field_words + num_words(layout.unary_bits)

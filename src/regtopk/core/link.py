@@ -1,8 +1,8 @@
 """A stated model of the link between workers: what a step takes, without a clock."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
-from regtopk.errors import ArgumentError
+from regtopk.core.options import check_options, option, within
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,12 @@ class Link:
         compute_s: seconds of a step that are not communication, >= 0.
     """
 
-    bandwidth: float
-    latency_s: float = 0.0
-    compute_s: float = 0.0
+    bandwidth: float = option(MISSING, within("(0, inf]"))
+    latency_s: float = option(0.0, within("[0, inf]"))
+    compute_s: float = option(0.0, within("[0, inf]"))
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
-        if not self.bandwidth > 0:
-            raise ArgumentError(f"bandwidth must be > 0 bits per second, got {self.bandwidth!r}")
-        for name in ("latency_s", "compute_s"):
-            if not getattr(self, name) >= 0:
-                raise ArgumentError(f"{name} must be >= 0 seconds, got {getattr(self, name)!r}")
+        check_options(self)
 
     def time_s(self, num_bytes: float, num_rounds: int) -> float:
         """Seconds of a step that moves so many bytes through a worker's interface in so many rounds."""

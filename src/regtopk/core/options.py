@@ -17,7 +17,7 @@ Check = Callable[[str, Any], None]
 
 
 def option(default: Any, check: Check) -> Any:
-    """Declare a field with its default, and the check of what is given; a default of None is allowed."""
+    """Declare a field with its default, or MISSING, and its check; a default of None is not checked."""
     return field(default=default, metadata={"check": check})
 
 
@@ -40,9 +40,9 @@ def within(interval: str) -> Check:
     return lambda name, given: check_number(name, given, f"in {interval}", is_inside)
 
 
-def integer(at_least: int | None = None) -> Check:
-    """An integer, of any size or with a least value."""
-    return lambda name, given: check_integer(name, given, at_least=at_least)
+def integer(at_least: int | None = None, at_most: int | None = None) -> Check:
+    """An integer, of any size or within bounds."""
+    return lambda name, given: check_integer(name, given, at_least=at_least, at_most=at_most)
 
 
 def one_of(*words: str) -> Check:
@@ -63,11 +63,13 @@ def check_number(name: str, number: Any, rule: str, is_allowed: Callable[[float]
         raise ArgumentError(f"{name} must be {rule}, got {number!r}")
 
 
-def check_integer(name: str, number: Any, *, at_least: int | None = None) -> None:
-    """Refuse an option that is not an integer, or is too small."""
+def check_integer(name: str, number: Any, *, at_least: int | None = None, at_most: int | None = None) -> None:
+    """Refuse an option that is not an integer, or is too small or too large."""
+    rule = "an integer" if at_least is None else f"an integer of at least {at_least}"
     if type(number) is not int or (at_least is not None and number < at_least):
-        rule = "an integer" if at_least is None else f"an integer of at least {at_least}"
         raise ArgumentError(f"{name} must be {rule}, got {number!r}")
+    if at_most is not None and number > at_most:
+        raise ArgumentError(f"{name} must be at most {at_most}, got {number}")
 
 
 def check_positive(name: str, number: Any) -> None:

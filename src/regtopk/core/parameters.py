@@ -32,16 +32,9 @@ def aggregate_from_parameters(
     Returns:
         g^t: shaped like a single tensor, or flat, (J,), in the order of the parameters.
 
-    Raises:
-        ArgumentError: the two do not fit each other, share memory, or lr is not positive and finite.
-
     Differs from the paper: it prints w^{t+1} - w^t, which has the wrong sign.
     """
     check_positive("lr", lr)
-    is_one = isinstance(before, Tensor)
-    if is_one != isinstance(after, Tensor):
-        name = "before" if is_one else "after"
-        raise ArgumentError(f"before and after must both be tensors or both lists, got one tensor: {name}")
     old, new = ([given] if isinstance(given, Tensor) else list(given) for given in (before, after))
     if len(old) != len(new) or not old:
         raise ArgumentError(
@@ -51,7 +44,7 @@ def aggregate_from_parameters(
     for pair in zip(old, new, strict=True):
         _check_pair(*pair)
     found = [(x - y) / lr for x, y in zip(old, new, strict=True)]
-    return found[0] if is_one else torch.cat([g.flatten() for g in found])
+    return found[0] if isinstance(before, Tensor) else torch.cat([g.flatten() for g in found])
 
 
 def _check_pair(before: Tensor, after: Tensor) -> None:

@@ -36,11 +36,7 @@ def check_residual_dtype(residual_dtype: str) -> str:
 
 
 def initial_state(algorithm: Algorithm[Any], worker: Worker, residual_dtype: str) -> Any:
-    """The state before the first step, its residual as it is kept.
-
-    Raises:
-        ArgumentError: bfloat16 for an algorithm that keeps no residual.
-    """
+    """The state before the first step, its residual as it is kept."""
     state: Any = algorithm.init(worker)
     if residual_dtype == "bfloat16":
         if not isinstance(getattr(state, "residual", None), Tensor):
@@ -65,12 +61,9 @@ def exchange(algorithm: Algorithm[Any], grad: Tensor, state: State, worker: Work
 
 
 def round_at_random(vector: Tensor, index: Tensor, step: int) -> Tensor:
-    """A vector (..., J) in bfloat16: each number becomes one of its two neighbours, the nearer more often.
+    """A finite vector (..., J) in bfloat16: each number becomes a neighbour, the nearer more often.
 
-    Args:
-        vector: finite.
-        index: n of the workers, as in `Worker`: they draw apart.
-        step: t, for other draws in every step, the same after a resume.
+    Draws are a function of the worker's index and the step, so they are the same after a resume.
     """
     has_program = vector.is_cuda and kernels.describe(vector.device).kernel == "cuda"
     most = kernels.MAX_ROWS["cuda"] * vector.shape[-1]

@@ -26,13 +26,8 @@ def mix(*words: int) -> int:
 def uniform(index: Tensor, seed: int, step: int, numel: int) -> Tensor:
     """Uniform float64 numbers in [0, 1), one per entry: (..., numel) for workers of the given index.
 
-    A splitmix64 of (seed, step), the worker and the entry, in wrapping int64 tensor code.
-
-    Args:
-        index: n, int64: () on a rank gives (numel,), (N, 1) in the simulator gives (N, numel).
-        seed: an integer.
-        step: t.
-        numel: how many numbers each worker draws.
+    A splitmix64 of (seed, step), the worker and the entry, in wrapping int64 tensor code. An index, int64, of
+    shape () on a rank gives (numel,), and (N, 1) in the simulator gives (N, numel).
     """
     word = random_words(index, seed, step, range(numel))
     return ((word >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

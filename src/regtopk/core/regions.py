@@ -29,9 +29,7 @@ def region_bytes(
     numel: int, num_workers: int, idle: tuple[int, ...], dtype: torch.dtype, code: str
 ) -> tuple[int, ...]:
     """Bytes of a dense vector's part for each worker's region, N long; idle workers own none."""
-    weights = [1.0] * num_workers
-    for rank in idle:
-        weights[rank] = 0.0
+    weights = [float(rank not in idle) for rank in range(num_workers)]
     lengths = [end - start for start, end in dense_regions(numel, weights)]
     size = {length: segment_bytes(length, dtype=dtype, value_code=code) for length in set(lengths)}
     return tuple(size[length] if length else 0 for length in lengths)
@@ -70,16 +68,8 @@ def split_of(
     """How large the messages of a split sparse sum are on average, for workers that choose independently.
 
     The union of their supports is then largest: J (1 - (1 - k/J)^N) entries. Values in blocks share scales,
-    so their pieces are cut at whole blocks and count their indices from zero.
-
-    Args:
-        count: k, entries of each worker.
-        numel: J.
-        num_workers: N.
-        dtype: of the values.
-        value_code: how values travel to the owner; the sums travel as they are.
-        index_code: how indices are coded ("rice", whose size depends on them, counts as "elias-fano").
-        sender_code: how it travels back who sent each entry (`sender_code`); None if nobody asks.
+    so their pieces are cut at whole blocks and count their indices from zero. The sums travel uncoded; the
+    ``sender_code`` says how it travels back who sent each entry. "rice" counts as "elias-fano".
     """
     code = "elias-fano" if index_code == "rice" else index_code
 

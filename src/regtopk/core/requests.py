@@ -8,14 +8,15 @@ batch. What is *received* is the same for all workers, so it never has the sende
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from regtopk import kernels
 from regtopk.core.codes import is_lossless
-from regtopk.core.senders import OfSenders
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.sparse import SparseGradient, clear_at_, read_at, take
 
 AnswerT = TypeVar("AnswerT")
 
@@ -23,8 +24,9 @@ AnswerT = TypeVar("AnswerT")
 class AnsweredBy(Generic[AnswerT]):
     """Base of every request: ``yield from`` it hands it to the driver and returns the driver's answer."""
 
+    num_rounds: ClassVar[int] = 1  # of messages, between asking and being answered
+
     def __iter__(self) -> Generator[Any, Any, AnswerT]:
-        """Ask, and receive the answer."""
         answer: AnswerT = yield self
         return answer
 
@@ -38,6 +40,37 @@ class SparseSum(AnsweredBy[Tensor]):
 
 
 @dataclass(frozen=True)
+class OfSenders:
+    """The answer to `SenderSum`: the sum, and what each entry is to those who sent it.
+
+    Entries may be named twice, with the same mean, and entries that nobody sent may be among them: their mean
+    here is zero. So what is done with the means is written to an entry, not added to it.
+
+    Args:
+        total: (J,), S = sum_n w_n x_n.
+        indices: (u,) int64, all entries that some worker sent.
+        mean: (u,), m = S / W there, W being the summed weights of the workers that sent the entry.
+        missing: (u,), the summed weights of those that did not; exactly zero if all did.
+    """
+
+    total: Tensor
+    indices: Tensor
+    mean: Tensor
+    missing: Tensor
+
+    @classmethod
+    def of(cls, total: Tensor, sent_weight: Tensor, indices: Tensor, weights: Tensor) -> "OfSenders":
+        """From dense sums S and W, (..., J), where to look, (..., u), and all the weights, (N,)."""
+        if indices.shape[-1] >= total.shape[-1]:  # looking everywhere is then no more work
+            indices = torch.arange(total.shape[-1], device=total.device).expand(total.shape)
+        weight = take(sent_weight, indices)
+        mean = (take(total, indices) / weight).where(weight > 0, 0.0)
+        # Added in the same order as W: the difference is zero to the bit where all workers sent.
+        everyone = kernels.sum_dense_in_rank_order(torch.ones_like(weights).unsqueeze(-1), weights)
+        return cls(total, indices, mean, everyone - weight)
+
+
+@dataclass(frozen=True)
 class SenderSum(SparseSum):
     """A `SparseSum` that also tells what each entry is to the workers that sent it.
 
@@ -46,9 +79,35 @@ class SenderSum(SparseSum):
     """
 
     def __iter__(self) -> Generator[Any, Any, OfSenders]:  # type: ignore[override]
-        """Ask, and receive the answer."""
         answer: OfSenders = yield self
         return answer
+
+
+def mean_of_senders(summed: OfSenders) -> Tensor:
+    """m, dense (J,): the weighted mean over the workers that sent an entry, zero where nobody did."""
+    return torch.zeros_like(summed.total).scatter_(-1, summed.indices, summed.mean)
+
+
+def impute_(residual: Tensor, sent: SparseGradient, summed: OfSenders, rho: float | Tensor) -> Tensor:
+    """The aggregate S + rho (1 - W) m; who did not send an entry takes rho m out of its residual.
+
+    sum_n w_n e_n falls by what the aggregate grows: a worker pays the very number that the aggregate gets,
+    times its weight. Work and memory are O(N k) per worker. The total of ``summed`` becomes the aggregate.
+    """
+    pays = rho * summed.mean
+    kept = read_at(residual, sent)
+    at = summed.indices.expand(*residual.shape[:-1], summed.indices.shape[-1])
+    residual.scatter_(-1, at, take(residual, summed.indices) - pays)
+    # Senders pay nothing: they keep what they had, to the bit.
+    if sent.count is None:
+        residual.scatter_(-1, sent.indices, kept)
+    else:
+        clear_at_(residual, sent)
+        residual.scatter_add_(-1, sent.without_padding()[0], kept)
+    grown = take(summed.total, summed.indices) + summed.missing * pays
+    # It is written where it was summed: what was known of where the total is not zero stays true.
+    with _unsafe_preserve_version_counter(summed.total):
+        return summed.total.scatter_(-1, summed.indices, grown)
 
 
 @dataclass(frozen=True)
@@ -67,6 +126,7 @@ class DenseSum(AnsweredBy[Tensor]):
         loss: a buffer like ``tensor``; given if and only if ``sum_code`` is lossy.
     """
 
+    num_rounds = 2
     tensor: Tensor
     weight: Tensor
     code: str = "float32"
@@ -74,7 +134,6 @@ class DenseSum(AnsweredBy[Tensor]):
     loss: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check that no loss goes unseen."""
         assert is_lossless(self.sum_code) == (self.loss is None), "a lossy sum_code needs a loss buffer"
 
 
@@ -120,6 +179,7 @@ class Broadcast(AnsweredBy[Tensor]):
 class Peek(AnsweredBy[Tensor]):
     """Receive the true sum_n w_n x_n, (J,), at no cost. Only a simulator can answer that."""
 
+    num_rounds = 0
     tensor: Tensor
     weight: Tensor
 

@@ -107,13 +107,7 @@ def _rules_of(cls: Any) -> dict[str, OnResize]:
 
 
 def extended(state: StateT, rules: dict[str, Any], **tensors: Tensor) -> StateT:
-    """A state of the same kind with more fields.
-
-    Args:
-        state: what to extend; its tensors are taken over.
-        rules: `per_worker` or `shared` of each new field.
-        tensors: the new fields.
-    """
+    """The state with more fields, for each of which the rules have a `per_worker` or `shared`."""
     more = [(name, Tensor, rules[name]) for name in tensors]
     kind = make_dataclass(f"Extended{type(state).__name__}", more, bases=(type(state),))
     longer: StateT = kind(**state.state_dict(), **tensors)

@@ -14,11 +14,7 @@ class Timer:
     """Adds up the seconds of named phases; time in a phase inside another counts for the inner one alone.
 
     On CUDA the clock is the device's: events are recorded on the stream that is current when the timer is
-    made, and only read when the seconds are asked for.
-
-    Args:
-        device: where the work is done.
-        now: the clock elsewhere, in seconds.
+    made, and only read when the seconds are asked for. Elsewhere ``now`` is the clock, in seconds.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:

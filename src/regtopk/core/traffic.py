@@ -27,29 +27,20 @@ LONGEST_DIRECT_BYTES = 1 << 17
 # between two processes of one machine. Copies for every rank should not take much memory, though.
 LONGEST_BYTES_OF_TWO = 1 << 24
 
+_Cluster = tuple[int, tuple[int, ...], torch.device]  # how many workers, which of them idle, and where
 NAMES = ("payload_bytes", "sent_bytes", "received_bytes", "num_entries", "dense_bytes")
 
 
-class _Count:
-    """One of the counts of `Traffic`, (..., N), as an attribute."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def __get__(self, traffic: "Traffic", kind: type) -> Tensor:
-        return traffic.counts[..., self.place]
-
-
 class Traffic:
-    """Byte and entry counts of N workers.
+    """Byte and entry counts of N workers, (..., N, 5) int64, in the order of `NAMES`.
 
-    Args:
-        counts: (..., N, 5) int64, in the order of `NAMES`: one tensor, so that one sum adds all. It is never
-            written to, since counts that are the same in every step are shared between steps.
+    They are one tensor, so that one sum adds all. It is never written to: equal steps share their counts.
     """
 
     def __init__(self, counts: Tensor) -> None:
         self.counts = counts
+        self.payload_bytes, self.sent_bytes, self.received_bytes = counts[..., :3].unbind(-1)
+        self.num_entries, self.dense_bytes = counts[..., 3:].unbind(-1)
 
     @classmethod
     def of(cls, *counts: Tensor) -> "Traffic":
@@ -71,23 +62,12 @@ class Traffic:
         """The counts by name."""
         return dict(zip(NAMES, self.counts.unbind(-1), strict=True))
 
-    payload_bytes = _Count(0)
-    sent_bytes = _Count(1)
-    received_bytes = _Count(2)
-    num_entries = _Count(3)
-    dense_bytes = _Count(4)
-
     def __add__(self, other: "Traffic") -> "Traffic":
-        """Both together."""
         return Traffic(self.counts + other.counts)
 
 
 def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int | Tensor]:
-    """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,).
-
-    Sets of indices alone have no entries. Only the shapes of the request are looked at, unless it is padded
-    or its indices travel in "rice".
-    """
+    """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,)."""
     if isinstance(request, SparseSum):
         sparse = request.sparse
         codes = sparse.values.dtype, sparse.code, worker.index_code
@@ -103,7 +83,8 @@ def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int |
     if request.numel is None:
         num_entries = _count(tensor, count)
         return num_entries * tensor.element_size(), num_entries
-    return _sparse_bytes(tensor, count, request.numel, torch.float32, "none", worker.index_code), 0
+    codes = torch.float32, "none", worker.index_code
+    return _sparse_bytes(tensor, count, request.numel, *codes), 0  # indices alone are no entries
 
 
 def payload_bytes(request: Request, worker: Worker) -> Tensor:
@@ -119,13 +100,13 @@ def moved(request: Request, worker: Worker) -> Traffic:
     """What a request moves between the workers of a simulated cluster, (..., N), collectives being rings."""
     cluster = worker.num_workers, worker.idle, worker.weight.device
     if isinstance(request, DenseSum):
-        codes = request.weight.dtype, request.code, request.sum_code
-        return _summed_by_region(request.tensor.shape[-1], *codes, *cluster)
+        codes = request.code, request.sum_code
+        return _summed_by_region(request.tensor.shape[-1], request.weight.dtype, codes, cluster)
     size, num_entries = _contribution(request, worker)
     if isinstance(request, Broadcast):
         return _passed_on(request.source, size, num_entries, worker)
     is_known = isinstance(size, int) and isinstance(num_entries, int)
-    return (_gathered_alike if is_known else _gathered)(size, num_entries, *cluster)
+    return (_gathered_alike if is_known else _gathered)(size, num_entries, cluster)
 
 
 def _sparse_bytes(
@@ -164,14 +145,8 @@ def before_a_step(batch_shape: tuple[int, ...], numel: int, device: torch.device
     return nothing
 
 
-def _gathered(
-    size: int | Tensor,
-    num_entries: int | Tensor,
-    num_workers: int,
-    idle: tuple[int, ...],
-    device: torch.device,
-) -> Traffic:
-    active = is_active(num_workers, idle, device)
+def _gathered(size: int | Tensor, num_entries: int | Tensor, cluster: _Cluster) -> Traffic:
+    active = is_active(*cluster)
     payload = active * size
     return Traffic.of(payload, *all_gather_bytes(payload), active * num_entries)
 
@@ -180,21 +155,11 @@ _gathered_alike = lru_cache(maxsize=256)(_gathered)
 
 
 @lru_cache(maxsize=256)
-def _summed_by_region(
-    numel: int,
-    dtype: torch.dtype,
-    code: str,
-    sum_code: str,
-    num_workers: int,
-    idle: tuple[int, ...],
-    device: torch.device,
-) -> Traffic:
+def _summed_by_region(numel: int, dtype: torch.dtype, codes: tuple[str, str], cluster: _Cluster) -> Traffic:
     """A `DenseSum`: parts to the owners of the regions, then a ring all_gather of the sums."""
-    active = is_active(num_workers, idle, device)
-    parts, sums = (
-        torch.tensor(region_bytes(numel, num_workers, idle, dtype, c), device=device)
-        for c in (code, sum_code)
-    )
+    active, (num_workers, idle, device) = is_active(*cluster), cluster
+    sizes = (region_bytes(numel, num_workers, idle, dtype, code) for code in codes)
+    parts, sums = (torch.tensor(size, device=device) for size in sizes)
     sums_sent, sums_received = all_gather_bytes(sums)
     sent = active * (parts.sum() - parts) + sums_sent
     received = parts * (active.sum() - 1) + sums_received

@@ -49,7 +49,6 @@ class Layout:
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        """Check that the layers follow one another."""
         start = 0
         for layer in self.layers:
             if layer.start != start:

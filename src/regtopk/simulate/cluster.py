@@ -11,6 +11,7 @@ from regtopk import kernels
 from regtopk.core.algorithm import Algorithm, converse
 from regtopk.core.codes import check_index_code
 from regtopk.core.link import Link
+from regtopk.core.options import check_integer
 from regtopk.core.precision import check_residual_dtype, exchange, initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.traffic import Traffic
@@ -54,8 +55,7 @@ class Cluster:
         is_checked: bool = True,
         residual_dtype: str = "float32",
     ) -> None:
-        if type(num_workers) is not int or num_workers < 1:
-            raise ArgumentError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
+        check_integer("num_workers", num_workers, at_least=1)
         self.algorithm = algorithm
         self.num_workers = num_workers
         self.weights = check_weights(weights, num_workers)
@@ -75,16 +75,9 @@ class Cluster:
 
     @torch.no_grad()
     def step(self, grads: Tensor) -> Tensor:
-        """Run one step of all workers.
+        """Run one step of all workers: finite gradients (N, J) in, the aggregate (J,) out, in their dtype.
 
-        Args:
-            grads: (N, J), floating point and finite; not changed.
-
-        Returns:
-            The aggregate, (J,), in the dtype of the gradients.
-
-        Raises:
-            GradientError: the gradients do not fit; no state has changed.
+        Raises `GradientError` if the gradients do not fit; no state has changed then.
         """
         self._check(grads)
         worker = self._worker_at_this_step(grads)
@@ -192,11 +185,8 @@ class Cluster:
         return Worker(*facts, idle=self._idle, index_code=self.index_code)
 
     def _converse(self, grads: Tensor, state: State, worker: Worker, driver: SimulatedDriver) -> Tensor:
-        conversation = exchange(self.algorithm, grads, state, worker)
-        if not self._idle:
-            return converse(conversation, driver.answer)
-        idle = torch.tensor(self._idle, device=grads.device)
-        kept = state.copy_of_workers(idle)
-        aggregate = converse(conversation, driver.answer)
+        idle = torch.tensor(self._idle, dtype=torch.int64, device=grads.device)
+        kept = state.copy_of_workers(idle) if self._idle else {}
+        aggregate = converse(exchange(self.algorithm, grads, state, worker), driver.answer)
         state.restore_workers_(idle, kept)
         return aggregate

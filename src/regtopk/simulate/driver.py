@@ -6,18 +6,14 @@ Messages are (N, m), or (R, N, m) for R independent replicas. What is received h
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.codes import quantise
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, Peek, Request, SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
+from regtopk.core.requests import DenseSum, Gather, Gathered, OfSenders, Peek, Request, SenderSum, SparseSum
 from regtopk.core.traffic import before_a_step, is_active, moved
 from regtopk.core.worker import Worker
-
-ROUNDS: dict[type, int] = {SparseSum: 1, SenderSum: 1, DenseSum: 2, Gather: 1, Broadcast: 1, Peek: 0}
 
 
 class SimulatedDriver:
@@ -34,7 +30,7 @@ class SimulatedDriver:
 
     def answer(self, request: Request) -> Any:
         """What the cluster makes of a request."""
-        self.num_rounds += ROUNDS[type(request)]
+        self.num_rounds += request.num_rounds
         self.traffic = self.traffic + moved(request, self.worker)
         if isinstance(request, SparseSum):
             return self._sparse_sum(request)
@@ -52,10 +48,9 @@ class SimulatedDriver:
         total = _received(kernels.sum_sparse_in_rank_order(indices, weight * values, sparse.numel))
         if not isinstance(request, SenderSum):
             return total
-        sent_weight = _received(
-            kernels.sum_sparse_in_rank_order(indices, sparse.weight_of_each(weight), sparse.numel)
-        )
-        return OfSenders.of(total, sent_weight, _received(indices.flatten(-2)), weight.flatten())
+        sent_weight = kernels.sum_sparse_in_rank_order(indices, sparse.weight_of_each(weight), sparse.numel)
+        entries = _received(indices.flatten(-2))
+        return OfSenders.of(total, _received(sent_weight), entries, weight.flatten())
 
     def _dense_sum(self, request: DenseSum) -> Tensor:
         total = _weighted_sum(request.tensor, request.weight)
@@ -77,11 +72,9 @@ class SimulatedDriver:
 
     def _gather(self, request: Gather) -> Gathered:
         tensor, worker = request.tensor, self.worker
-        counts = request.count
-        if counts is None:
-            counts = torch.full(tensor.shape[:-1], tensor.shape[-1], device=tensor.device)
-        counts = counts * is_active(worker.num_workers, worker.idle, tensor.device)
-        return Gathered(tensor.clone(), counts)  # what is received is never the sender's own memory
+        active = is_active(worker.num_workers, worker.idle, tensor.device)
+        counts = active * (tensor.shape[-1] if request.count is None else request.count)
+        return Gathered(tensor.clone(), counts.expand(tensor.shape[:-1]))  # never the sender's memory
 
 
 def _weighted_sum(tensor: Tensor, weight: Tensor) -> Tensor:

@@ -44,13 +44,9 @@ def pack_fields(fields: Tensor, width: int) -> Tensor:
 
 
 def read_fields(words: Tensor, start: Tensor, width: Tensor, num: int) -> Tensor:
-    """The first `num` fields (..., num) int64 of a section that may differ between rows.
+    """The first `num` fields (..., num) int64 of each row's own start and width, (..., 1), 0..32.
 
-    Args:
-        words: (..., w) int32.
-        start: (..., 1) int64, the word the section starts at.
-        width: (..., 1) int64, 0..32.
-        num: how many; what lies past the words is arbitrary.
+    What lies past the words, (..., w), is arbitrary.
     """
     bit = torch.arange(num, device=words.device) * width
     word = start + (bit >> 5)

@@ -23,11 +23,8 @@ from regtopk.wire import bits
 def pack_indices(indices: Tensor, numel: int, index_code: str) -> tuple[str, Tensor, Tensor]:
     """The code used ("bitmap" where that is smaller), and the words of its fields and of its unary bits.
 
-    Args:
-        indices: (..., k), ascending and distinct, without padding. With "rice", whose length depends on them,
-            one number is read back from the device, and there must be no leading dimensions.
-        numel: J.
-        index_code: one of `INDEX_CODES`.
+    Indices, (..., k), are ascending, distinct and without padding. With "rice", whose length depends on them,
+    one number is read back from the device, and there must be no leading dimensions.
     """
     count, is_rice = indices.shape[-1], index_code == "rice"
     is_bitmap, width, unary_bits = layout_of_count(count, numel, index_code)
@@ -57,19 +54,9 @@ def unpack_indices(
     capacity: int,
     index_code: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Decode rows that may hold different numbers of indices.
+    """Indices (..., capacity), whether they are sound (...,), and the word behind them (...,).
 
-    Args:
-        words: (..., w) int32.
-        start: (...,) int64, the word each row's indices start at.
-        count: (...,) int64, 0 <= count <= capacity.
-        layout: what follows for each row from count.
-        numel: J.
-        capacity: the most indices a row may hold.
-        index_code: one of `INDEX_CODES`; "elias-fano" includes the bitmap, where that is smaller.
-
-    Returns:
-        Indices (..., capacity), whether they are sound (...,), and the word behind them (...,).
+    Each row of words (..., w) has its own start, count and layout, (...,). "elias-fano" includes the bitmap.
     """
     middle = start + layout.field_words
     end = middle + num_words(layout.unary_bits)

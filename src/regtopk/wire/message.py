@@ -13,50 +13,26 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.blocks import NUM_SCALES
-from regtopk.core.codes import (
-    HEADER_WORDS,
-    MAX_NUMEL,
-    VALUE_BITS,
-    check_index_code,
-    num_words,
-    value_words,
-    wire_code,
-)
+from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, check_index_code, num_words, value_words, wire_code
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
+from regtopk.wire import frame
 from regtopk.wire.bits import reinterpret
-from regtopk.wire.frame import (
-    BITS,
-    INDEX_IDS,
-    NUMBERS,
-    VALUE_IDS,
-    Header,
-    check_frame,
-    kinds_of,
-    make_frame,
-    reasons,
-    seal,
-    status_of,
-    to_words,
-)
 from regtopk.wire.indices import are_in_order, layout_of_count, pack_indices, unpack_indices
 from regtopk.wire.values import pack_values, unpack_values
+
+_VALUE_CODES = {number: code for code, number in frame.VALUE_IDS.items()}
+_INDEX_CODES = {number: code for code, number in frame.INDEX_IDS.items() if code != "dense"}
+_INDEX_CODES[frame.INDEX_IDS["bitmap"]] = "elias-fano"  # which is sent as a bitmap where that is smaller
 
 
 def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     """One worker's message, or a batch of equally long ones, as bytes (..., num_bytes) uint8.
 
-    Nothing is read back from the device, except one number where the length depends on values there: with
-    "rice", and with padding. Indices that are not ascending and distinct, and values that are not finite
-    (residual + gradient may overflow), are marked in the frame, and every receiver refuses the message.
-
-    Args:
-        sparse: values on the grid of its code. Leading dimensions are a batch; with padding or with
-            "rice" the lengths would differ, so then there must be none.
-        index_code: one of `INDEX_CODES`.
-
-    Raises:
-        ArgumentError: the code cannot hold J, or the batch is not of equal lengths.
+    The values must lie on the grid of their code. With padding or "rice" the lengths of a batch would differ:
+    then there must be no leading dimensions, and one number is read back from the device. Indices that are
+    not ascending and distinct, and values that are not finite (residual + gradient may overflow), are marked
+    in the frame, and every receiver refuses the message.
     """
     check_index_code(index_code, sparse.numel)
     if sparse.indices.dim() > 1 and (sparse.count is not None or index_code == "rice"):
@@ -86,8 +62,8 @@ def _encode(
         return (_encode_by(programs, numel, value_code, indices, values),)
     used_code, fields, unary = pack_indices(indices, numel, index_code)
     is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
-    frame = make_frame(is_ascending, is_finite, numel, indices.shape[-1], used_code, value_code)
-    return (seal([frame, pack_values(values, value_code), fields, unary]),)
+    start = frame.make_frame(is_ascending, is_finite, numel, indices.shape[-1], used_code, value_code)
+    return (frame.seal([start, pack_values(values, value_code), fields, unary]),)
 
 
 def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
@@ -95,12 +71,12 @@ def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, valu
     *batch, k = indices.shape
     is_bitmap, width, unary_bits = layout_of_count(k, numel, "elias-fano")
     sizes = is_bitmap, width, num_words(k * width), num_words(unary_bits)
-    kinds = kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
-    frame = {**NUMBERS, "KINDS": kinds, "numel": numel}
+    kinds = frame.kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
+    known = {**frame.NUMBERS, "KINDS": kinds, "numel": numel}
     value_words = pack_values(values, value_code)
     num_rows = math.prod(batch)  # not -1: there may be no entries
     rows = (t.reshape(num_rows, t.shape[-1]).contiguous() for t in (indices, values, value_words))
-    words = programs.write_messages(*rows, sizes, frame)
+    words = programs.write_messages(*rows, sizes, known)
     return reinterpret(words, torch.uint8).view(*batch, -1)
 
 
@@ -109,37 +85,30 @@ def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     value_code = wire_code(values.dtype, code)
     size = values.shape[-1]
     is_finite = torch.isfinite(values).all(-1)
-    frame = make_frame(torch.ones_like(is_finite), is_finite, size, size, "dense", value_code)
-    return seal([frame, pack_values(values, value_code)])
+    start = frame.make_frame(torch.ones_like(is_finite), is_finite, size, size, "dense", value_code)
+    return frame.seal([start, pack_values(values, value_code)])
 
 
 def decode(message: Tensor, numel: int) -> SparseGradient:
     """The sparse gradient in one message (num_bytes,) uint8, of a vector of `numel` entries.
 
-    Every length is checked before anything is allocated for it.
-
-    Raises:
-        WireFormatError: the message is damaged, truncated, of another format or of another J.
+    Raises `WireFormatError` if the message is damaged, truncated, of another format or of another J. Every
+    length is checked before anything is allocated for it.
     """
-    if message.dim() != 1 or not 0 <= numel <= MAX_NUMEL:
-        raise ArgumentError(
-            f"message must have shape (num_bytes,) and numel be in 0..{MAX_NUMEL}, "
-            f"got {tuple(message.shape)} and {numel}"
-        )
-    words = to_words(message).unsqueeze(0)
+    if message.dim() != 1:
+        raise ArgumentError(f"message must have shape (num_bytes,), got {tuple(message.shape)}")
+    words = frame.to_words(message).unsqueeze(0)
     index_id, value_id = message[5:7].tolist()
-    index_code = {i: code for code, i in INDEX_IDS.items() if code != "dense"}.get(index_id)
-    value_code = {i: code for code, i in VALUE_IDS.items()}.get(value_id)
-    if index_code is None or value_code is None:
+    if index_id not in _INDEX_CODES or value_id not in _VALUE_CODES:
         raise WireFormatError(
             f"index and value codes of a message must be known, got {index_id} and {value_id}"
         )
-    index_code = "elias-fano" if index_code == "bitmap" else index_code
+    index_code, value_code = _INDEX_CODES[index_id], _VALUE_CODES[value_id]
     try:
         check_index_code(index_code, numel)
     except ArgumentError as error:
         raise WireFormatError(f"index code of a message must hold indices below J: {error}") from None
-    header = check_frame(words, numel, numel, index_code, value_code)
+    header = frame.check_frame(words, numel, numel, index_code, value_code)
     _raise_if(header.status)
     dtype = torch.float64 if value_code == "float64" else torch.float32
     capacity = int(header.num_entries)
@@ -164,21 +133,17 @@ def decode_rows(
         messages: (N, num_bytes) uint8; shorter ones followed by zeros up to the length of the longest.
         numel: J.
         capacity: the most entries a message may hold.
-        index_code: the index code expected of all.
-        value_code: the value code expected of all.
+        index_code, value_code: the codes expected of all.
         dtype: of the values: float32, or float64 where the gradients are.
 
     Returns:
         (N, capacity) entries with a count for each row, and a status (N,) int64: 0, or one bit for each of
         `REASONS`. A row that is not in order counts no entries.
-
-    Raises:
-        WireFormatError: no message can have this length.
     """
     check_index_code(index_code, numel)
     value_code = wire_code(dtype, value_code)
     settings = numel, capacity, index_code, value_code, dtype
-    indices, values, count, status = kernels.repeat(_decode_rows, settings, (), (to_words(messages),))
+    indices, values, count, status = kernels.repeat(_decode_rows, settings, (), (frame.to_words(messages),))
     return SparseGradient(indices, values, numel, count, _number_code(value_code)), status
 
 
@@ -188,7 +153,7 @@ def _decode_rows(
     programs = kernels.message_programs(words)
     if programs is not None and index_code == "elias-fano" and words.shape[0] <= kernels.MAX_ROWS["cuda"]:
         return _decode_by(programs, numel, capacity, value_code, dtype, words.contiguous())
-    header = check_frame(words, numel, capacity, index_code, value_code)
+    header = frame.check_frame(words, numel, capacity, index_code, value_code)
     found, status, _ = _decode_body(words, header, numel, capacity, index_code, value_code, dtype)
     return found.indices, found.values, found.counts, status
 
@@ -197,23 +162,21 @@ def _decode_by(
     programs: Any, numel: int, capacity: int, value_code: str, dtype: torch.dtype, words: Tensor
 ) -> tuple[Tensor, ...]:
     """The same entries, read by a device's own programs."""
-    frame = {
-        **NUMBERS,
-        "VALUE_ID": VALUE_IDS[value_code],
+    known = {
+        **frame.NUMBERS,
+        "VALUE_ID": frame.VALUE_IDS[value_code],
         "VALUE_BITS": VALUE_BITS.get(value_code, 0),
         "NUM_SCALES": NUM_SCALES.get(value_code, 0),
         "HAS_FLOATS": value_code == "float32" and dtype == torch.float32,
         "numel": numel,
         "capacity": capacity,
     }
-    facts, are_bad = programs.read_frames(words, frame)
+    facts, are_bad = programs.read_frames(words, known)
     values = None
-    if not frame["HAS_FLOATS"]:
-        count = facts[0]
-        start = torch.full_like(count, HEADER_WORDS)
-        values, are_sound = unpack_values(words, start, count, capacity, value_code, dtype)
+    if not known["HAS_FLOATS"]:
+        values, are_sound = unpack_values(words, facts[0], capacity, value_code, dtype)
         are_bad = (~are_sound).long()
-    entries: tuple[Tensor, ...] = programs.read_entries(words, facts, are_bad, values, frame)
+    entries: tuple[Tensor, ...] = programs.read_entries(words, facts, are_bad, values, known)
     return entries
 
 
@@ -221,24 +184,23 @@ def decode_segment(
     messages: Tensor, size: int, code: str = "float32", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Dense values (..., size) of messages (..., num_bytes), zero in bad ones, and a status (...,)."""
-    words = to_words(messages)
+    words = frame.to_words(messages)
     value_code = wire_code(dtype, code)
-    count, status, _ = check_frame(words, size, size, "dense", value_code)
-    start = torch.full_like(count, HEADER_WORDS)
-    values, is_sound = unpack_values(words, start, count, size, value_code, dtype)
+    count, status, _ = frame.check_frame(words, size, size, "dense", value_code)
+    values, is_sound = unpack_values(words, count, size, value_code, dtype)
     is_full = (count == size) | (status != 0)  # what else is wrong explains it
-    status = status + status_of(values=is_sound, count=is_full)
+    status = status + frame.status_of(values=is_sound, count=is_full)
     return values.masked_fill((status != 0).unsqueeze(-1), 0), status
 
 
 def _raise_if(status: Tensor) -> None:
     if bits := int(status):
-        raise WireFormatError(f"message is refused: {reasons(bits)}")
+        raise WireFormatError(f"message is refused: {frame.reasons(bits)}")
 
 
 def _decode_body(
     words: Tensor,
-    header: Header,
+    header: frame.Header,
     numel: int,
     capacity: int,
     index_code: str,
@@ -248,12 +210,11 @@ def _decode_body(
     """The entries, (..., capacity), what is wrong with each message, and the word behind it, (...,)."""
     count, status, layout = header
     assert layout is not None
-    start = torch.full_like(count, HEADER_WORDS)
-    values, values_are_sound = unpack_values(words, start, count, capacity, value_code, dtype)
-    start = start + value_words(count, value_code)
+    values, values_are_sound = unpack_values(words, count, capacity, value_code, dtype)
+    start = HEADER_WORDS + value_words(count, value_code)
     indices, indices_are_sound, end = unpack_indices(words, start, count, layout, numel, capacity, index_code)
-    is_long_enough = (end <= words.shape[-1]) | (status & BITS["length"] != 0)  # once is enough
-    status = status + status_of(indices=indices_are_sound, values=values_are_sound, length=is_long_enough)
+    is_whole = (end <= words.shape[-1]) | (status & frame.BITS["length"] != 0)  # once is enough
+    status = status + frame.status_of(indices=indices_are_sound, values=values_are_sound, length=is_whole)
     count = count * (status == 0)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
     indices, values = indices.masked_fill(is_padding, 0), values.masked_fill(is_padding, 0)

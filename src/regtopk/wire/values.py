@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
-from regtopk.core.codes import VALUE_BITS, num_words
+from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, num_words
 from regtopk.wire import bits
 
 _NUMBERS = {
@@ -30,33 +30,25 @@ def pack_values(values: Tensor, code: str) -> Tensor:
 
 
 def unpack_values(
-    words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str, dtype: torch.dtype
+    words: Tensor, count: Tensor, capacity: int, code: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Decode rows that may hold different numbers of values.
+    """The values (..., capacity) behind the frames of messages, and whether they are sound (...,).
 
-    Args:
-        words: (..., w) int32.
-        start: (...,) int64, the word each row's values start at.
-        count: (...,) int64, 0 <= count <= capacity.
-        capacity: the most values a row may hold.
-        code: a wire code.
-        dtype: of the result, float32 or float64.
-
-    Returns:
-        Values (..., capacity), zero in padding, and whether they are sound (...,).
+    Rows of words (..., w) int32 may hold different numbers of values, count (...,); the rest is zero.
     """
     if code == "none":
         nothing = torch.zeros(*count.shape, capacity, dtype=dtype, device=words.device)
         return nothing, torch.ones_like(count, dtype=torch.bool)
     is_padding = torch.arange(capacity, device=words.device) >= count.unsqueeze(-1)
     num = num_words(capacity * VALUE_BITS[code])
+    start = torch.full_like(count, HEADER_WORDS).unsqueeze(-1)
     if code in _NUMBERS:
-        section = bits.take_words(words, start.unsqueeze(-1), num)
+        section = bits.take_words(words, start, num)
         values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].masked_fill(is_padding, 0)
         return values.to(dtype), torch.isfinite(values).all(-1)
     scales = _take_scales(words, start, count, capacity, code)
-    num_scales = NUM_SCALES[code] * ((count + BLOCK - 1) // BLOCK)
-    section = bits.take_words(words, (start + num_scales).unsqueeze(-1), num)
+    num_scales = NUM_SCALES[code] * ((count.unsqueeze(-1) + BLOCK - 1) // BLOCK)
+    section = bits.take_words(words, start + num_scales, num)
     symbols = bits.unpack(section, VALUE_BITS[code])[..., :capacity]
     values = dequantise(symbols, scales, code).masked_fill(is_padding, 0)
     lo, hi = scales[..., 0], scales[..., -1]
@@ -69,7 +61,7 @@ def unpack_values(
 def _take_scales(words: Tensor, start: Tensor, count: Tensor, capacity: int, code: str) -> Tensor:
     """The scales (..., blocks, 1 or 2) float32, zero in blocks that are all padding."""
     num_blocks = -(-capacity // BLOCK)
-    section = bits.take_words(words, start.unsqueeze(-1), num_blocks * NUM_SCALES[code])
+    section = bits.take_words(words, start, num_blocks * NUM_SCALES[code])
     scales = section.view(torch.float32).view(*count.shape, num_blocks, NUM_SCALES[code])
     first = torch.arange(0, num_blocks * BLOCK, BLOCK, device=words.device)
     return scales.masked_fill((first >= count.unsqueeze(-1)).unsqueeze(-1), 0.0)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.core.requests import SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
+from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer, Total

@@ -12,8 +12,7 @@ from torch import Tensor
 from regtopk.core.blocks import BLOCK, NUM_SCALES
 from regtopk.core.codes import longest_message_bytes
 from regtopk.core.regions import sender_code, split_of
-from regtopk.core.requests import SenderSum, SparseSum
-from regtopk.core.senders import OfSenders
+from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.errors import WireFormatError

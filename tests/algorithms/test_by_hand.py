@@ -1,0 +1,236 @@
+"""Steps worked out by hand, of algorithms whose equations are short."""
+
+import pytest
+import torch
+
+from regtopk import (
+    AdaComp,
+    Dense,
+    Dryden,
+    GlobalTopK,
+    GradientDropping,
+    HardThreshold,
+    MIPDStyle,
+    RandomK,
+    ScaleCom,
+    Strom,
+    TopK,
+)
+from regtopk.algorithms.mipd_style import layer_budgets
+from regtopk.core import Layout, Peek, Worker
+from regtopk.core.random import random_subset
+from regtopk.errors import ArgumentError
+from regtopk.simulate import Cluster
+from tests.algorithms.cases import Steps
+
+CONV_LINEAR = Layout.of_shapes([("conv", (4,), "conv"), ("linear", (3,), "linear")])
+WIDE_NARROW = Layout.of_shapes([("wide", (4,), "other"), ("narrow", (2,), "other")])
+
+BY_HAND = [
+    # 6/4 - 18/4, 4/4 + 12/4, 1/4 + 6/4
+    Steps(Dense(), [([[6, 4, 1], [-6, 4, 2]], [-3, 4, 1.75])], weights=[0.25, 0.75]),
+    Steps(
+        TopK(k=1),
+        [
+            # both send entry 0: 6/2 - 6/2 = 0.                      e_0 = (0, 4, 1), e_1 = (0, 4, 2)
+            ([[6, 4, 1], [-6, 4, 2]], [0, 0, 0]),
+            # a_0 = (1, 4, 5): entry 2. a_1 = (1, 6, 5): entry 1.    e_0 = (1, 4, 0), e_1 = (1, 0, 5)
+            ([[1, 0, 4], [1, 2, 3]], [0, 3, 2.5]),
+            # nothing new: a_0 = (1, 4, 0), entry 1; a_1 = (1, 0, 5), entry 2
+            ([[0, 0, 0], [0, 0, 0]], [0, 2, 2.5]),
+        ],
+    ),
+    Steps(
+        GlobalTopK(k=1),
+        [
+            # a = (0, 4, 1.5): entry 1.                              e_0 = (6, 0, 1), e_1 = (-6, 0, 2)
+            ([[6, 4, 1], [-6, 4, 2]], [0, 4, 0]),
+            # a = ((7 - 5) / 2, (0 + 2) / 2, (4 + 5) / 2): entry 2
+            ([[1, 0, 3], [1, 2, 3]], [0, 0, 4.5]),
+            # a = ((7 - 15) / 2, 1, 0): entry 0, the largest by magnitude
+            ([[0, 0, 0], [-10, 0, 0]], [-4, 0, 0]),
+        ],
+    ),
+    Steps(
+        HardThreshold(k=4),  # lambda = 1 / (2 · 2) = 0.25.     e = (0, -0.125, 0, 0, 0)
+        [
+            ([[0.25, -0.125, 0.5, 0, -0.375]], [0.25, 0, 0.5, 0, -0.375]),
+            ([[0, -0.125, 0.125, 0, 0]], [0, -0.25, 0, 0, 0]),
+        ],
+    ),
+    Steps(
+        HardThreshold(threshold=2.0),
+        [([[2, -3, 1], [1, 1, 1]], [1, -1.5, 0]), ([[1, 1, 1], [1, 1, 1]], [1, 1, 2])],
+    ),
+    Steps(
+        ScaleCom(k=1),
+        [
+            # worker 0 leads: entry 0.                          e_0 = (0, 4, 1), e_1 = (0, 2, 8)
+            ([[6, 4, 1], [-4, 2, 8]], [(6 - 4) / 2, 0, 0]),
+            # worker 1 leads: a_1 = (0, 2, 8), entry 2.         e_0 = (0, 4, 0), e_1 = (0, 2, 0)
+            ([[0, 0, 0], [0, 0, 0]], [0, 0, (1 + 8) / 2]),
+            # worker 0 leads again: entry 1
+            ([[0, 0, 0], [0, 0, 0]], [0, (4 + 2) / 2, 0]),
+        ],
+    ),
+    Steps(
+        ScaleCom(k=1, beta=0.25),
+        [
+            # entry 0: a - s * a = (0, 4, 1) and (0, 2, 8), of which a quarter is kept
+            ([[6, 4, 1], [-4, 2, 8]], [1, 0, 0]),
+            # worker 1 leads: a_0 = (0, 1, 1.25), a_1 = (0, 0.5, 3), entry 2, (1.25 + 3) / 2
+            ([[0, 0, 1], [0, 0, 1]], [0, 0, 2.125]),
+        ],
+        # 0.75 e + 0.25 (a - s * a): entry 2 was sent, and still 0.75 of the old residual stays there
+        residual=[[0, 0.75 * 1 + 0.25 * 1, 0.75 * 0.25], [0, 0.75 * 0.5 + 0.25 * 0.5, 0.75 * 2]],
+    ),
+    Steps(
+        Strom(tau=1.0),
+        [
+            # worker 0 sends +1 for entry 0 and -1 for entry 2, worker 1 nothing.      e_0 = (1.5, -0.5, 0)
+            ([[2.5, -0.5, -1], [0.25, 0.75, 0]], [0.5, 0, -0.5]),
+            # a_0 = (1.5, -1.25, 0): + - ., a_1 = (0.25, 1, 0): . + .                  e_0 = (0.5, -0.25, 0)
+            ([[0, -0.75, 0], [0, 0.25, 0]], [0.5, 0, 0]),
+        ],
+        residual=[[0.5, -0.25, 0], [0.25, 0, 0]],
+    ),
+    Steps(
+        Dryden(density=0.5),
+        [
+            # half of 4 positives: 8, 4, of mean 6; half of 2 negatives: -6
+            ([[8, 4, 1, 0.5, -6, -3, 0, 0]], [6, 6, 0, 0, -6, 0, 0, 0]),
+            # a = (2, -2, 1, 0.5, 0, -3, 0, 0): 1.5 of 3 positives rounds to 2: 2, 1, of mean 1.5; of 2
+            # negatives -3
+            ([[0] * 8], [1.5, 0, 1.5, 0, 0, -3, 0, 0]),
+        ],
+        residual=[[0.5, -2, -0.5, 0.5, 0, 0, 0, 0]],
+    ),
+    # worker 0: 1 of 2 positives, 1 of 2 negatives; worker 1: 2 of 4 positives, of mean 3; it has no negatives
+    Steps(Dryden(k=2), [([[4, 1, -1, -2], [1, 2, 1, 4]], [2, 1.5, 0, 0.5])]),
+    Steps(
+        MIPDStyle(k=3, decay=0.5),
+        [
+            # worker 0 sends 4 and -2 of the wide layer and 3 of the narrow one, worker 1 one and two
+            ([[4, -2, 1, 1, 3, -1], [1, 3, 1, 1, -20, 10]], [2, 0.5, 0, 0, -8.5, 5]),
+            # left are (0, 0, 1, 1, 0, -1) and (1, 0, 1, 1, 0, 0), and next time half of it: 0.5 of means 0.25
+            # and 0.25 in worker 0, of means 0.375 and 0 in worker 1, that is (2, 1) and (3, 0) entries
+            ([[0] * 6, [0] * 6], [0.25, 0, 0.5, 0.5, 0, -0.25]),
+        ],
+        layout=WIDE_NARROW,
+    ),
+    Steps(
+        GradientDropping(density=0.25),
+        [
+            # the sample is all of 8 entries; a quarter of them reaches 7.     e = (0, 0, 6, 5, ...)
+            ([[8, -7, 6, 5, 0.5, 0.3, -0.2, 0.1]], [8, -7, 0, 0, 0, 0, 0, 0]),
+            # a = (1, 1, 6, 5, 0.5, ...): a quarter reaches 5
+            ([[1, 1, 0, 0, 0, 0, 0, 0]], [0, 0, 6, 5, 0, 0, 0, 0]),
+        ],
+    ),
+    Steps(
+        AdaComp(bin_conv=2, bin_other=3),
+        [
+            # e = 0, so H = 2 a
+            # conv: bins of maximum 4 and 2, |H| = 8, 2 and 4, 3: entries 0, 2, 3, of value (4 + 2) / 2
+            # linear: one bin of maximum 6, |H| = 2, 12, 6: entries 5, 6, of value -6
+            ([[4, -1, 2, 1.5, 1, -6, -3]], [3, 0, 3, 3, 0, -6, -6]),
+            # e = (1, -1, -1, -1.5, 1, 0, 3)
+            # conv: a = 1.5, -1.5 and -0.5, -1.5, H = 2, -2 and 0, -1.5: entries 0, 1, 3, of value 1.5
+            # linear: a = 1, 1, 3, H = 1, 2, 3: entry 6, of value 3
+            # 1.5 and 3 are positive values of one block of the code: both travel as their mean, 2.25
+            ([[0.5, -0.5, 0.5, 0, 0, 1, 0]], [2.25, -1.5, 0, -1.5, 0, 0, 2.25]),
+        ],
+        residual=[[-0.75, 0, -0.5, 0, 1, 1, 0.75]],
+        layout=CONV_LINEAR,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BY_HAND, ids=str)
+def test_by_hand(case: Steps) -> None:
+    case.check()
+
+
+def test_an_oracle_that_is_refused_has_changed_nothing() -> None:
+    algorithm = GlobalTopK(k=1)
+    worker = Worker(torch.tensor(0.5), torch.tensor(0), 2, 0, Layout.anonymous(3))
+    state = algorithm.init(worker)
+    conversation = algorithm.exchange(torch.tensor([6.0, 4.0, 1.0]), state, worker)
+    assert isinstance(next(conversation), Peek)
+    conversation.close()  # the driver of a real cluster cannot answer, and gives up
+    assert state.residual.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_worker_of_weight_zero_does_not_lead_scalecom() -> None:
+    cluster = Cluster(ScaleCom(k=1), num_workers=3, weights=[0.0, 0.5, 0.5])
+    grads = torch.tensor([[9.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 4.0]])
+    assert [cluster.step(grads).argmax().item() for _ in range(3)] == [1, 2, 1]
+
+
+def test_only_the_leader_of_scalecom_sends_indices() -> None:
+    cluster = Cluster(ScaleCom(k=40), num_workers=2)
+    cluster.step(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)))
+    leader, other = cluster.last_step.payload_bytes.tolist()
+    # a frame, 40 fields of floor(log2(1000 / 40)) = 4 bits in 5 words, 40 + (999 >> 4) = 102 unary bits in 4
+    assert leader - other == 32 + 4 * 5 + 4 * 4
+    assert other == 32 + 4 * 40  # one region, 40 values
+    assert cluster.last_step.num_entries.tolist() == [40, 40]
+
+
+def test_dryden_sends_at_least_one_of_either_sign_and_has_no_other_code() -> None:
+    cluster = Cluster(Dryden(density=0.02), num_workers=1)
+    assert float(cluster.step(torch.cat([torch.ones(99), -torch.ones(1)])[None])[99]) == -1.0
+    assert cluster.last_step.num_entries.tolist() == [3]
+    with pytest.raises(TypeError, match="value_code"):
+        Dryden(k=1, value_code="float32")  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="give exactly one of density and k"):
+        Dryden()
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "k", "budgets"),
+    [
+        ([4, -2, 1, 1, 3, -1], 3, [2, 1]),  # means 2 and 2: a density of 3/6 for both
+        ([4, -2, 1, 1, 0.3, -0.1], 3, [3, 0]),  # means 2 and 0.2: c = 3 / 8.4, so 2.86 and 0.14 entries
+        ([1, 1, 1, 1, 10, 10], 3, [1, 2]),  # 3 · 10 / 24 > 1: the narrow one sends all, 1 is left for 4
+        ([0, 0, 0, 0, 5, 5], 3, [1, 2]),  # what is left goes to entries that are zero
+        ([0, 0, 0, 0, 0, 0], 3, [2, 1]),
+        ([7, 1, 0, 0, 0, 9], 6, [4, 2]),
+    ],
+)
+def test_budgets_of_layers_follow_the_mean_magnitude(
+    accumulated: list[float], k: int, budgets: list[int]
+) -> None:
+    assert layer_budgets(torch.tensor(accumulated), list(WIDE_NARROW.layers), k).tolist() == budgets
+
+
+def test_gradient_dropping_sends_about_k_and_no_zeros() -> None:
+    """3200 of 200,000 entries are sampled, and 32 of these reach the threshold: 18 % off is one sigma."""
+    cluster = Cluster(GradientDropping(density=0.01), num_workers=4)
+    cluster.step(torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0)))
+    num_sent = cluster.last_step.num_entries
+    assert len(set(num_sent.tolist())) > 1 and 2000 not in num_sent  # a sample, not exactly k
+    assert bool(((num_sent > 1000) & (num_sent < 4000)).all())
+    one = Cluster(GradientDropping(density=0.1), num_workers=1)
+    one.step(torch.eye(1000)[500:501])
+    assert one.last_step.num_entries.tolist() == [1]
+
+
+def test_bins_are_50_in_convolutions_and_500_elsewhere() -> None:
+    layout = Layout.of_shapes([("conv", (100,), "conv"), ("linear", (100,), "linear")])
+    grads = torch.full((1, 200), 0.1)
+    grads[0, [0, 100]], grads[0, [50, 150]] = 10.0, 4.0
+    cluster = Cluster(AdaComp(), num_workers=1, layout=layout)
+    aggregate = cluster.step(grads)
+    assert aggregate.nonzero().flatten().tolist() == [0, 50, 100]  # 2 · 4 does not reach 10 in one bin
+
+
+def test_randomk_by_hand() -> None:
+    drawn = [int(random_subset(3, 1, 5, step)) for step in (0, 1)]
+    assert drawn[0] != drawn[1]  # seed 5 is one where they differ
+    cluster = Cluster(RandomK(k=1, seed=5), num_workers=2)
+    first = cluster.step(torch.tensor([[6.0, 4.0, 1.0], [-4.0, 4.0, 2.0]]))  # mean (1, 4, 1.5)
+    second = cluster.step(torch.tensor([[1.0, 0.0, 3.0], [1.0, 2.0, 3.0]]))  # mean (1, 1, 3)
+    assert first.tolist() == [value if entry == drawn[0] else 0 for entry, value in enumerate([1, 4, 1.5])]
+    # what was not drawn in the first step has been carried
+    assert second.tolist() == [value if entry == drawn[1] else 0 for entry, value in enumerate([2, 5, 4.5])]
