@@ -32,7 +32,7 @@ myst_heading_anchors = 3  # named as GitHub names them
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_mock_imports = ["torchft", "lightning", "transformers"]  # not installed everywhere
+autodoc_mock_imports = ["flwr", "torchft", "lightning", "transformers"]  # not installed everywhere
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88
 

@@ -168,7 +168,7 @@ class SparseFedAvg(FedAvg):
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> "tuple[ArrayRecord | None, MetricRecord | None]":
         """The model after this round, and the clients' metrics."""
         answers, _ = self._check_and_log_replies(list(replies), is_train=True, validate=False)
         replies_at: dict[int, tuple[Reply, float]] = {}
