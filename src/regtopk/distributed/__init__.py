@@ -13,7 +13,7 @@ The way of a gradient, from backward to the wire and back (a test traces it)::
 The way of an update, from the optimizer's step to the next round::
 
     updates/base                  the optimizer has made a step
-    regtopk/rounds                is a round due, and of which fragment? (torchft and the simulator ask it too)
+    regtopk/rounds                is a round due, and of which fragment? torchft and the simulator ask it too
     updates/rounds                what has changed since the round began is the update
     steps/step                    and so on as above; the aggregate is subtracted from where the round began
 
