@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import regtopk
-from regtopk.distributed.checkpoints.files import parts_in
+from regtopk.distributed.checkpoints.files import saves_in
 from regtopk.errors import ArgumentError
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
@@ -87,7 +87,7 @@ class Run:
 def steps_in(folder: Path) -> list[int]:
     """The steps that were saved, once all ranks are here: one of them removes old ones."""
     dist.barrier()
-    return sorted(save.step for save in parts_in(folder))
+    return sorted(save.step for save in saves_in(folder))
 
 
 def go_on(kind: str, folder: Path, asynchronous: bool) -> None:
@@ -218,7 +218,7 @@ def go_on_and_save(folder: Path) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize("how", HOW)
 def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, saved: Path, how: str) -> None:
     folder = shutil.copytree(saved, tmp_path / "run")
-    newest = folder / max(parts_in(folder)).folder
+    newest = folder / max(saves_in(folder)).folder
     damage(newest, how)
     before = contents_of(folder)
     (extra, said), (elsewhere, _) = two_ranks.run(go_on_and_save, folder)
@@ -228,7 +228,7 @@ def test_a_save_that_is_not_whole_is_skipped(two_ranks: Ranks, tmp_path: Path, s
     assert newest.exists() == was_complete  # a run removes nothing that it could not use
     if was_complete:
         assert contents_of(folder).items() >= {p: c for p, c in before.items() if newest.name in p}.items()
-    assert sorted(save.step for save in parts_in(folder)) == ([4, 8] if was_complete else [8])
+    assert sorted(save.step for save in saves_in(folder)) == ([4, 8] if was_complete else [8])
 
 
 def stop(folder: Path) -> list[tuple[str, str]]:
@@ -265,7 +265,7 @@ def test_a_first_save_that_was_never_complete_stops_nobody(
         damage(save, "unfinished")
     (extra, said), (elsewhere, _) = two_ranks.run(go_on_and_save, folder)
     assert extra is None and elsewhere is None and len(said) == 2
-    assert sorted(save.step for save in parts_in(folder)) == [6]
+    assert sorted(save.step for save in saves_in(folder)) == [6]
 
 
 @pytest.mark.parametrize("kind", ["gradients", "updates"])
@@ -328,9 +328,7 @@ def fill_the_disk(folder: Path, on_error: Any, asynchronous: bool) -> tuple[Any,
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
-    message = (
-        "checkpoint of step 4 was not written (rank 1: [Errno 27] File too large); the last complete one is "
-    )
+    message = "checkpoint of step 4 was not written (rank 1: OSError: [Errno 27] File too large); the last complete one is "
     results = two_ranks.run(fill_the_disk, tmp_path / "warn", "warn", asynchronous)
     assert results == [(None, [f"{message}of step 2; training goes on"], [2], [2, 6])] * 2
     results = two_ranks.run(fill_the_disk, tmp_path / "raise", "raise", asynchronous)
@@ -381,7 +379,7 @@ def fail_in_a_subgroup(folder: Path) -> list[str]:
             refusal(lambda: checkpoints.save(1, thing=Unwilling())),
             refusal(lambda: checkpoints.save(rank, net=net)),
         ]
-        assert list(parts_in(folder / "run")) == []  # what one rank cannot save is saved by none
+        assert list(saves_in(folder / "run")) == []  # what one rank cannot save is saved by none
         checkpoints.save(1, net=net)
         net.first.weight.data.fill_(7.0)
         refused.append(refusal(lambda: checkpoints.load(net=net if rank == 1 else other)))
@@ -397,7 +395,7 @@ SUBGROUP = [
     "ClusterError: rank 3 cannot save: ArgumentError: not now",
     "ClusterError: all ranks must save the same things at the same step, got ['net'] at step 1 on rank 1",
     "StateError: rank 3 cannot load the checkpoint: StateError: net of the checkpoint must be this model's",
-    "OutputError: checkpoint of step 2 was not written (rank 3: [Errno 27] File too large)",
+    "OutputError: checkpoint of step 2 was not written (rank 3: OSError: [Errno 27] File too large)",
 ]
 
 
@@ -421,9 +419,7 @@ def close_on_a_full_disk(folder: Path) -> list[str]:
 
 def test_close_tells_what_was_not_written(two_ranks: Ranks, tmp_path: Path) -> None:
     nothing, said = two_ranks.run(close_on_a_full_disk, tmp_path / "run")
-    assert nothing == [] and said == [
-        "checkpoint of step 1 was not written: OSError: [Errno 27] File too large"
-    ]
+    assert nothing == [] and said == ["checkpoint of step 1 was not written: OSError(27, 'File too large')"]
 
 
 def shard(shape: tuple[int, int], kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:

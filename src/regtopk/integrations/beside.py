@@ -11,8 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from regtopk.distributed.checkpoints.choice import choose, refuse
-from regtopk.distributed.checkpoints.files import parts_in
+from regtopk.distributed.checkpoints.choice import choose, found_in, refuse
 from regtopk.distributed.checkpoints.folder import Checkpoints
 from regtopk.distributed.gradients.one_process import Alone, is_one_process
 from regtopk.distributed.steps.base import ExchangeBase
@@ -39,7 +38,7 @@ def make_room(folder: Path) -> None:
     What cannot be read, and may be of another version, is kept under another name.
     """
     collectives, state = _all_ranks(), folder / NAME
-    seen, name = zip(*collectives.all_gather_objects((parts_in(state), secrets.token_hex(4))), strict=True)
+    seen, name = zip(*collectives.all_gather_objects((found_in(state), secrets.token_hex(4))), strict=True)
     if not choose(list(seen), set()).refused:
         shutil.rmtree(state, ignore_errors=True)  # by all ranks at once: some will find nothing
         return
@@ -81,7 +80,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         StateError: all are damaged, or a newer one has another format.
     """
     found = {
-        path.name: parts_in(path / NAME)
+        path.name: found_in(path / NAME)
         for path in Path(folder).glob("checkpoint-*")
         if re.fullmatch(r"checkpoint-\d+", path.name)
     }
