@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from regtopk import DGC, RegTopK, TopK
 from regtopk.errors import ArgumentError, ClusterError, WireFormatError
-from regtopk.integrations.flower import SparseFedAvg, SparseMod
+from regtopk.integrations.flower.app import SparseFedAvg, SparseMod
 
 APP = Path(__file__).parents[2] / "examples/flower"
 COMMANDS = Path(sys.executable).parent
@@ -176,12 +176,8 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     app = app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))])
     with pytest.raises(ClusterError, match="must run a SparseFedAvg"):
         run(FedAvg(fraction_evaluate=0.0), OneProcess({1: app, 2: app}, tmp_path), 1)
-    told = RecordDict(
-        {
-            "arrays": initial(),
-            "regtopk": ConfigRecord({"server": "", "round": 1, "has-model": True, "checksum": 0}),
-        }
-    )
+    note = {"server": "", "round": 1, "checksum": 0, "accepted": {}, "whole": [], "missed": None}
+    told = RecordDict({"arrays": initial(), "regtopk": ConfigRecord({"instruction": json.dumps(note)})})
     message = Message(told, message_type="train", dst_node_id=1)
     for config, rule in (({}, "partition-id"), ({"partition-id": 0}, "state-folder")):
         with pytest.raises(ClusterError, match=rule):

@@ -1,6 +1,7 @@
-"""A client: what it remembers from one of its rounds to the next, on its disk."""
+"""A client: which algorithms it can run, and what it remembers from round to round, on its disk."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -8,10 +9,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm
+from regtopk.algorithms.posterior import ScoredState
+from regtopk.core.algorithm import Algorithm, check_is_algorithm
+from regtopk.core.requests import SparseSum
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.checkpoints.files import write_whole
-from regtopk.errors import GradientError, StateError
+from regtopk.errors import ArgumentError, GradientError, StateError
 from regtopk.integrations.flower.messages import (
     Accepted,
     Instruction,
@@ -23,35 +27,85 @@ from regtopk.integrations.flower.messages import (
     spoiled_names,
     to_flat,
 )
-from regtopk.integrations.flower.one_message import first_request, learns_from_aggregates
 from regtopk.wire import encode
 
 FORMAT = 1
 
 
-@dataclass
-class _Sent:
-    """What was sent last, until the server has said whether it arrived."""
+def check_algorithm(algorithm: Algorithm[Any]) -> None:
+    """Refuse an algorithm that a server with sampled clients cannot run.
 
-    round: int
-    token: str
-    indices: Tensor
-    values: Tensor
+    A client sends one message per round, and hears of the others at the earliest with the next model. So the
+    algorithm must ask for one sparse sum, use it as it is, and conserve: sent + residual = residual + update.
+
+    Raises:
+        ArgumentError: it does not, with these options.
+    """
+    check_is_algorithm(algorithm)
+    impute = getattr(algorithm, "impute", 0.0)
+    if impute != 0.0:
+        raise ArgumentError(
+            "impute must be 0 with sampled clients, because it pays for what others sent in the same round, "
+            f"got {impute!r}"
+        )
+    if "conserves" not in algorithm.promises:
+        raise ArgumentError(
+            "algorithm must conserve each client's own update, because clients are sampled, got "
+            f"{algorithm.name!r}, which does not with its options {algorithm.options()}"
+        )
+    layout = Layout.anonymous(max(64, getattr(algorithm, "k", None) or 0))
+    worker = Worker(torch.tensor(1.0), torch.tensor(0), 1, 0, layout)
+    grad, state = torch.linspace(-1.0, 2.0, layout.numel), algorithm.init(worker)
+    _, conversation = _first_request(algorithm, grad, state, worker)
+    before, answer, result = state.clone(), grad.flip(0), torch.zeros(0)
+    try:
+        conversation.send(answer.clone())
+        conversation.close()  # it asks for more
+    except StopIteration as done:
+        result = done.value
+    # a score may learn from the answer: `Client` tells it with the next round
+    learned = {"indices", "own", "aggregate"} if _learns_from_aggregates(state) else set()
+    now = state.state_dict()
+    is_same = all(name in learned or torch.equal(x, now[name]) for name, x in before.state_dict().items())
+    if not torch.equal(result, answer) or not is_same:
+        raise ArgumentError(
+            "algorithm must need one sparse sum per round and apply it as it is, got "
+            f"{algorithm.name!r}, which needs what the others sent in the same round"
+        )
+
+
+def _first_request(
+    algorithm: Algorithm[Any], update: Tensor, state: Any, worker: Worker
+) -> tuple[SparseGradient, Generator[Any, Any, Tensor]]:
+    """What an algorithm sends of an update, and the conversation, which waits for the answer."""
+    conversation = algorithm.exchange(update, state, worker)
+    request = next(conversation)
+    if type(request) is not SparseSum or request.sparse.numel != worker.numel:
+        raise ArgumentError(
+            "algorithm must send one sparse vector of the whole model per round and need no answer in it, "
+            f"got {algorithm.name!r} with its {type(request).__name__}"
+        )
+    return request.sparse, conversation
+
+
+def _learns_from_aggregates(state: Any) -> bool:
+    """Whether the algorithm that has this state scores entries by what became of them."""
+    return isinstance(state, ScoredState) and state.indices.numel() > 0
 
 
 @dataclass
 class _Memory:
-    """What a client keeps of a round: the algorithm's state after it, and the model that it began with."""
+    """What a client keeps of a round."""
 
     names: tuple[str, ...]
     layout: Layout
-    state: Any
-    model: Tensor
-    sent: _Sent | None
+    state: Any  # the algorithm's, after the round
+    model: Tensor  # that the round began with
+    sent: dict[str, Any]  # round, token, indices, values: until the server has said whether it arrived
 
     def packed(self) -> dict[str, Any]:
         """For the disk."""
-        return {"state": self.state.state_dict(), "model": self.model, "sent": vars(self.sent)}
+        return {"state": self.state.state_dict(), "model": self.model, "sent": self.sent}
 
 
 class Client:
@@ -91,8 +145,8 @@ class Client:
         Raises:
             StateError: the rounds that were missed do not lead to it, from what this client has.
         """
-        if instruction.model is not None:
-            return instruction.model
+        if instruction.missed is None:
+            return instruction.arrays
         memory = self._before(instruction)
         if memory is None:
             raise StateError(f"client {self.name!r} must have an older model to add rounds to, got none")
@@ -104,7 +158,7 @@ class Client:
                 f"the older model of client {self.name!r} must lead to that of round {instruction.round}, "
                 "got another checksum"
             )
-        return from_flat(flat, memory.layout, instruction.whole, memory.names)
+        return from_flat(flat, memory.layout, instruction.arrays, memory.names)
 
     @torch.no_grad()
     def reply(self, instruction: Instruction, model: Model, trained: Model) -> Reply:
@@ -121,59 +175,55 @@ class Client:
         """
         if set(trained) != set(model):
             raise StateError(f"trained arrays must be {sorted(model)}, got {sorted(trained)}")
-        layout = layout_of(model, tuple(instruction.whole))
+        layout = layout_of(model, instruction.whole)
         start = to_flat(model, layout)
         update = start - to_flat(trained, layout)
-        spoiled = spoiled_names(instruction.whole, trained)
+        whole = {name: trained[name] for name in instruction.whole}
+        spoiled = spoiled_names(model, whole)
         if spoiled or not bool(update.isfinite().all()):
             where = f"in {spoiled}" if spoiled else "in what it trained"
             raise GradientError(f"arrays of client {self.name!r} must be finite, got NaN or inf {where}")
         before = self._before(instruction)
         if before is not None and before.layout != layout:
             raise StateError(f"arrays must stay those in {self.path}, got other names or shapes")
+        accepted = instruction.accepted.get(self.name, Accepted("", 1.0))
+        # The share is that of the last round that counts: this round's is not known before it ends.
+        worker = self._worker(layout, instruction.round, accepted.share)
         if before is None:
-            state = self.algorithm.init(self._worker(layout, instruction.round, 1.0))
-            now = _Memory(tuple(model), layout, state, start, None)
+            state = self.algorithm.init(worker)
         else:
-            now = replace(before, state=before.state.clone())
-        share = self._settle(now, instruction, start)
-        worker = self._worker(layout, instruction.round, share)
-        sparse, conversation = first_request(self.algorithm, update, now.state, worker)
-        conversation.close()  # the answer comes with the next round: `_settle` learns from it
-        whole = {name: trained[name] for name in instruction.whole}
+            state = self._settled(before, accepted, instruction.round, start)
+        sparse, conversation = _first_request(self.algorithm, update, state, worker)
+        conversation.close()  # the answer comes with the next round: `_settled` learns from it
         reply = Reply(self.name, instruction.round, encode(sparse), whole)
-        now.sent = _Sent(instruction.round, reply.token, *sparse.without_padding())
-        now.model, now.names = start, tuple(model)
-        self._save(now, before, instruction.server)
+        indices, values = sparse.without_padding()
+        sent = {"round": reply.round, "token": reply.token, "indices": indices, "values": values}
+        self._save(_Memory(tuple(model), layout, state, start, sent), before, instruction.server)
         return reply
 
     def _before(self, instruction: Instruction) -> _Memory | None:
         """The memory as it was when the round began; another attempt at it does not count."""
         now, before = self._load(instruction.server)
         accepted = instruction.accepted.get(self.name)
-        if now is None or now.sent is None or now.sent.round != instruction.round:
+        if now is None or now.sent["round"] != instruction.round:
             return now
-        return now if accepted is not None and accepted.token == now.sent.token else before
+        return now if accepted is not None and accepted.token == now.sent["token"] else before
 
-    def _settle(self, memory: _Memory, instruction: Instruction, start: Tensor) -> float:
-        """Take back what did not arrive, and learn from what did; the share w_n that the client had last."""
-        sent, accepted = memory.sent, instruction.accepted.get(self.name, Accepted("", 1.0))
-        state, memory.sent = memory.state, None
-        if sent is None:
-            return accepted.share
-        has_arrived = accepted.token == sent.token
+    def _settled(self, memory: _Memory, accepted: Accepted, round: int, start: Tensor) -> Any:
+        """A copy of the state that has taken back what did not arrive, and learned from what did."""
+        state, sent = memory.state.clone(), memory.sent
+        has_arrived = accepted.token == sent["token"]
         if not has_arrived:
-            state.residual.scatter_add_(0, sent.indices, sent.values)
-        if learns_from_aggregates(state):
-            if has_arrived and instruction.round == sent.round + 1:
-                worker = self._worker(memory.layout, sent.round, accepted.share)
-                state.remember(sent.indices, sent.values, memory.model - start, worker)
+            state.residual.scatter_add_(0, sent["indices"], sent["values"])
+        if _learns_from_aggregates(state):
+            if has_arrived and round == sent["round"] + 1:
+                worker = self._worker(memory.layout, sent["round"], accepted.share)
+                state.remember(sent["indices"], sent["values"], memory.model - start, worker)
             else:
                 state.own.zero_()  # an entry sent as zero counts as not sent: plain Top-k
-        return accepted.share
+        return state
 
     def _worker(self, layout: Layout, round: int, share: float) -> Worker:
-        """The share is that of the last round that counts: this round's is not known before it ends."""
         return Worker(torch.tensor(share), self._index, 1, round - 1, layout=layout)
 
     def _load(self, server: str | None = None) -> tuple[_Memory | None, _Memory | None]:
@@ -202,7 +252,7 @@ class Client:
         layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
         state = self.algorithm.init(self._worker(layout, 1, 1.0))
         state.load_state_dict(part["state"])
-        return _Memory(tuple(saved["names"]), layout, state, part["model"], _Sent(**part["sent"]))
+        return _Memory(tuple(saved["names"]), layout, state, part["model"], part["sent"])
 
     def _save(self, now: _Memory, before: _Memory | None, server: str) -> None:
         """Write both memories: the new file is whole, or the old one stays."""

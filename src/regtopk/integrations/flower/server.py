@@ -1,7 +1,7 @@
 """The server: it sums what sampled clients sent, and knows what each of them has."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,10 +12,8 @@ from regtopk.integrations.flower.messages import (
     Model,
     PastRound,
     Reply,
-    Skip,
     checksum,
     from_flat,
-    is_statistic,
     layout_of,
     spoiled_names,
     to_flat,
@@ -23,6 +21,12 @@ from regtopk.integrations.flower.messages import (
 from regtopk.wire import decode
 
 MAX_WEIGHT = 2.0**53  # whole numbers up to it are exact, and sums of them do not overflow
+Skip = Callable[[str], bool]
+
+
+def is_statistic(name: str) -> bool:
+    """Whether an array is a running statistic of a batch norm, going by its name."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 class Server:
@@ -88,11 +92,11 @@ class Server:
         return Instruction(
             server=self._name,
             round=self._round,
-            accepted=dict(known),
-            whole=self._whole,
-            model=self.model if missed is None else None,
-            missed=missed or (),
             checksum=checksum(self._flat),
+            accepted=dict(known),
+            whole=list(self._whole),
+            arrays=self.model if missed is None else self._whole,
+            missed=missed,
         )
 
     def check(self, reply: Reply, weight: float) -> None:
@@ -121,23 +125,22 @@ class Server:
         if values.dtype != torch.float32:
             raise StateError(f"values of a frame must be float32, as the model is, got {values.dtype}")
 
-    def finish(self, replies: Sequence[tuple[int, Reply, float]]) -> list[tuple[int, RegtopkError]]:
-        """End the round with the replies that came, as (node, reply, weight); weights need no fixed sum.
+    def finish(self, replies: Mapping[int, tuple[Reply, float]]) -> dict[int, RegtopkError]:
+        """End the round with the replies that came, by node, and their weights, which need no fixed sum.
 
         Returns:
             The nodes whose replies were refused, and why. The others' are in the model.
         """
         taken: dict[str, tuple[int, Reply, float]] = {}
-        refused: list[tuple[int, RegtopkError]] = []
-        for node, reply, weight in replies:
+        refused: dict[int, RegtopkError] = {}
+        for node, (reply, weight) in replies.items():
             try:
                 self.check(reply, weight)
                 if reply.client in taken:
                     raise StateError(f"clients must have names of their own, got {reply.client!r} twice")
+                taken[reply.client] = node, reply, weight
             except (StateError, WireFormatError) as error:
-                refused.append((node, error))
-                continue
-            taken[reply.client] = node, reply, weight
+                refused[node] = error
         in_order = [taken[client] for client in sorted(taken)]
         total = sum(weight for _, _, weight in in_order)
         shares = [weight / total for _, _, weight in in_order]
@@ -145,8 +148,8 @@ class Server:
         flat = self._flat - past.aggregate(self._layout.numel)
         if spoiled_names({"model": self._flat}, {"model": flat}):
             reason = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
-            self.finish([])
-            return refused + [(node, reason) for node, _, _ in in_order]
+            self.finish({})
+            return {**refused, **{node: reason for node, _, _ in in_order}}
         self._flat = flat
         self._whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
         for node in self._asked:  # one whose reply did not come may have either model: it gets the next whole
@@ -159,12 +162,12 @@ class Server:
         self._keep(past)
         return refused
 
-    def _missed_by(self, node: int) -> tuple[PastRound, ...] | None:
+    def _missed_by(self, node: int) -> list[PastRound] | None:
         """The rounds that lead from the model a node has to this round's; None if the model is shorter."""
-        has = self._round_of_model_at.get(node)
-        if not self._sparse_down or has is None or any(r not in self._past for r in range(has, self._round)):
+        rounds = range(self._round_of_model_at.get(node, 0), self._round)  # there is no round 0
+        if not self._sparse_down or any(number not in self._past for number in rounds):
             return None
-        return tuple(self._past[r] for r in range(has, self._round))
+        return [self._past[number] for number in rounds]
 
     def _keep(self, past: PastRound) -> None:
         """Keep a round as long as all since then are fewer bytes than the model."""
