@@ -309,7 +309,7 @@ def test_a_memory_of_another_client_or_algorithm(tmp_path: Path) -> None:
     federation.end(federation.train("a", federation.ask("a")["a"], torch.linspace(-1, 1, J)))
     path = tmp_path / "a.pt"
     for client in (Client(TopK(k=5), path, name="b"), Client(TopK(k=6), path, name="a")):
-        with pytest.raises(StateError, match="must be of client"):
+        with pytest.raises(StateError, match="must be of format, client and"):
             _ = client.residual
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StateError, match="must hold the memory of a client"):
@@ -334,7 +334,7 @@ def test_options_matter_to_what_can_be_run() -> None:
     check_algorithm(ChunkedTopK(density=0.1, chunk=16, score=PosteriorScore()))
     check_algorithm(TopK(k=1000))
     for algorithm in (TopK(k=1, impute=0.5), RegTopK(k=1, impute=1.0)):
-        with pytest.raises(ArgumentError, match="impute must be 0 with sampled clients"):
+        with pytest.raises(ArgumentError, match=r"algorithm must conserve .*'impute'"):
             check_algorithm(algorithm)
     with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):
         check_algorithm(TopK)  # type: ignore[arg-type]

@@ -39,31 +39,16 @@ NOTE = "regtopk"  # the record beside the arrays
 FRAMES = "regtopk.frames"  # the array that holds frames, one after another
 
 
-def partition_of(context: Context) -> str:
-    """A client's name: the partition-id that its SuperNode was started with.
-
-    Raises:
-        ClusterError: it has none.
-    """
-    if "partition-id" not in context.node_config:
-        raise ClusterError(
-            "node-config must have a partition-id, or SparseMod a name: a SuperNode's own id changes when it "
-            f"is started anew; got {dict(context.node_config)}"
-        )
-    return str(context.node_config["partition-id"])
-
-
 class SparseMod:
     """A mod for a ClientApp: the reply to a train message holds a sparse frame instead of the model.
 
-    Flower keeps `context.state` in the memory of a SuperNode, and gives a SuperNode that is started anew
-    another id. So what was not sent is kept in a file, under a name that stays.
+    Flower keeps `context.state` in memory. So what was not sent is kept in a file, under a name that stays.
 
     Args:
-        algorithm: what chooses the entries of an update; see `regtopk.integrations.flower.check_algorithm`.
+        algorithm: what chooses the entries of an update; see `client.check_algorithm`.
         folder: where this client's file is, in a subfolder for each run; the "state-folder" of its
             SuperNode's node-config if None. Clients may share a folder.
-        name: a callable of the context: the client's name; its partition-id if not given.
+        name: a callable of the context: the client's name; the partition-id of its node-config if None.
 
     Raises:
         ArgumentError: a server with sampled clients cannot run the algorithm.
@@ -74,21 +59,24 @@ class SparseMod:
         algorithm: Algorithm[Any],
         folder: str | Path | None = None,
         *,
-        name: Callable[[Context], str] = partition_of,
+        name: Callable[[Context], str] | None = None,
     ) -> None:
         check_algorithm(algorithm)
         self.algorithm, self.folder, self.name = algorithm, folder, name
 
     def client(self, context: Context) -> Client:
         """This client, with what it has on its disk."""
-        name = self.name(context)
-        folder = context.node_config.get("state-folder") if self.folder is None else self.folder
-        if folder is None:
+        config = context.node_config
+        folder = config.get("state-folder") if self.folder is None else self.folder
+        name = config.get("partition-id") if self.name is None else self.name(context)
+        if folder is None or name is None:
             raise ClusterError(
-                "SparseMod must have a folder, or node-config a state-folder, for what was not sent; got none"
+                "node-config must have a partition-id and a state-folder, or SparseMod a name and a folder, "
+                "because a SuperNode that is started anew has another id and an empty memory; got "
+                f"{dict(config)}"
             )
-        path = Path(str(folder)) / f"run-{context.run_id}" / f"client-{quote(name, safe='')}.pt"
-        return Client(self.algorithm, path, name=name)
+        path = Path(str(folder)) / f"run-{context.run_id}" / f"client-{quote(str(name), safe='')}.pt"
+        return Client(self.algorithm, path, name=str(name))
 
     def __call__(
         self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]
@@ -122,7 +110,6 @@ class SparseFedAvg(FedAvg):
     Args:
         skip: as `Server` takes it; running statistics of batch norms are skipped if it is not given.
         sparse_down: as `Server` takes it.
-        raise_on_refused: whether a reply that is refused ends the run. Otherwise it is logged and counted.
         fedavg: FedAvg's own arguments, for sampling, weights and metrics.
 
     Attributes:
@@ -131,17 +118,9 @@ class SparseFedAvg(FedAvg):
         num_refused: how many replies were refused.
     """
 
-    def __init__(
-        self,
-        *,
-        skip: Skip = is_statistic,
-        sparse_down: bool = True,
-        raise_on_refused: bool = False,
-        **fedavg: Any,
-    ) -> None:
+    def __init__(self, *, skip: Skip = is_statistic, sparse_down: bool = True, **fedavg: Any) -> None:
         super().__init__(**fedavg)
         self._server = Server(skip=skip, sparse_down=sparse_down)
-        self._raise_on_refused = raise_on_refused
         self.sent_bytes, self.received_bytes, self.num_refused = 0, 0, 0
 
     def configure_train(
@@ -173,10 +152,8 @@ class SparseFedAvg(FedAvg):
             except StateError as error:
                 refused[node] = error
         refused |= self._server.finish(reply_of)
+        self.num_refused += len(refused)
         for node, reason in refused.items():
-            self.num_refused += 1
-            if self._raise_on_refused:
-                raise reason
             log(WARNING, "reply of node %d is refused: %s", node, reason)
         accepted = [node for node in reply_of if node not in refused]
         if not accepted:

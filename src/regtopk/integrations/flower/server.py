@@ -66,10 +66,7 @@ class Server:
         return from_flat(self._flat.clone(), self._layout, self._whole, self._names)
 
     def begin(self, round: int, model: Model) -> None:
-        """Start a round with a model.
-
-        If it is not the one that the last round ended with, no node has an older one of it.
-        """
+        """Start a round with a model. If the last round ended with another, it is sent whole to all."""
         whole = [name for name, x in model.items() if x.dtype != torch.float32 or self._skip(name)]
         layout = layout_of(model, whole)
         if layout.numel == 0:
