@@ -26,8 +26,7 @@ def prepared() -> tuple[Any, Any, Any]:
 
 def test_one_process_saves_and_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer = prepared()
-    with pytest.warns(DeprecationWarning, match="exchange must be given .*: 'updates' is taken"):
-        exchange = attach(accelerator, model, optimizer, TOPK, every=2)
+    exchange: Any = attach(accelerator, model, optimizer, TOPK, exchange="updates", every=2)
     assert "there is one process: nothing is exchanged" in caplog.text
     for number in (8, 10):
         accelerator.save_state(str(tmp_path / f"checkpoint-{number}"))

@@ -5,7 +5,6 @@ gather it on one. `regtopk.Checkpoints` writes it whole or not at all.
 """
 
 import logging
-import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -27,19 +26,18 @@ def _all_ranks() -> Collectives:
 
 
 def save(folder: Path, **exchanges: ExchangeBase) -> None:
-    """Save exchanges beside what the framework has saved before. Call it on every rank."""
+    """Save exchanges, if there are any, beside what the framework has saved before. Call it on every rank."""
+    if not exchanges:
+        return
     with Checkpoints(folder / NAME, keep=1, on_error="raise") as checkpoints:
         checkpoints.save(max(each.num_steps for each in exchanges.values()), **exchanges)
 
 
 def make_room(folder: Path) -> None:
-    """Take away the state in a folder that is about to be written again. Call it on every rank.
-
-    What cannot be read, and may be of another version, is kept under another name.
-    """
+    """Remove the state in a folder that is about to be written again. One that cannot be used is renamed."""
     collectives, state = _all_ranks(), folder / NAME
     seen, name = zip(*collectives.all_gather_objects((found_in(state), secrets.token_hex(4))), strict=True)
-    if not choose(list(seen), set()).refused:
+    if not choose(list(seen)).refused:
         shutil.rmtree(state, ignore_errors=True)  # by all ranks at once: some will find nothing
         return
     with suppress(FileNotFoundError):
@@ -47,13 +45,9 @@ def make_room(folder: Path) -> None:
 
 
 def load(folder: Path, **exchanges: ExchangeBase) -> None:
-    """Go on from what was saved beside a framework's checkpoint. Call it on every rank.
-
-    On as many ranks as before training continues bit for bit; on others as `regtopk.Checkpoints` says.
-
-    Raises:
-        StateError: there is none, not all ranks had written theirs, or it does not fit.
-    """
+    """Go on from what was saved beside a framework's checkpoint. Call it on every rank."""
+    if not exchanges:
+        return
     loaded = None
     if any(_all_ranks().all_gather_objects((folder / NAME).is_dir())):  # which loading would make
         with Checkpoints(folder / NAME) as checkpoints:
@@ -79,17 +73,14 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         ClusterError: there are other processes, and no process group to ask them yet.
         StateError: all are damaged, or a newer one has another format.
     """
-    found = {
-        path.name: found_in(path / NAME)
-        for path in Path(folder).glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name)
-    }
+    found = {path.name: found_in(path / NAME) for path in Path(folder).glob("checkpoint-*")}
     collectives = _all_ranks()
     seen = collectives.all_gather_objects(found)
-    names = {name for theirs in seen for name in theirs}
+    step_of = {name: name.removeprefix("checkpoint-") for theirs in seen for name in theirs}
+    names = [name for name, step in step_of.items() if step.isdecimal()]
     passed_over: list[str] = []
-    for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
-        choice = choose([theirs.get(name, {}) for theirs in seen], set())
+    for name in sorted(names, key=lambda name: int(step_of[name]), reverse=True):
+        choice = choose([theirs.get(name, {}) for theirs in seen])
         passed_over += [f"{name}/{NAME}/{problem}" for problem in choice.refused]
         if choice.is_other_format:
             break

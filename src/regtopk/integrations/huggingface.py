@@ -11,7 +11,7 @@ from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
-from regtopk.integrations.wrapped import ExchangeInTrainer, What, silence
+from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What, silence
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -21,7 +21,7 @@ except ImportError as error:
         "regtopk.integrations.huggingface needs transformers: pip install 'regtopk[huggingface]'"
     ) from error
 
-__all__ = ["HuggingFaceCallback", "RegTopKCallback", "newest_checkpoint"]
+__all__ = ["HuggingFaceCallback", "newest_checkpoint"]
 
 _REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _log = logging.getLogger("regtopk")
@@ -54,7 +54,7 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are the Trainer's.
 
     Raises:
-        ArgumentError: an option breaks its rule, or the trainer has such a callback already.
+        ArgumentError: an option breaks its rule; from train(), the trainer has not this callback alone.
         ClusterError: the trainer uses DeepSpeed, FSDP, Megatron or XLA.
     """
 
@@ -77,8 +77,6 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
             raise ClusterError(
                 f"trainer must train in DistributedDataParallel, got {kind}, which is not supported here"
             )
-        if _callbacks_of(trainer):
-            raise ArgumentError("trainer must have one HuggingFaceCallback, got a second")
         self._trainer = trainer
         self._made_for: object = None  # what the exchange belongs to
         self._resumes_from: str | bool | None = None
@@ -97,14 +95,12 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         if args is not self._trainer.args:
             raise ArgumentError("HuggingFaceCallback must be added to the trainer that it was made with")
         self._advise(args)
-        self._make_exchange()
-        assert self.exchange is not None
-        folder = self._resumes_from
+        exchange, folder = self._made(), self._resumes_from
         if folder is True:
             folder = get_last_checkpoint(args.output_dir)
         if folder:
-            beside.load(Path(str(folder)), exchange=self.exchange)
-        self._may_differ = isinstance(self.exchange, UpdateExchange)
+            beside.load(Path(str(folder)), exchange=exchange)
+        self._may_differ = isinstance(exchange, UpdateExchange)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After the last step, give all ranks the same model: what is evaluated and saved then is the end."""
@@ -127,10 +123,12 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Listen to what training resumes from."""
-        if _callbacks_of(self._trainer) != [self]:
+        found = self._trainer.callback_handler.callbacks
+        found = [each for each in found if isinstance(each, HuggingFaceCallback)]
+        if found != [self]:
             raise ArgumentError(
-                "trainer must have its HuggingFaceCallback once, got "
-                f"{len(_callbacks_of(self._trainer))}: trainer.add_callback(callback)"
+                "trainer must have one HuggingFaceCallback, the one that was made with it, got "
+                f"{len(found)}: trainer.add_callback(callback)"
             )
         given = signature(train).bind(*args, **kwargs).arguments
         self._resumes_from = given.get("resume_from_checkpoint")
@@ -148,43 +146,37 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         with self._agreed():
             return method(*args, **kwargs)
 
-    def _make_exchange(self) -> None:
-        """Make the exchange, unless train() was called before with the same model and optimizer."""
+    def _made(self) -> Made:
+        """The exchange; the one before if train() is called again with the same model and optimizer."""
         trainer = self._trainer
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside Accelerate's wrapper
         belongs_to = trainer.model_wrapped if self._what == "gradients" else optimizer
         if self.exchange is not None and self._made_for is belongs_to:
             if isinstance(self.exchange, UpdateExchange):
                 silence(trainer.model_wrapped)  # with auto_find_batch_size it is wrapped anew
-            return
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        self._make(trainer.model_wrapped, optimizer, scaler, "train()")
+            return self.exchange
         self._made_for = belongs_to
+        return self._make(
+            trainer.model_wrapped, optimizer, getattr(trainer.accelerator, "scaler", None), "train()"
+        )
 
     def _advise(self, args: Any) -> None:
         """Say which of the Trainer's defaults work against the exchange."""
-        advice = []
+        if args.process_index != 0:
+            return
         if self._what == "gradients" and args.max_grad_norm:
-            advice.append(
-                f"max_grad_norm={args.max_grad_norm} clips sparse aggregates, whose norm is larger than that "
-                "of gradients: choose it anew, or exchange updates"
+            _log.warning(
+                "max_grad_norm=%s clips sparse aggregates, whose norm is larger than that of gradients: "
+                "choose it anew, or exchange updates",
+                args.max_grad_norm,
             )
         if self._what == "updates" and args.average_tokens_across_devices and args.world_size > 1:
-            advice.append(
+            _log.warning(
                 "average_tokens_across_devices=True makes all ranks meet in every step, to count tokens: "
                 "with False they meet once a round"
             )
         if args.save_total_limit == 1:
-            advice.append(
+            _log.warning(
                 "save_total_limit=1 removes the last checkpoint before the new one has every rank's state: "
                 "keep 2, should a rank be killed meanwhile"
             )
-        for text in advice if args.process_index == 0 else []:
-            _log.warning("%s", text)
-
-
-def _callbacks_of(trainer: Any) -> list[Any]:
-    return [each for each in trainer.callback_handler.callbacks if isinstance(each, HuggingFaceCallback)]
-
-
-RegTopKCallback = HuggingFaceCallback  # its first name

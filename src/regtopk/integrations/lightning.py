@@ -15,8 +15,6 @@ except ImportError as error:
         "regtopk.integrations.lightning needs lightning: pip install 'regtopk[lightning]'"
     ) from error
 
-__all__ = ["LightningCallback", "RegTopKCallback"]
-
 
 class LightningCallback(ExchangeInTrainer, Callback):
     """Exchange the updates of a module's optimizer, or its gradients.
@@ -110,6 +108,3 @@ class LightningCallback(ExchangeInTrainer, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until there is an exchange to load it into."""
         self._saved = state_dict
-
-
-RegTopKCallback = LightningCallback  # its first name

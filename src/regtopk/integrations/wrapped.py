@@ -23,7 +23,7 @@ from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError
 
 What = Literal["gradients", "updates"]
-Made = UpdateExchange | SparseHookState | OneProcess
+Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
 _log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
@@ -57,14 +57,7 @@ def make_exchange(
 
     Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
     DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
-
-    Args:
-        model: in DistributedDataParallel, with torch.compile around or inside; on one process it may be bare.
-        optimizer: torch's own, not a framework's wrapper.
-        algorithm: what is run.
-        exchange: "gradients" or "updates".
-        options: of `regtopk.attach`, or of `regtopk.UpdateExchange`.
-        grad_scaler: the framework's, if it has one.
+    On one process the model may be bare. The optimizer is torch's own, not a framework's wrapper.
     """
     inner: Any = uncompiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -77,9 +70,7 @@ def make_exchange(
         if exchange == "updates":
             return OneProcess(inner, algorithm, Options())
     if exchange == "gradients":
-        made = attach(model, algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **options)
-        assert not isinstance(made, ShardedHookState)
-        return made
+        return attach(model, algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **options)
     assert optimizer is not None
     if grad_scaler is not None:
         raise ArgumentError(
@@ -94,8 +85,7 @@ def make_exchange(
 def silence(model: nn.Module) -> None:
     """Let DDP send nothing, if the model is in it; again wherever a framework has wrapped or changed it.
 
-    A communication hook that returns its bucket would not do: DDP copies gradients to buckets and back then,
-    and with find_unused_parameters, the default of some frameworks, all ranks meet in every backward.
+    A hook that does nothing would not do: with find_unused_parameters all ranks meet in every backward.
     """
     inner: Any = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
@@ -105,7 +95,7 @@ def silence(model: nn.Module) -> None:
 
 
 class ExchangeInTrainer:
-    """What trainers' callbacks share: an exchange that is made when training begins.
+    """What trainers' callbacks share: an exchange from the beginning of training on.
 
     With updates the ranks' models differ until training ends.
     """
