@@ -150,7 +150,7 @@ def test_other_numbers_of_ranks(four_ranks: Ranks, two_ranks: Ranks, tmp_path: P
     for rank, (extra, parameters, _, said, lost) in enumerate(loaded):
         assert extra == {"step": 4, "seen": [4, rank]} and lost == 0
         assert torch.equal(parameters, loaded[0][1])
-        told = ["exchange was saved by 4 ranks and goes on on 2, or with other weights: no residual is lost"]
+        told = ["exchange of 4 ranks is taken over by 2, or with other weights: no residual is lost"]
         assert said == (told if rank == 0 else [])
 
 
@@ -328,7 +328,8 @@ def fill_the_disk(folder: Path, on_error: Any, asynchronous: bool) -> tuple[Any,
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
-    message = "checkpoint of step 4 was not written (rank 1: OSError: [Errno 27] File too large); the last complete one is "
+    error = "rank 1: OSError: [Errno 27] File too large"
+    message = f"checkpoint of step 4 was not written ({error}); the last one is "
     results = two_ranks.run(fill_the_disk, tmp_path / "warn", "warn", asynchronous)
     assert results == [(None, [f"{message}of step 2; training goes on"], [2], [2, 6])] * 2
     results = two_ranks.run(fill_the_disk, tmp_path / "raise", "raise", asynchronous)
@@ -391,7 +392,7 @@ def fail_in_a_subgroup(folder: Path) -> list[str]:
 
 
 SUBGROUP = [
-    "OutputError: rank 3 cannot use /",
+    "OutputError: rank 3 cannot write to folder /",
     "ClusterError: rank 3 cannot save: ArgumentError: not now",
     "ClusterError: all ranks must save the same things at the same step, got ['net'] at step 1 on rank 1",
     "StateError: rank 3 cannot load the checkpoint: StateError: net of the checkpoint must be this model's",
@@ -511,10 +512,10 @@ def test_refusals(two_ranks: Ranks, tmp_path: Path) -> None:
         ("ArgumentError", "seen must have load_state_dict() to be loaded, got int"),
         ("StateError", "the checkpoint must hold ['optimizer'], got ['exchange', 'model']"),
         ("StateError", "model of the checkpoint must be this model's: 'weight' is (3, 3), got nothing"),
-        ("ArgumentError", "folder must be empty, or what it holds must be loaded first"),
+        ("ArgumentError", "folder must be empty, or be loaded before a save, got "),
         ("ArgumentError", "keep must be an integer of at least 1, got 0"),
         ("ArgumentError", "on_error must be one of warn, raise, got 'ignore'"),
-        ("OutputError", "folder must be writable on every rank, got /proc/nowhere: "),
+        ("OutputError", "rank 0 cannot write to folder /proc/nowhere: "),
         ("ArgumentError", "checkpoints must not be used after close()"),
     ]
     for found in two_ranks.run(refusals, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regtopk
-from regtopk.errors import ArgumentError, ClusterError, StateError
+from regtopk.errors import ArgumentError, StateError
 from tests.distributed.ranks import Ranks
 from tests.integrations.scripts import TELL, bits_of, needs, replaced, run, script_of
 
@@ -118,7 +118,7 @@ def test_arguments_are_refused(trainer: Any) -> None:
     with pytest.raises(
         ArgumentError, match=r"trainer must be a transformers.Trainer, got TopK: make the Tra"
     ):
-        callback(TOPK, every=2)
+        callback(TOPK, trainer)
     with pytest.raises(ArgumentError, match="exchange must be one of gradients, updates, got 'weights'"):
         callback(trainer, TOPK, exchange="weights")
     with pytest.raises(ArgumentError, match=r"algorithm must be an Algorithm such as .*, got 'topk'"):
@@ -131,13 +131,11 @@ def test_arguments_are_refused(trainer: Any) -> None:
 
 def test_a_trainer_has_one(trainer: Any) -> None:
     first = callback(trainer, TOPK)
-    with pytest.raises(ArgumentError, match=r"once, got 0: trainer.add_callback\(callback\)"):
+    with pytest.raises(ArgumentError, match=r"got 0: trainer.add_callback\(callback\)"):
         trainer.train()
-    trainer.add_callback(first)
-    with pytest.raises(ArgumentError, match="trainer must have one HuggingFaceCallback, got a second"):
-        callback(trainer, TOPK)
-    trainer.add_callback(first)
-    with pytest.raises(ArgumentError, match="trainer must have its HuggingFaceCallback once, got 2"):
+    for _ in range(2):
+        trainer.add_callback(first)
+    with pytest.raises(ArgumentError, match="trainer must have one HuggingFaceCallback, .*, got 2"):
         trainer.train()
 
 
@@ -147,18 +145,6 @@ def test_another_trainers_callback_is_refused(trainer: Any) -> None:
     other.train_dataset = trainer.train_dataset
     with pytest.raises(ArgumentError, match="must be added to the trainer that it was made with"):
         other.train()
-
-
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "XLA"])
-def test_other_ways_to_train_in_parallel_are_refused(trainer: Any, kind: str) -> None:
-    from accelerate.utils import DistributedType
-
-    trainer.accelerator.state.distributed_type = DistributedType[kind]  # none of them runs on a CPU
-    try:
-        with pytest.raises(ClusterError, match=f"trainer must train in DistributedDataParallel, got {kind}"):
-            callback(trainer, TOPK)
-    finally:
-        trainer.accelerator.state.distributed_type = DistributedType.NO
 
 
 @pytest.mark.parametrize("exchange", ["updates", "gradients"])
@@ -175,7 +161,7 @@ def test_one_process_trains_and_goes_on(
     assert "save_total_limit" not in caplog.text
     trainer.args.save_total_limit = 1
     trainer.train()
-    assert "save_total_limit=1 removes the last checkpoint before the new one has every" in caplog.text
+    assert "save_total_limit=1 removes a checkpoint before the next one is complete" in caplog.text
 
 
 def test_a_checkpoint_without_an_exchange_is_refused(trainer: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.errors import ArgumentError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
-from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
+from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What
 
 __all__ = ["attach", "newest_checkpoint"]
 
@@ -51,13 +51,13 @@ def attach(
         ArgumentError: an option breaks its rule, or the optimizer was not prepared.
         ClusterError: the model was not wrapped in DistributedDataParallel.
     """
-    check_options("attach", algorithm, exchange, options)
+    new = ExchangeInTrainer("attach", algorithm, exchange, options)
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer):
         raise ArgumentError(
             f"optimizer must be what accelerator.prepare() returned, got {type(optimizer).__name__}"
         )
-    made = make_exchange(model, inner, algorithm, exchange, options, accelerator.scaler)
+    made = new._make(model, inner, accelerator.scaler)
     if accelerator not in _states:
         _states[accelerator] = _EveryRanks(accelerator)
     _states[accelerator].exchanges.append(made)

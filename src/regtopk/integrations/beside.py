@@ -11,18 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from regtopk.distributed.checkpoints.choice import choose, found_in, refuse
-from regtopk.distributed.checkpoints.folder import Checkpoints
-from regtopk.distributed.gradients.one_process import Alone, is_one_process
+from regtopk.distributed.checkpoints.folder import Checkpoints, collectives_of
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's
 _log = logging.getLogger("regtopk")
-
-
-def _all_ranks() -> Collectives:
-    return Alone() if is_one_process() else Collectives(group_or_default(None))
 
 
 def save(folder: Path, **exchanges: ExchangeBase) -> None:
@@ -35,7 +29,7 @@ def save(folder: Path, **exchanges: ExchangeBase) -> None:
 
 def make_room(folder: Path) -> None:
     """Remove the state in a folder that is about to be written again. One that cannot be used is renamed."""
-    collectives, state = _all_ranks(), folder / NAME
+    collectives, state = collectives_of(None), folder / NAME
     seen, name = zip(*collectives.all_gather_objects((found_in(state), secrets.token_hex(4))), strict=True)
     if not choose(list(seen)).refused:
         shutil.rmtree(state, ignore_errors=True)  # by all ranks at once: some will find nothing
@@ -49,7 +43,7 @@ def load(folder: Path, **exchanges: ExchangeBase) -> None:
     if not exchanges:
         return
     loaded = None
-    if any(_all_ranks().all_gather_objects((folder / NAME).is_dir())):  # which loading would make
+    if any(collectives_of(None).all_gather_objects((folder / NAME).is_dir())):  # which loading would make
         with Checkpoints(folder / NAME) as checkpoints:
             loaded = checkpoints.load(**exchanges)
     if loaded is None:
@@ -74,7 +68,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         StateError: all are damaged, or a newer one has another format.
     """
     found = {path.name: found_in(path / NAME) for path in Path(folder).glob("checkpoint-*")}
-    collectives = _all_ranks()
+    collectives = collectives_of(None)
     seen = collectives.all_gather_objects(found)
     step_of = {name: name.removeprefix("checkpoint-") for theirs in seen for name in theirs}
     names = [name for name, step in step_of.items() if step.isdecimal()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.distributed.updates.exchange import UpdateExchange
-from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
+from regtopk.errors import ArgumentError, MissingExtraError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
 from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What, silence
@@ -23,7 +23,6 @@ except ImportError as error:
 
 __all__ = ["HuggingFaceCallback", "newest_checkpoint"]
 
-_REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _log = logging.getLogger("regtopk")
 
 
@@ -43,8 +42,7 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
     With updates, what is evaluated and what is saved as the model is theta_start, the same on all ranks
     (`UpdateExchange.agreed`), and the last step of training ends with `finish()`.
 
-    A callback is told neither what the Trainer has wrapped, nor where it resumes from, nor when it evaluates.
-    So this one needs the trainer, and puts itself around its methods train, evaluate, predict and save_model.
+    The callback puts itself around the trainer's methods train, evaluate, predict and save_model.
 
     Args:
         trainer: a Trainer, or one of its kind.
@@ -54,29 +52,17 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are the Trainer's.
 
     Raises:
-        ArgumentError: an option breaks its rule; from train(), the trainer has not this callback alone.
-        ClusterError: the trainer uses DeepSpeed, FSDP, Megatron or XLA.
+        ArgumentError: an option breaks its rule; when training begins, the trainer has another such callback.
+        ClusterError: when training begins, the trainer uses DeepSpeed, FSDP or Megatron.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        algorithm: Any = None,  # for those who hand over no trainer, to be told so
-        *,
-        exchange: What = "updates",
-        **options: Any,
-    ) -> None:
+    def __init__(self, trainer: Any, algorithm: Any, *, exchange: What = "updates", **options: Any) -> None:
         if not isinstance(trainer, Trainer):
             raise ArgumentError(
                 f"trainer must be a transformers.Trainer, got {type(trainer).__name__}: make the Trainer "
                 "first, then trainer.add_callback(HuggingFaceCallback(trainer, ...))"
             )
         super().__init__("HuggingFaceCallback", algorithm, exchange, options)
-        kind = trainer.accelerator.distributed_type.value
-        if kind in _REFUSED:
-            raise ClusterError(
-                f"trainer must train in DistributedDataParallel, got {kind}, which is not supported here"
-            )
         self._trainer = trainer
         self._made_for: object = None  # what the exchange belongs to
         self._resumes_from: str | bool | None = None
@@ -156,9 +142,7 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
                 silence(trainer.model_wrapped)  # with auto_find_batch_size it is wrapped anew
             return self.exchange
         self._made_for = belongs_to
-        return self._make(
-            trainer.model_wrapped, optimizer, getattr(trainer.accelerator, "scaler", None), "train()"
-        )
+        return self._make(trainer.model_wrapped, optimizer, getattr(trainer.accelerator, "scaler", None))
 
     def _advise(self, args: Any) -> None:
         """Say which of the Trainer's defaults work against the exchange."""
@@ -166,17 +150,10 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
             return
         if self._what == "gradients" and args.max_grad_norm:
             _log.warning(
-                "max_grad_norm=%s clips sparse aggregates, whose norm is larger than that of gradients: "
-                "choose it anew, or exchange updates",
+                "max_grad_norm=%s clips sparse aggregates, which are larger than gradients: choose it anew",
                 args.max_grad_norm,
             )
         if self._what == "updates" and args.average_tokens_across_devices and args.world_size > 1:
-            _log.warning(
-                "average_tokens_across_devices=True makes all ranks meet in every step, to count tokens: "
-                "with False they meet once a round"
-            )
+            _log.warning("average_tokens_across_devices=True makes all ranks meet in every step: use False")
         if args.save_total_limit == 1:
-            _log.warning(
-                "save_total_limit=1 removes the last checkpoint before the new one has every rank's state: "
-                "keep 2, should a rank be killed meanwhile"
-            )
+            _log.warning("save_total_limit=1 removes a checkpoint before the next one is complete: keep 2")

@@ -66,7 +66,7 @@ class LightningCallback(ExchangeInTrainer, Callback):
             )
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        exchange = self._make(trainer.strategy.model, optimizer, scaler, "fit()")
+        exchange = self._make(trainer.strategy.model, optimizer, scaler)
         if self._saved is not None:
             exchange.load_state_dict(self._saved)
             self._saved = None

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -34,54 +33,6 @@ _OPTIONS = {
 }
 
 
-def check_options(call: str, algorithm: object, exchange: str, options: dict[str, Any]) -> None:
-    """Refuse what can be refused before there is a model: at the call, not when training begins."""
-    check_choice("exchange", exchange, ("gradients", "updates"))
-    check_is_algorithm(algorithm)
-    (other,) = _OPTIONS.keys() - {exchange}
-    for option in options:
-        if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
-            raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
-    refuse_typos(call, options, _OPTIONS[exchange])
-
-
-def make_exchange(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    algorithm: Algorithm[Any],
-    exchange: What,
-    options: dict[str, Any],
-    grad_scaler: torch.amp.GradScaler | None = None,
-) -> Made:
-    """The exchange of a wrapped model's gradients, or of its optimizer's updates. Call it on every rank.
-
-    Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
-    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
-    On one process the model may be bare. The optimizer is torch's own, not a framework's wrapper.
-    """
-    inner: Any = uncompiled(model)
-    if not isinstance(inner, DistributedDataParallel):
-        if is_fsdp(inner) or not is_one_process():
-            raise ClusterError(
-                "model must be wrapped in DistributedDataParallel by the trainer, got "
-                f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "
-                "sharded models use regtopk.UpdateExchange in a loop of your own)"
-            )
-        if exchange == "updates":
-            return OneProcess(inner, algorithm, Options())
-    if exchange == "gradients":
-        return attach(model, algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **options)
-    assert optimizer is not None
-    if grad_scaler is not None:
-        raise ArgumentError(
-            "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows on one "
-            "rank is skipped there alone, and ranks would count their steps differently. Train in bfloat16"
-        )
-    updates = UpdateExchange(inner.module, optimizer, algorithm, process_group=inner.process_group, **options)
-    silence(model)
-    return updates
-
-
 def silence(model: nn.Module) -> None:
     """Let DDP send nothing, if the model is in it; again wherever a framework has wrapped or changed it.
 
@@ -95,25 +46,55 @@ def silence(model: nn.Module) -> None:
 
 
 class ExchangeInTrainer:
-    """What trainers' callbacks share: an exchange from the beginning of training on.
+    """An exchange of a wrapped model's gradients, or of its optimizer's updates, from when training begins.
 
-    With updates the ranks' models differ until training ends.
+    Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
+    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
+    The ranks' models then differ until training ends.
     """
 
     def __init__(self, call: str, algorithm: Algorithm[Any], exchange: What, options: dict[str, Any]) -> None:
-        check_options(call, algorithm, exchange, options)
+        check_choice("exchange", exchange, ("gradients", "updates"))
+        check_is_algorithm(algorithm)
+        (other,) = _OPTIONS.keys() - {exchange}
+        for option in options:
+            if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
+                raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
+        refuse_typos(call, options, _OPTIONS[exchange])
         self.exchange: Made | None = None  # from the beginning of training on
         self._algorithm, self._what, self._options = algorithm, exchange, options
         self._may_differ = False  # whether the ranks' models may
 
-    def _make(self, model: Any, optimizer: Any, grad_scaler: Any, method: str) -> Made:
-        """Make the exchange, in the place of the one before, if there is one."""
+    def _make(self, model: nn.Module, optimizer: Optimizer | None, grad_scaler: Any) -> Made:
+        """Make the exchange, with torch's own optimizer, in the place of the one before, if there is one."""
         if self.exchange is not None:
-            _log.warning("%s was called again: what the exchange before had not sent yet is dropped", method)
+            _log.warning("training begins anew: what the exchange before had not sent yet is dropped")
             self.exchange.close()
-        self.exchange = make_exchange(
-            model, optimizer, self._algorithm, self._what, self._options, grad_scaler
-        )
+        inner: Any = uncompiled(model)
+        is_wrapped = isinstance(inner, DistributedDataParallel)
+        if not is_wrapped and (is_fsdp(inner) or not is_one_process()):
+            raise ClusterError(
+                "model must be wrapped in DistributedDataParallel by the trainer, got "
+                f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "
+                "sharded models use regtopk.UpdateExchange in a loop of your own)"
+            )
+        if self._what == "gradients":
+            self.exchange = attach(
+                model, self._algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **self._options
+            )
+        elif not is_wrapped:
+            self.exchange = OneProcess(inner, self._algorithm, Options())
+        elif grad_scaler is not None:
+            raise ArgumentError(
+                "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is "
+                "skipped on one rank alone, and ranks would count steps differently. Train in bfloat16"
+            )
+        else:
+            assert optimizer is not None
+            self.exchange = UpdateExchange(
+                inner.module, optimizer, self._algorithm, process_group=inner.process_group, **self._options
+            )
+            silence(model)
         return self.exchange
 
     @contextmanager

@@ -105,10 +105,10 @@ def remove(path: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def read_checked(path: Path, size: int, checksum: int) -> bytes | None:
-    """A file's bytes; None if it cannot be read, or has another size or checksum."""
+def read_checked(path: Path, size: int, checksum: int) -> bytes:
+    """A file's bytes; none if it cannot be read, or has another size or checksum."""
     try:
         data = path.read_bytes()
     except OSError:
-        return None
-    return data if len(data) == size and crc32(data) == checksum else None
+        return b""
+    return data if len(data) == size and crc32(data) == checksum else b""

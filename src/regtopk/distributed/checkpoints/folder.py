@@ -27,6 +27,12 @@ from regtopk.errors import ArgumentError, ClusterError, OutputError
 _log = logging.getLogger("regtopk")
 
 
+def collectives_of(group: dist.ProcessGroup | None) -> Collectives:
+    """Of all ranks if it is None; one process needs no process group."""
+    is_alone = group is None and not dist.is_initialized() and is_one_process()
+    return Alone() if is_alone else Collectives(group_or_default(group))
+
+
 class Checkpoints:
     """The newest checkpoints of a run, in a folder: what a launcher that restarts ranks needs.
 
@@ -38,10 +44,10 @@ class Checkpoints:
 
     Every rank calls `save` and `load`, with the same names. What a name stands for decides who writes it:
 
-    - a module or an optimizer is the same on all ranks, so it is written once; if it is sharded
-      (fully_shard), every rank writes its part;
-    - an exchange has a state of its own on every rank, so every rank writes its own. That of an
-      `UpdateExchange` holds model and optimizer, which then need not be named;
+    - a module or an optimizer is the same on all ranks, so it is written once; of a sharded one
+      (fully_shard) every rank writes its part;
+    - an exchange is every rank's own. That of an `UpdateExchange` holds model and optimizer, which then need
+      not be named;
     - anything else with `state_dict()` (a scheduler, a GradScaler), and plain values (numbers, strings,
       tensors, dicts, lists), are each rank's own.
 
@@ -78,8 +84,7 @@ class Checkpoints:
     ) -> None:
         check_integer("keep", keep, at_least=1)
         check_choice("on_error", on_error, ("warn", "raise"))
-        is_alone = process_group is None and not dist.is_initialized() and is_one_process()
-        self._collectives = Alone() if is_alone else Collectives(group_or_default(process_group))
+        self._collectives = collectives_of(process_group)
         self.folder = Path(folder)
         self.keep = keep
         self.asynchronous = asynchronous
@@ -186,9 +191,7 @@ class Checkpoints:
         if self._collectives.rank == self._writer_here:
             remove(self.folder / save.folder)
         last = f"of step {self._complete[-1].step}" if self._complete else "none"
-        message = (
-            f"checkpoint of step {save.step} was not written ({failed}); the last complete one is {last}"
-        )
+        message = f"checkpoint of step {save.step} was not written ({failed}); the last one is {last}"
         if self.on_error == "raise":
             raise OutputError(message)
         if self._collectives.rank == 0 or error is not None:
@@ -224,47 +227,36 @@ class Checkpoints:
         rank, ranks = self._collectives.rank, self._collectives.ranks
         run: str = self._collectives.all_gather_objects(secrets.token_hex(4))[0]
         probe = self.folder / f"probe-{run}-{rank}"
-        with together(self._collectives, f"use {self.folder}", OutputError):
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                probe.touch()
-            except OSError as error:
-                raise OutputError(
-                    f"folder must be writable on every rank, got {self.folder}: {error}"
-                ) from error
+        with together(self._collectives, f"write to folder {self.folder}", OutputError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
         here = sorted(int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"probe-{run}-*"))
         everyone = self._collectives.all_gather_objects(here)
         self._file_systems = [list(members) for members in sorted(set(map(tuple, everyone)))]
         probe.unlink()
         self._run = run
         if len(self._file_systems) > 1 and rank == 0:
-            _log.warning(
-                "%s is on several file systems, seen by ranks %s: a lost disk takes its ranks' parts along",
-                self.folder,
-                [[ranks[member] for member in members] for members in self._file_systems],
-            )
+            seen_by = [[ranks[member] for member in members] for members in self._file_systems]
+            _log.warning("%s is on several file systems, seen by ranks %s", self.folder, seen_by)
 
     def _check(self, step: int, things: dict[str, Any]) -> None:
         check_integer("step", step, at_least=0)
-        if self._complete and step <= self._complete[-1].step:
-            raise ArgumentError(
-                f"step must be greater than the last one, {self._complete[-1].step}, got {step}"
-            )
+        last = self._complete[-1].step if self._complete else -1
+        if step <= last:
+            raise ArgumentError(f"step must be greater than the last one, {last}, got {step}")
         if not self._has_loaded:  # a new run in an old one's folder would be taken for it
             found = set().union(*self._collectives.all_gather_objects(saves_in(self.folder)))
             if found:
-                raise ArgumentError(
-                    f"folder must be empty, or what it holds must be loaded first: {self.folder} has "
-                    f"{max(found).folder}"
-                )
+                newest = self.folder / max(found).folder
+                raise ArgumentError(f"folder must be empty, or be loaded before a save, got {newest}")
             self._has_loaded = True
         num_ranks = self._collectives.num_workers
         for name, thing in things.items():
             is_whole = isinstance(thing, ExchangeBase) and not thing.is_sharded
             if is_whole and thing.num_workers != num_ranks:
                 raise ArgumentError(
-                    f"{name} must be an exchange over the ranks of the checkpoints, {num_ranks}, got one "
-                    f"over {thing.num_workers}: pass its process_group to Checkpoints, too"
+                    f"{name} must be an exchange over the {num_ranks} ranks of process_group, got "
+                    f"{thing.num_workers}"
                 )
 
     def _facts(self, step: int, things: dict[str, Any], shared: list[str], meshes: Any) -> Manifest:

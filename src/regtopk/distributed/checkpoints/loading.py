@@ -28,13 +28,12 @@ def together(collectives: Collectives, act: str, kind: type[RegtopkError]) -> It
         yield
     except Exception as problem:
         error = problem
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    errors = collectives.all_gather_objects(told)
-    if error is not None:
+    errors = collectives.all_gather_objects(error and f"{type(error).__name__}: {error}")
+    if isinstance(error, RegtopkError):
         raise error
     for rank, theirs in zip(collectives.ranks, errors, strict=True):
         if theirs is not None:
-            raise kind(f"rank {rank} cannot {act}: {theirs}")
+            raise kind(f"rank {rank} cannot {act}: {theirs}") from error
 
 
 class Loading:
@@ -66,20 +65,17 @@ class Loading:
         shared = sorted(self._found.shared_files, key=lambda name: name not in visible[rank])
         wanted = {*(f"rank-{n}.pt" for n in ranks), *shared[:1]}
         asked = sorted(set().union(*ask(wanted - visible[rank])))
-        senders = {name: next(n for n, names in enumerate(visible) if name in names) for name in asked}
-        to_send = {name for name in asked if senders[name] == rank}
         written = {name: how for part in self._found.parts.values() for name, how in part.files.items()}
-        files = {
-            name: read_checked(self._folder / name, *written[name])
-            for name in (wanted | to_send) & visible[rank]
-        }
+        files = {name: read_checked(self._folder / name, *written[name]) for name in wanted & visible[rank]}
+        for name in asked:
+            sender = next(n for n, names in enumerate(visible) if name in names)
+            data = read_checked(self._folder / name, *written[name]) if rank == sender else b""
+            data = ask(data)[sender]
+            if name in wanted:
+                files[name] = data
         if asked:
             self.told.append(f"some ranks do not see {asked} in {self._folder}, so they were sent them")
-            for sent in ask({name: files[name] for name in to_send}):
-                files |= sent
-        if any(ask(None in files.values())):
-            return None
-        return {name: data for name, data in files.items() if name in wanted and data is not None}
+        return None if any(ask(b"" in files.values())) else files
 
     def take_over(self, files: dict[str, bytes]) -> dict[str, Any]:
         """Give things their states, once all fit on every rank; returns what no thing was named for."""
@@ -107,9 +103,8 @@ class Loading:
             mine = meshes_of(thing, thing.state_dict()) if isinstance(thing, nn.Module) else saved
             if facts.num_ranks != num_ranks or mine != saved:
                 raise StateError(
-                    f"{name} is sharded and must be loaded on the mesh that it was saved on, {saved} of "
-                    f"{facts.num_ranks} ranks, got {mine} of {num_ranks}: save and load by "
-                    "torch.distributed.checkpoint (DCP) to change the mesh"
+                    f"{name} must be loaded on the mesh of its shards, {saved} of {facts.num_ranks} ranks, "
+                    f"got {mine} of {num_ranks}: torch.distributed.checkpoint (DCP) can change the mesh"
                 )
 
     def _state(self, files: dict[str, bytes]) -> dict[str, Any]:
@@ -141,7 +136,5 @@ class Loading:
                 f"had not sent add up to {lost:.4g}, {100 * share:.1f} % of those of all ranks"
             )
         elif name in self._resized:
-            self.told.append(
-                f"{name} was saved by {facts.num_ranks} ranks and goes on on {exchange.num_workers}, or with "
-                "other weights: no residual is lost"
-            )
+            ranks = f"{facts.num_ranks} ranks is taken over by {exchange.num_workers}"
+            self.told.append(f"{name} of {ranks}, or with other weights: no residual is lost")

@@ -71,9 +71,8 @@ class SparseMod:
         name = config.get("partition-id") if self.name is None else self.name(context)
         if folder is None or name is None:
             raise ClusterError(
-                "node-config must have a partition-id and a state-folder, or SparseMod a name and a folder, "
-                "because a SuperNode that is started anew has another id and an empty memory; got "
-                f"{dict(config)}"
+                "node-config must have a partition-id and a state-folder, or SparseMod a name and a folder: "
+                f"a SuperNode that is started anew has another id and an empty memory; got {dict(config)}"
             )
         path = Path(str(folder)) / f"run-{context.run_id}" / f"client-{quote(str(name), safe='')}.pt"
         return Client(self.algorithm, path, name=str(name))

@@ -5,19 +5,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from regtopk.errors import RegtopkError, StateError, WireFormatError
-from regtopk.integrations.flower.messages import (
-    Accepted,
-    Instruction,
-    Model,
-    PastRound,
-    Reply,
-    checksum,
-    from_flat,
-    layout_of,
-    spoiled_names,
-    to_flat,
-)
+from regtopk.errors import RegtopkError, StateError
+from regtopk.integrations.flower import messages
+from regtopk.integrations.flower.messages import Accepted, Instruction, Model, PastRound, Reply
 from regtopk.wire import decode
 
 MAX_WEIGHT = 2.0**53  # whole numbers up to it are exact, and sums of them do not overflow
@@ -63,15 +53,15 @@ class Server:
     @property
     def model(self) -> Model:
         """All arrays, in their order."""
-        return from_flat(self._flat.clone(), self._layout, self._whole, self._names)
+        return messages.from_flat(self._flat.clone(), self._layout, self._whole, self._names)
 
     def begin(self, round: int, model: Model) -> None:
         """Start a round with a model. If the last round ended with another, it is sent whole to all."""
         whole = [name for name, x in model.items() if x.dtype != torch.float32 or self._skip(name)]
-        layout = layout_of(model, whole)
+        layout = messages.layout_of(model, whole)
         if layout.numel == 0:
             raise StateError("model must have an array of float32 that is not skipped, got none")
-        flat = to_flat(model, layout)
+        flat = messages.to_flat(model, layout)
         is_same = self._names == tuple(model) and round == self._round + 1 and torch.equal(flat, self._flat)
         if not is_same:
             self._past.clear()
@@ -89,7 +79,7 @@ class Server:
         return Instruction(
             server=self._name,
             round=self._round,
-            checksum=checksum(self._flat),
+            checksum=messages.checksum(self._flat),
             accepted=dict(known),
             whole=list(self._whole),
             arrays=self.model if missed is None else self._whole,
@@ -102,23 +92,21 @@ class Server:
         Raises:
             StateError: it is of another round, or its arrays or its weight do not fit.
             WireFormatError: its frame is damaged, or of another model.
+            ArgumentError: its frame is not bytes.
         """
-        frame = reply.frame
         if reply.round != self._round:
             raise StateError(f"round of a reply must be {self._round}, got {reply.round}")
         if not 0 < weight <= MAX_WEIGHT:
             raise StateError(f"weight of a reply must be above 0 and at most {MAX_WEIGHT:g}, got {weight}")
-        if frame.dtype != torch.uint8 or frame.dim() != 1:
-            raise StateError(f"frame of a reply must be bytes, got {frame.dtype} {frame.shape}")
         found, wanted = (
             {name: (tuple(array.shape), array.dtype) for name, array in model.items()}
             for model in (reply.whole, self._whole)
         )
         if found != wanted:
             raise StateError(f"arrays that travel whole must be {wanted}, got {found}")
-        if spoiled := spoiled_names(self._whole, reply.whole):
+        if spoiled := messages.spoiled_names(self._whole, reply.whole):
             raise StateError(f"arrays that travel whole must be finite, got NaN or inf in {spoiled}")
-        values = decode(frame, self._layout.numel).values
+        values = decode(reply.frame, self._layout.numel).values
         if values.dtype != torch.float32:
             raise StateError(f"values of a frame must be float32, as the model is, got {values.dtype}")
 
@@ -136,14 +124,14 @@ class Server:
                 if reply.client in taken:
                     raise StateError(f"clients must have names of their own, got {reply.client!r} twice")
                 taken[reply.client] = node, reply, weight
-            except (StateError, WireFormatError) as error:
+            except RegtopkError as error:
                 refused[node] = error
         in_order = [taken[client] for client in sorted(taken)]
         total = sum(weight for _, _, weight in in_order)
         shares = [weight / total for _, _, weight in in_order]
         past = PastRound(tuple(reply.frame for _, reply, _ in in_order), tuple(shares))
         flat = self._flat - past.aggregate(self._layout.numel)
-        if spoiled_names({"model": self._flat}, {"model": flat}):
+        if messages.spoiled_names({"model": self._flat}, {"model": flat}):
             reason = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
             self.finish({})
             return {**refused, **{node: reason for node, _, _ in in_order}}
@@ -181,7 +169,6 @@ def _mean_of(models: list[Model], shares: list[float]) -> Model:
     means = dict(models[0]) if models else {}
     for name, first in means.items():
         if first.is_floating_point():
-            means[name] = torch.zeros_like(first)
-            for model, share in zip(models, shares, strict=True):
-                means[name] += share * model[name]
+            parts = (share * model[name] for model, share in zip(models, shares, strict=True))
+            means[name] = sum(parts, torch.zeros_like(first))
     return means
