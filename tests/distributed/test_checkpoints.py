@@ -280,7 +280,11 @@ def fill_the_disk(folder: Path, on_error: Any, asynchronous: bool) -> tuple[Any,
     with listening() as said:
         save(2)
         with full_disk(1):
-            refused = refusal(lambda: save(4)) if on_error == "raise" else save(4)
+            refused = None
+            if on_error == "raise":
+                refused = refusal(lambda: save(4))
+            else:
+                save(4)
         dist.barrier()
         steps = steps_in(folder)
         save(6)
