@@ -30,7 +30,7 @@ trainer.train("""
 
 
 def check(ranks: Ranks, source: str, deadly: str, folder: Path, goes_on_from: str | None = None) -> list[str]:
-    """The killed run ends with the bits of an undisturbed one, on both ranks. Returns what that one prints."""
+    """The killed run ends with the bits of an undisturbed one, on both ranks. Returns what it prints."""
     undisturbed = run(ranks, source, folder / "undisturbed")
     resumed = run_and_kill(ranks, source, deadly, folder / "killed")
     assert len(set(bits_of(undisturbed))) == 1 and bits_of(resumed) == bits_of(undisturbed)
