@@ -434,7 +434,7 @@ def refuse(folder: Path) -> None:
         "ArgumentError: step must be greater than the last one, 2, got 2": lambda: checkpoints.save(2, own=1),
         "ArgumentError: step must be an integer of at least 0, got -1": lambda: checkpoints.save(-1, own=1),
         "ArgumentError: own must hold numbers, strings, tens": lambda: checkpoints.save(3, own=object()),
-        "ArgumentError: own must have load_state_dict() to be": lambda: checkpoints.load(own=3),
+        "ArgumentError: own must have load_state_dict(), got int": lambda: checkpoints.load(own=3),
         "StateError: the checkpoint must hold ['net'], got ['exch": lambda: checkpoints.load(net=run.net),
         "StateError: model of the checkpoint must be this model's: 'weight' is (3, 3), got nothing": (
             lambda: checkpoints.load(model=nn.Linear(3, 3))

@@ -76,5 +76,5 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, module, loader = trainer_of(tmp_path, callback(TOPK), max_epochs=2)
-    with pytest.raises(StateError, match="which was saved without LightningCallback"):
+    with pytest.raises(StateError, match="checkpoint must be saved with LightningCallback, got "):
         trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")

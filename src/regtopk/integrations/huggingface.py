@@ -67,14 +67,11 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         self._made_for: object = None  # what the exchange belongs to
         self._resumes_from: str | bool | None = None
         self._folder: Path | None = None  # of the checkpoint that is being saved
-        for name, around in (
-            ("train", self._train),
-            ("save_model", self._save_model),
-            ("evaluate", self._with_the_agreed_model),
-            ("predict", self._with_the_agreed_model),
-        ):
+        agreed = self._with_the_agreed_model
+        around = {"train": self._train, "save_model": self._save_model, "evaluate": agreed, "predict": agreed}
+        for name, mine in around.items():
             method = getattr(trainer, name)
-            setattr(trainer, name, wraps(method)(partial(around, method)))
+            setattr(trainer, name, wraps(method)(partial(mine, method)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Make the exchange, and load its state."""

@@ -92,9 +92,7 @@ class Choice(NamedTuple):
 def choose(seen: list[Mapping[Save, Found]], damaged: Collection[Save] = ()) -> Choice:
     """The newest complete save; without one, that with the fewest missing parts.
 
-    Args:
-        seen: what each rank sees.
-        damaged: the saves in which a file has a wrong checksum.
+    `seen` is what each rank sees; in `damaged` saves a file has a wrong checksum.
     """
     saves = {save: Found() for save in sorted({save for theirs in seen for save in theirs})}
     for theirs in seen:

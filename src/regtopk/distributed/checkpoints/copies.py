@@ -85,10 +85,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def copies_of(things: dict[str, Any], *, writes_shared: bool) -> tuple[dict[str, Any], ...]:
-    """By name: copies of what is this rank's own, of what all ranks have the same, and meshes.
-
-    What all have the same is None on ranks that do not write it.
-    """
+    """By name: copies of this rank's own, of what all have the same (None if others write it), and meshes."""
     own, shared, meshes = {}, {}, {}
     for name, thing in things.items():
         thing = unwrapped(thing)

@@ -93,6 +93,7 @@ class Checkpoints:
         self._writing: tuple[Save, Future[None]] | None = None
         self._run = ""  # which start of all ranks this is: a killed one's files are never mixed with it
         self._file_systems: list[list[int]] = []  # the ranks that see one another's files
+        self._is_writer = False  # of what all ranks have the same, on this file system
         self._complete: list[Save] = []
         self._removable: set[Save] = set()  # older ones that this run knows and does not need
         self._has_loaded = False
@@ -121,11 +122,11 @@ class Checkpoints:
         self._begin()
         self.wait()
         self._check(step, things)
-        rank, is_writer = self._collectives.rank, self._collectives.rank == self._writer_here
+        rank = self._collectives.rank
         with together(self._collectives, "save", ClusterError):
-            own, shared, meshes = copies_of(things, writes_shared=is_writer)
+            own, shared, meshes = copies_of(things, writes_shared=self._is_writer)
         contents = {f"rank-{rank}.pt": own}
-        if shared and is_writer:
+        if shared and self._is_writer:
             contents[f"shared-{rank}.pt"] = shared
         save, facts = Save(step, self._run), self._facts(step, things, list(shared), meshes)
         writing = self._pool.submit(write_part, self.folder / save.folder, rank, contents, facts)
@@ -146,9 +147,7 @@ class Checkpoints:
         """
         for name, thing in things.items():
             if not hasattr(thing, "load_state_dict"):
-                raise ArgumentError(
-                    f"{name} must have load_state_dict() to be loaded, got {type(thing).__name__}"
-                )
+                raise ArgumentError(f"{name} must have load_state_dict(), got {type(thing).__name__}")
         self._begin()
         self.wait()
         damaged: set[Save] = set()
@@ -188,7 +187,7 @@ class Checkpoints:
             self._complete.append(save)
             self._remove_old()
             return
-        if self._collectives.rank == self._writer_here:
+        if self._is_writer:
             remove(self.folder / save.folder)
         last = f"of step {self._complete[-1].step}" if self._complete else "none"
         message = f"checkpoint of step {save.step} was not written ({failed}); the last one is {last}"
@@ -198,11 +197,7 @@ class Checkpoints:
             _log.warning("%s; training goes on", message)
 
     def close(self) -> None:
-        """Let this rank finish its writing, and end the thread. It waits for no other rank.
-
-        Raises:
-            OutputError: this rank could not write, with on_error="raise".
-        """
+        """Let this rank finish its writing, and end the thread. Like `wait`, but for no other rank."""
         self._pool.shutdown()
         self._is_closed = True
         error = self._writing and self._writing[1].exception()
@@ -212,11 +207,6 @@ class Checkpoints:
                 raise OutputError(message) from error
             _log.warning("%s", message)
         self._writing = None
-
-    @property
-    def _writer_here(self) -> int:
-        """The rank that writes what all have the same, on this rank's file system."""
-        return next(ranks[0] for ranks in self._file_systems if self._collectives.rank in ranks)
 
     def _begin(self) -> None:
         """Once: agree on a name for this start of all ranks, and find out who sees whose files."""
@@ -233,6 +223,7 @@ class Checkpoints:
         here = sorted(int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"probe-{run}-*"))
         everyone = self._collectives.all_gather_objects(here)
         self._file_systems = [list(members) for members in sorted(set(map(tuple, everyone)))]
+        self._is_writer = here[0] == rank
         probe.unlink()
         self._run = run
         if len(self._file_systems) > 1 and rank == 0:
@@ -284,7 +275,7 @@ class Checkpoints:
         """Keep the newest complete saves. Older ones go: this run's, and those it knew when it loaded."""
         self._removable.update(self._complete)
         self._complete = self._complete[-self.keep :]
-        if self._collectives.rank != self._writer_here or len(self._complete) < self.keep:
+        if not self._is_writer or len(self._complete) < self.keep:
             return
         for save in saves_in(self.folder):
             if save in self._removable and save.step < self._complete[0].step:

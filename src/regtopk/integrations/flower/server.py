@@ -87,13 +87,7 @@ class Server:
         )
 
     def check(self, reply: Reply, weight: float) -> None:
-        """Refuse a reply that cannot be part of this round.
-
-        Raises:
-            StateError: it is of another round, or its arrays or its weight do not fit.
-            WireFormatError: its frame is damaged, or of another model.
-            ArgumentError: its frame is not bytes.
-        """
+        """Refuse a reply of another round, or whose arrays, weight or frame do not fit."""
         if reply.round != self._round:
             raise StateError(f"round of a reply must be {self._round}, got {reply.round}")
         if not 0 < weight <= MAX_WEIGHT:
