@@ -40,7 +40,8 @@ from torch import Tensor, nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import regtopk
-from regtopk.distributed.checkpoints.files import parts_in
+from regtopk.distributed.checkpoints.choice import found_in
+from regtopk.distributed.checkpoints.files import saves_in
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_elastic.py"
 STEPS, SAVE_EVERY = 40, 5
@@ -221,7 +222,7 @@ def run_example(folder: Path, num_ranks: int, *words: str) -> None:
 
 def last_state(folder: Path) -> tuple[int, dict[str, Any]]:
     """The newest checkpoint: its step, and the contents of its files, without times."""
-    save = max(parts_in(folder / "checkpoints"))
+    save = max(saves_in(folder / "checkpoints"))
     files = {
         path.name: torch.load(path, weights_only=True)
         for path in sorted((folder / "checkpoints" / save.folder).glob("*.pt"))
@@ -304,7 +305,7 @@ def writing(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
         return min(len(starts_of(folder, rank)) for rank in range(2))
 
     def newest() -> Any:
-        return max(parts_in(folder / "checkpoints"), default=None)
+        return max(saves_in(folder / "checkpoints"), default=None)
 
     with started(write_for_ever, str(folder), num_ranks=2) as process:
         for number in range(times):
@@ -362,8 +363,8 @@ def machines(times: int, chance: random.Random, folder: Path) -> dict[str, Any]:
         starts = starts_of(folder, 0)[start:]
         if not starts or starts[-1][0] != num_ranks:
             return False
-        saves = parts_in(folder / "checkpoints").items()
-        return any(save.step > starts[-1][1] and len(parts) == num_ranks for save, parts in saves)
+        saves = found_in(folder / "checkpoints").items()
+        return any(save.step > starts[-1][1] and len(found.parts) == num_ranks for save, found in saves)
 
     with started(example, str(folder), *words, **where) as first:
         with started(example, str(folder), *words, **where):

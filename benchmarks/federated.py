@@ -33,7 +33,9 @@ from torch.nn import functional as F
 
 from regtopk import RegTopK, TopK
 from regtopk.core import Algorithm
-from regtopk.integrations.flower import Client, Model, PastRound, Server
+from regtopk.integrations.flower.client import Client
+from regtopk.integrations.flower.messages import Model, PastRound
+from regtopk.integrations.flower.server import Server
 from regtopk.lab.experiments.data.images import Images, load_images, standardised
 from regtopk.lab.experiments.data.splits import divide
 
@@ -126,20 +128,19 @@ class Sparse:
 
     def round(self, number: int, sampled: list[int], task: Task) -> None:
         self.server.begin(number, self.model)
-        replies = []
+        replies = {}
         for node in sampled:
             told, client = self.server.instruction(node), self.clients[node]
             model = client.model_of(told)
             reply = client.reply(told, model, task.train(node, number, model))
-            replies.append((node, reply, float(task.weight(node))))
+            replies[node] = reply, float(task.weight(node))
             self.up_bytes += len(reply.frame)
             self.down_bytes += (
-                sum(past.num_bytes for past in told.missed)
-                if told.model is None
-                else sum(4 * array.numel() for array in told.model.values())
+                sum(4 * array.numel() for array in told.arrays.values())
+                if told.missed is None
+                else sum(past.num_bytes for past in told.missed)
             )
-        refused = self.server.finish(replies)
-        assert refused == []
+        assert self.server.finish(replies) == {}
         self.model = self.server.model
 
 

@@ -1,9 +1,10 @@
 """The guide's scripts for other frameworks: a rank is killed, and the run goes on with the same bits.
 
-`make test-integrations` alone runs these: each starts a script three times.
+`make test-integrations` alone runs these: each starts a script once to three times.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,15 @@ trainer.add_callback(Killer())
 trainer.train("""
 
 
-def check(ranks: Ranks, source: str, deadly: str, folder: Path) -> None:
-    """The killed run ends with the bits of an undisturbed one, on both ranks."""
+def check(ranks: Ranks, source: str, deadly: str, folder: Path, goes_on_from: str | None = None) -> list[str]:
+    """The killed run ends with the bits of an undisturbed one, on both ranks. Returns what it prints."""
     undisturbed = run(ranks, source, folder / "undisturbed")
     resumed = run_and_kill(ranks, source, deadly, folder / "killed")
     assert len(set(bits_of(undisturbed))) == 1 and bits_of(resumed) == bits_of(undisturbed)
     assert "on 2 workers; this rank:" in resumed[0] and "workers" not in resumed[1]
+    if goes_on_from is not None:
+        assert re.findall("resumes from (.*)", undisturbed[0] + resumed[0]) == ["None", goes_on_from]
+    return undisturbed
 
 
 @needs("transformers", "huggingface")
@@ -54,19 +58,82 @@ def test_accelerate(new_ranks: Ranks, tmp_path: Path, options: str) -> None:
     source = replaced(script_of("accelerate").replace('exchange="updates", ', ""), "every=2", options)
     if "gradients" in options:
         source = replaced(source, "exchange.finish()\n", "")
+    source = replaced(source, "first = int", 'print("resumes from", folder)\nfirst = int')
     source += TELL.format(model="accelerator.unwrap_model(model)")
     save = "    if number % 18 == 0:"
     deadly = replaced(source, save, f"    if number == 25: _die(accelerator.process_index)\n{save}")
-    check(new_ranks, source, DIE + deadly, tmp_path)
+    check(new_ranks, source, DIE + deadly, tmp_path, "out/digits/checkpoint-18")
+
+
+VALIDATE = """
+    def validation_step(self, batch, index):
+        bits = b"".join(p.detach().numpy().tobytes() for p in self.parameters())
+        print("\\nvalidated", __import__("hashlib").sha256(bits).hexdigest())
+
+    def configure_optimizers(self):"""
 
 
 @needs("lightning", "lightning")
 @pytest.mark.parametrize("options", ["every=4, fragments=2", "exchange='gradients'"])
 def test_lightning(new_ranks: Ranks, tmp_path: Path, options: str) -> None:
     source = replaced(script_of("lightning"), "every=2", options) + TELL.format(model="module")
+    source = replaced(source, "\n    def configure_optimizers(self):", VALIDATE)
+    source = replaced(source, "trainer.fit(module, loader, ", "trainer.fit(module, loader, loader, ")
+    exists = "print('resumes from', last if os.path.exists(last) else None)\n"
+    source = replaced(source, "trainer.fit(", f"{exists}trainer.fit(")
     step = "        inputs, targets = batch\n"
     dies = f"        if self.global_step == 40: _die(self.global_rank)\n{step}"
-    check(new_ranks, source, DIE + replaced(source, step, dies), tmp_path)
+    deadly = DIE + replaced(source, step, dies)
+    printed = check(new_ranks, source, deadly, tmp_path, "out/lightning/last.ckpt")
+    here, elsewhere = (re.findall("validated (.*)", text) for text in printed)
+    assert len(set(here)) > 1 and set(here) == set(elsewhere)  # theta_start, the same on all ranks
+    saved = torch.load(tmp_path / "undisturbed/out/lightning/last.ckpt", weights_only=True)
+    for state in saved["callbacks"].values():
+        start = state.get("updates", {}).get("start", {})
+        assert all(torch.equal(saved["state_dict"][name], tensor) for name, tensor in start.items())
+
+
+STEP = "        return nn.functional.cross_entropy(self.network(inputs), targets)\n"
+MANUAL_STEP = """\
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.network(inputs), targets))
+        grads.append(self.network[0].weight.grad.sum().item())
+        optimizer.step()
+"""
+
+
+@needs("lightning", "lightning")
+def test_with_manual_optimization_ddp_sends_nothing(new_ranks: Ranks, tmp_path: Path) -> None:
+    source = replaced(script_of("lightning"), STEP, MANUAL_STEP)
+    source = replaced(source, "module = Digits()", "module = Digits()\nmodule.automatic_optimization = False")
+    source = replaced(source, "    gradient_clip_val=1.0,\n", "    limit_train_batches=3,\n")
+    source = "grads = []\n" + source + "print('grads', *grads)"
+    mine, theirs = (printed.splitlines()[-1].split() for printed in run(new_ranks, source, tmp_path))
+    assert len(mine) == 1 + 2 * 3 and mine[0] == theirs[0] == "grads"
+    assert all(own != elsewhere for own, elsewhere in zip(mine[1:], theirs[1:], strict=True))
+
+
+@needs("lightning", "lightning")
+def test_after_a_validation_that_failed_fit_may_be_called_again(new_ranks: Ranks, tmp_path: Path) -> None:
+    fails = (
+        "    def validation_step(self, batch, index):\n        assert not self.trainer.global_step, 'bad'\n\n"
+    )
+    source = replaced(script_of("lightning"), "    def configure_opt", fails + "    def configure_opt")
+    source = replaced(source, "    gradient_clip_val=1.0,\n", "    limit_train_batches=3,\n")
+    source = replaced(source, "trainer.fit(module, loader, ", "trainer.fit(module, loader, loader, ")
+    begin, fit = source.split("trainer.fit(")
+    fit, end = fit.split("\n", 1)
+    again = f"""
+try:
+    trainer.fit({fit}
+except AssertionError as error:
+    assert str(error) == "bad"
+Digits.validation_step = lambda *_: None
+trainer.fit({fit}
+print("steps", sparse.exchange.num_steps)
+"""
+    assert all("steps 6" in printed for printed in run(new_ranks, begin + again + end, tmp_path))
 
 
 @needs("ray", "ray")

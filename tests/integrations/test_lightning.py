@@ -61,7 +61,7 @@ def test_one_process_trains_saves_and_goes_on(
     trainer, module, loader = trainer_of(tmp_path, mine, max_epochs=2)
     trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")
     assert trainer.global_step == 8 and mine.exchange is not first
-    assert "fit() was called again: what the exchange before had not sent yet is dropped" in caplog.text
+    assert "training begins anew: what the exchange before had not sent yet is dropped" in caplog.text
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
@@ -76,5 +76,5 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, module, loader = trainer_of(tmp_path, callback(TOPK), max_epochs=2)
-    with pytest.raises(StateError, match="which was saved without LightningCallback"):
+    with pytest.raises(StateError, match="checkpoint must be saved with LightningCallback, got "):
         trainer.fit(module, loader, ckpt_path=tmp_path / "saved.ckpt")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import TopK, UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError
-from regtopk.integrations.wrapped import check_options, make_exchange
+from regtopk.integrations.wrapped import ExchangeInTrainer
 from tests.distributed.ranks import Ranks
 
 TOPK = TopK(density=0.5)
@@ -21,7 +21,7 @@ TOPK = TopK(density=0.5)
 def told_of(model: nn.Module, what: Any = "updates", scaler: Any = None) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises((ArgumentError, ClusterError)) as refused:
-        make_exchange(model, optimizer, TOPK, what, {}, scaler)
+        ExchangeInTrainer("attach", TOPK, what, {})._make(model, optimizer, scaler)
     return str(refused.value)
 
 
@@ -56,7 +56,8 @@ def train_with_updates(**options: Any) -> tuple[list[torch.Tensor], torch.Tensor
     network = nn.Sequential(linear, norm)
     ddp = DistributedDataParallel(network, **options)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    exchange = make_exchange(ddp, optimizer, TOPK, "updates", {"every": 4, "buffers": "local"})
+    new = ExchangeInTrainer("attach", TOPK, "updates", {"every": 4, "buffers": "local"})
+    exchange = new._make(ddp, optimizer, None)
     assert isinstance(exchange, UpdateExchange)
     grads = []
     for step in range(3):
@@ -83,9 +84,9 @@ def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
 
 
 def test_options_are_checked_at_the_call() -> None:
-    check_options("attach", TOPK, "updates", {"every": 2, "fragments": 2})
-    check_options("attach", TOPK, "gradients", {"index_code": "raw32"})
+    ExchangeInTrainer("attach", TOPK, "updates", {"every": 2, "fragments": 2})
+    ExchangeInTrainer("attach", TOPK, "gradients", {"weight": 0.5})
     with pytest.raises(ArgumentError, match="every must be given with exchange='updates' alone, got 'grad"):
-        check_options("attach", TOPK, "gradients", {"every": 2})
+        ExchangeInTrainer("attach", TOPK, "gradients", {"every": 2})
     with pytest.raises(TypeError, match=r"attach\(\) got an unexpected option 'process_group'"):
-        check_options("attach", TOPK, "updates", {"process_group": None})
+        ExchangeInTrainer("attach", TOPK, "updates", {"process_group": None})

@@ -1,57 +1,29 @@
 """An exchange with Accelerate: ``pip install 'regtopk[accelerate]'``, which this file does not import."""
 
-import warnings
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.gradients.ddp import SparseHookState
-from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
-from regtopk.integrations.wrapped import Made, What, check_options, make_exchange
+from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What
 
 __all__ = ["attach", "newest_checkpoint"]
 
 
-@overload
 def attach(
     accelerator: Any,
     model: nn.Module,
     optimizer: Optimizer,
     algorithm: Algorithm[Any],
     *,
-    exchange: Literal["updates"] | None = None,
-    **options: Any,
-) -> UpdateExchange | OneProcess: ...
-
-
-@overload
-def attach(
-    accelerator: Any,
-    model: nn.Module,
-    optimizer: Optimizer,
-    algorithm: Algorithm[Any],
-    *,
-    exchange: Literal["gradients"],
-    **options: Any,
-) -> SparseHookState | OneProcess: ...
-
-
-def attach(
-    accelerator: Any,
-    model: nn.Module,
-    optimizer: Optimizer,
-    algorithm: Algorithm[Any],
-    *,
-    exchange: What | None = None,
+    exchange: What,
     **options: Any,
 ) -> Made:
     """Exchange the updates of a prepared optimizer, or the gradients of a prepared model. On every rank.
@@ -69,7 +41,7 @@ def attach(
         optimizer: as prepare() returned it.
         algorithm: what is run; the same on every rank.
         exchange: "updates" (for AdamW, and where gradients are clipped), or "gradients", which is what
-            `regtopk.attach` exchanges. To leave it out is deprecated, and means "updates".
+            `regtopk.attach` exchanges.
         options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are Accelerate's.
 
     Returns:
@@ -79,17 +51,13 @@ def attach(
         ArgumentError: an option breaks its rule, or the optimizer was not prepared.
         ClusterError: the model was not wrapped in DistributedDataParallel.
     """
-    if exchange is None:
-        told = "exchange must be given in the next release, 'updates' or 'gradients': 'updates' is taken"
-        warnings.warn(told, DeprecationWarning, stacklevel=2)
-        exchange = "updates"
-    check_options("attach", algorithm, exchange, options)
+    new = ExchangeInTrainer("attach", algorithm, exchange, options)
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer):
         raise ArgumentError(
             f"optimizer must be what accelerator.prepare() returned, got {type(optimizer).__name__}"
         )
-    made = make_exchange(model, inner, algorithm, exchange, options, accelerator.scaler)
+    made = new._make(model, inner, accelerator.scaler)
     if accelerator not in _states:
         _states[accelerator] = _EveryRanks(accelerator)
     _states[accelerator].exchanges.append(made)
@@ -118,13 +86,11 @@ class _EveryRanks:
         self._folder = Path(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        if named := self._named():
-            beside.save(self._folder, **named)
+        beside.save(self._folder, **self._named())
         return {"state": beside.NAME}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if named := self._named():
-            beside.load(self._folder, **named)
+        beside.load(self._folder, **self._named())
 
     def _named(self) -> dict[str, ExchangeBase]:
         self.exchanges = [each for each in self.exchanges if not each.is_closed]

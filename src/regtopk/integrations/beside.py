@@ -5,41 +5,33 @@ gather it on one. `regtopk.Checkpoints` writes it whole or not at all.
 """
 
 import logging
-import re
 import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from regtopk.distributed.checkpoints.choice import choose, refuse
-from regtopk.distributed.checkpoints.files import parts_in
-from regtopk.distributed.checkpoints.folder import Checkpoints
+from regtopk.distributed.checkpoints.choice import choose, found_in, refuse
+from regtopk.distributed.checkpoints.folder import Checkpoints, collectives_of
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default, is_one_process
 from regtopk.errors import StateError
 
 NAME = "regtopk"  # of the folder in the checkpoint's
 _log = logging.getLogger("regtopk")
 
 
-def _all_ranks() -> Collectives:
-    return Alone() if is_one_process() else Collectives(group_or_default(None))
-
-
 def save(folder: Path, **exchanges: ExchangeBase) -> None:
-    """Save exchanges beside what the framework has saved before. Call it on every rank."""
+    """Save exchanges, if there are any, beside what the framework has saved before. Call it on every rank."""
+    if not exchanges:
+        return
     with Checkpoints(folder / NAME, keep=1, on_error="raise") as checkpoints:
         checkpoints.save(max(each.num_steps for each in exchanges.values()), **exchanges)
 
 
 def make_room(folder: Path) -> None:
-    """Take away the state in a folder that is about to be written again. Call it on every rank.
-
-    What cannot be read, and may be of another version, is kept under another name.
-    """
-    collectives, state = _all_ranks(), folder / NAME
-    seen, name = zip(*collectives.all_gather_objects((parts_in(state), secrets.token_hex(4))), strict=True)
-    if not choose(list(seen), set()).refused:
+    """Remove the state in a folder that is about to be written again. One that cannot be used is renamed."""
+    collectives, state = collectives_of(None), folder / NAME
+    seen, name = zip(*collectives.all_gather_objects((found_in(state), secrets.token_hex(4))), strict=True)
+    if not choose(list(seen)).refused:
         shutil.rmtree(state, ignore_errors=True)  # by all ranks at once: some will find nothing
         return
     with suppress(FileNotFoundError):
@@ -47,15 +39,11 @@ def make_room(folder: Path) -> None:
 
 
 def load(folder: Path, **exchanges: ExchangeBase) -> None:
-    """Go on from what was saved beside a framework's checkpoint. Call it on every rank.
-
-    On as many ranks as before training continues bit for bit; on others as `regtopk.Checkpoints` says.
-
-    Raises:
-        StateError: there is none, not all ranks had written theirs, or it does not fit.
-    """
+    """Go on from what was saved beside a framework's checkpoint. Call it on every rank."""
+    if not exchanges:
+        return
     loaded = None
-    if any(_all_ranks().all_gather_objects((folder / NAME).is_dir())):  # which loading would make
+    if any(collectives_of(None).all_gather_objects((folder / NAME).is_dir())):  # which loading would make
         with Checkpoints(folder / NAME) as checkpoints:
             loaded = checkpoints.load(**exchanges)
     if loaded is None:
@@ -79,17 +67,14 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         ClusterError: there are other processes, and no process group to ask them yet.
         StateError: all are damaged, or a newer one has another format.
     """
-    found = {
-        path.name: parts_in(path / NAME)
-        for path in Path(folder).glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name)
-    }
-    collectives = _all_ranks()
+    found = {path.name: found_in(path / NAME) for path in Path(folder).glob("checkpoint-*")}
+    collectives = collectives_of(None)
     seen = collectives.all_gather_objects(found)
-    names = {name for theirs in seen for name in theirs}
+    step_of = {name: name.removeprefix("checkpoint-") for theirs in seen for name in theirs}
+    names = [name for name, step in step_of.items() if step.isdecimal()]
     passed_over: list[str] = []
-    for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True):
-        choice = choose([theirs.get(name, {}) for theirs in seen], set())
+    for name in sorted(names, key=lambda name: int(step_of[name]), reverse=True):
+        choice = choose([theirs.get(name, {}) for theirs in seen])
         passed_over += [f"{name}/{NAME}/{problem}" for problem in choice.refused]
         if choice.is_other_format:
             break

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from regtopk.distributed.updates.exchange import UpdateExchange
-from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
+from regtopk.errors import ArgumentError, MissingExtraError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
-from regtopk.integrations.wrapped import ExchangeInTrainer, What, silence
+from regtopk.integrations.wrapped import ExchangeInTrainer, Made, What, silence
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -21,9 +21,8 @@ except ImportError as error:
         "regtopk.integrations.huggingface needs transformers: pip install 'regtopk[huggingface]'"
     ) from error
 
-__all__ = ["HuggingFaceCallback", "RegTopKCallback", "newest_checkpoint"]
+__all__ = ["HuggingFaceCallback", "newest_checkpoint"]
 
-_REFUSED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _log = logging.getLogger("regtopk")
 
 
@@ -43,8 +42,7 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
     With updates, what is evaluated and what is saved as the model is theta_start, the same on all ranks
     (`UpdateExchange.agreed`), and the last step of training ends with `finish()`.
 
-    A callback is told neither what the Trainer has wrapped, nor where it resumes from, nor when it evaluates.
-    So this one needs the trainer, and puts itself around its methods train, evaluate, predict and save_model.
+    The callback puts itself around the trainer's methods train, evaluate, predict and save_model.
 
     Args:
         trainer: a Trainer, or one of its kind.
@@ -54,57 +52,38 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are the Trainer's.
 
     Raises:
-        ArgumentError: an option breaks its rule, or the trainer has such a callback already.
-        ClusterError: the trainer uses DeepSpeed, FSDP, Megatron or XLA.
+        ArgumentError: an option breaks its rule; when training begins, the trainer has another such callback.
+        ClusterError: when training begins, the trainer uses DeepSpeed, FSDP or Megatron.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        algorithm: Any = None,  # for those who hand over no trainer, to be told so
-        *,
-        exchange: What = "updates",
-        **options: Any,
-    ) -> None:
+    def __init__(self, trainer: Any, algorithm: Any, *, exchange: What = "updates", **options: Any) -> None:
         if not isinstance(trainer, Trainer):
             raise ArgumentError(
                 f"trainer must be a transformers.Trainer, got {type(trainer).__name__}: make the Trainer "
                 "first, then trainer.add_callback(HuggingFaceCallback(trainer, ...))"
             )
         super().__init__("HuggingFaceCallback", algorithm, exchange, options)
-        kind = trainer.accelerator.distributed_type.value
-        if kind in _REFUSED:
-            raise ClusterError(
-                f"trainer must train in DistributedDataParallel, got {kind}, which is not supported here"
-            )
-        if _callbacks_of(trainer):
-            raise ArgumentError("trainer must have one HuggingFaceCallback, got a second")
         self._trainer = trainer
         self._made_for: object = None  # what the exchange belongs to
         self._resumes_from: str | bool | None = None
         self._folder: Path | None = None  # of the checkpoint that is being saved
-        for name, around in (
-            ("train", self._train),
-            ("save_model", self._save_model),
-            ("evaluate", self._with_the_agreed_model),
-            ("predict", self._with_the_agreed_model),
-        ):
+        agreed = self._with_the_agreed_model
+        around = {"train": self._train, "save_model": self._save_model, "evaluate": agreed, "predict": agreed}
+        for name, mine in around.items():
             method = getattr(trainer, name)
-            setattr(trainer, name, wraps(method)(partial(around, method)))
+            setattr(trainer, name, wraps(method)(partial(mine, method)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Make the exchange, and load its state."""
         if args is not self._trainer.args:
             raise ArgumentError("HuggingFaceCallback must be added to the trainer that it was made with")
         self._advise(args)
-        self._make_exchange()
-        assert self.exchange is not None
-        folder = self._resumes_from
+        exchange, folder = self._made(), self._resumes_from
         if folder is True:
             folder = get_last_checkpoint(args.output_dir)
         if folder:
-            beside.load(Path(str(folder)), exchange=self.exchange)
-        self._may_differ = isinstance(self.exchange, UpdateExchange)
+            beside.load(Path(str(folder)), exchange=exchange)
+        self._may_differ = isinstance(exchange, UpdateExchange)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After the last step, give all ranks the same model: what is evaluated and saved then is the end."""
@@ -127,10 +106,12 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Listen to what training resumes from."""
-        if _callbacks_of(self._trainer) != [self]:
+        found = self._trainer.callback_handler.callbacks
+        found = [each for each in found if isinstance(each, HuggingFaceCallback)]
+        if found != [self]:
             raise ArgumentError(
-                "trainer must have its HuggingFaceCallback once, got "
-                f"{len(_callbacks_of(self._trainer))}: trainer.add_callback(callback)"
+                "trainer must have one HuggingFaceCallback, the one that was made with it, got "
+                f"{len(found)}: trainer.add_callback(callback)"
             )
         given = signature(train).bind(*args, **kwargs).arguments
         self._resumes_from = given.get("resume_from_checkpoint")
@@ -148,43 +129,28 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
         with self._agreed():
             return method(*args, **kwargs)
 
-    def _make_exchange(self) -> None:
-        """Make the exchange, unless train() was called before with the same model and optimizer."""
+    def _made(self) -> Made:
+        """The exchange; the one before if train() is called again with the same model and optimizer."""
         trainer = self._trainer
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside Accelerate's wrapper
         belongs_to = trainer.model_wrapped if self._what == "gradients" else optimizer
         if self.exchange is not None and self._made_for is belongs_to:
             if isinstance(self.exchange, UpdateExchange):
                 silence(trainer.model_wrapped)  # with auto_find_batch_size it is wrapped anew
-            return
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        self._make(trainer.model_wrapped, optimizer, scaler, "train()")
+            return self.exchange
         self._made_for = belongs_to
+        return self._make(trainer.model_wrapped, optimizer, getattr(trainer.accelerator, "scaler", None))
 
     def _advise(self, args: Any) -> None:
         """Say which of the Trainer's defaults work against the exchange."""
-        advice = []
+        if args.process_index != 0:
+            return
         if self._what == "gradients" and args.max_grad_norm:
-            advice.append(
-                f"max_grad_norm={args.max_grad_norm} clips sparse aggregates, whose norm is larger than that "
-                "of gradients: choose it anew, or exchange updates"
+            _log.warning(
+                "max_grad_norm=%s clips sparse aggregates, which are larger than gradients: choose it anew",
+                args.max_grad_norm,
             )
         if self._what == "updates" and args.average_tokens_across_devices and args.world_size > 1:
-            advice.append(
-                "average_tokens_across_devices=True makes all ranks meet in every step, to count tokens: "
-                "with False they meet once a round"
-            )
+            _log.warning("average_tokens_across_devices=True makes all ranks meet in every step: use False")
         if args.save_total_limit == 1:
-            advice.append(
-                "save_total_limit=1 removes the last checkpoint before the new one has every rank's state: "
-                "keep 2, should a rank be killed meanwhile"
-            )
-        for text in advice if args.process_index == 0 else []:
-            _log.warning("%s", text)
-
-
-def _callbacks_of(trainer: Any) -> list[Any]:
-    return [each for each in trainer.callback_handler.callbacks if isinstance(each, HuggingFaceCallback)]
-
-
-RegTopKCallback = HuggingFaceCallback  # its first name
+            _log.warning("save_total_limit=1 removes a checkpoint before the next one is complete: keep 2")

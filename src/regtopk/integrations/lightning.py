@@ -15,8 +15,6 @@ except ImportError as error:
         "regtopk.integrations.lightning needs lightning: pip install 'regtopk[lightning]'"
     ) from error
 
-__all__ = ["LightningCallback", "RegTopKCallback"]
-
 
 class LightningCallback(ExchangeInTrainer, Callback):
     """Exchange the updates of a module's optimizer, or its gradients.
@@ -57,18 +55,13 @@ class LightningCallback(ExchangeInTrainer, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the exchange, and load its state: the model is wrapped, and the optimizers are loaded."""
         if len(trainer.optimizers) != 1 and self._what == "updates":
-            raise ArgumentError(
-                "exchange must be 'gradients' unless there is one optimizer, got 'updates' and "
-                f"{len(trainer.optimizers)} optimizers"
-            )
+            found = f"got 'updates' and {len(trainer.optimizers)} optimizers"
+            raise ArgumentError(f"exchange must be 'gradients' unless there is one optimizer, {found}")
         if trainer.ckpt_path is not None and self._saved is None:
-            raise StateError(
-                f"checkpoint must hold the exchange's state, got {trainer.ckpt_path}, which was saved "
-                "without LightningCallback"
-            )
+            raise StateError(f"checkpoint must be saved with LightningCallback, got {trainer.ckpt_path}")
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        exchange = self._make(trainer.strategy.model, optimizer, scaler, "fit()")
+        exchange = self._make(trainer.strategy.model, optimizer, scaler)
         if self._saved is not None:
             exchange.load_state_dict(self._saved)
             self._saved = None
@@ -110,6 +103,3 @@ class LightningCallback(ExchangeInTrainer, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until there is an exchange to load it into."""
         self._saved = state_dict
-
-
-RegTopKCallback = LightningCallback  # its first name

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError
 
 What = Literal["gradients", "updates"]
-Made = UpdateExchange | SparseHookState | OneProcess
+Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
 _log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
 _FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
@@ -34,68 +33,10 @@ _OPTIONS = {
 }
 
 
-def check_options(call: str, algorithm: object, exchange: str, options: dict[str, Any]) -> None:
-    """Refuse what can be refused before there is a model: at the call, not when training begins."""
-    check_choice("exchange", exchange, ("gradients", "updates"))
-    check_is_algorithm(algorithm)
-    (other,) = _OPTIONS.keys() - {exchange}
-    for option in options:
-        if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
-            raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
-    refuse_typos(call, options, _OPTIONS[exchange])
-
-
-def make_exchange(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    algorithm: Algorithm[Any],
-    exchange: What,
-    options: dict[str, Any],
-    grad_scaler: torch.amp.GradScaler | None = None,
-) -> Made:
-    """The exchange of a wrapped model's gradients, or of its optimizer's updates. Call it on every rank.
-
-    Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
-    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
-
-    Args:
-        model: in DistributedDataParallel, with torch.compile around or inside; on one process it may be bare.
-        optimizer: torch's own, not a framework's wrapper.
-        algorithm: what is run.
-        exchange: "gradients" or "updates".
-        options: of `regtopk.attach`, or of `regtopk.UpdateExchange`.
-        grad_scaler: the framework's, if it has one.
-    """
-    inner: Any = uncompiled(model)
-    if not isinstance(inner, DistributedDataParallel):
-        if is_fsdp(inner) or not is_one_process():
-            raise ClusterError(
-                "model must be wrapped in DistributedDataParallel by the trainer, got "
-                f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "
-                "sharded models use regtopk.UpdateExchange in a loop of your own)"
-            )
-        if exchange == "updates":
-            return OneProcess(inner, algorithm, Options())
-    if exchange == "gradients":
-        made = attach(model, algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **options)
-        assert not isinstance(made, ShardedHookState)
-        return made
-    assert optimizer is not None
-    if grad_scaler is not None:
-        raise ArgumentError(
-            "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows on one "
-            "rank is skipped there alone, and ranks would count their steps differently. Train in bfloat16"
-        )
-    updates = UpdateExchange(inner.module, optimizer, algorithm, process_group=inner.process_group, **options)
-    silence(model)
-    return updates
-
-
 def silence(model: nn.Module) -> None:
     """Let DDP send nothing, if the model is in it; again wherever a framework has wrapped or changed it.
 
-    A communication hook that returns its bucket would not do: DDP copies gradients to buckets and back then,
-    and with find_unused_parameters, the default of some frameworks, all ranks meet in every backward.
+    A hook that does nothing would not do: with find_unused_parameters all ranks meet in every backward.
     """
     inner: Any = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
@@ -105,25 +46,55 @@ def silence(model: nn.Module) -> None:
 
 
 class ExchangeInTrainer:
-    """What trainers' callbacks share: an exchange that is made when training begins.
+    """An exchange of a wrapped model's gradients, or of its optimizer's updates, from when training begins.
 
-    With updates the ranks' models differ until training ends.
+    Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
+    DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
+    The ranks' models then differ until training ends.
     """
 
     def __init__(self, call: str, algorithm: Algorithm[Any], exchange: What, options: dict[str, Any]) -> None:
-        check_options(call, algorithm, exchange, options)
+        check_choice("exchange", exchange, ("gradients", "updates"))
+        check_is_algorithm(algorithm)
+        (other,) = _OPTIONS.keys() - {exchange}
+        for option in options:
+            if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
+                raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
+        refuse_typos(call, options, _OPTIONS[exchange])
         self.exchange: Made | None = None  # from the beginning of training on
         self._algorithm, self._what, self._options = algorithm, exchange, options
         self._may_differ = False  # whether the ranks' models may
 
-    def _make(self, model: Any, optimizer: Any, grad_scaler: Any, method: str) -> Made:
-        """Make the exchange, in the place of the one before, if there is one."""
+    def _make(self, model: nn.Module, optimizer: Optimizer | None, grad_scaler: Any) -> Made:
+        """Make the exchange, with torch's own optimizer, in the place of the one before, if there is one."""
         if self.exchange is not None:
-            _log.warning("%s was called again: what the exchange before had not sent yet is dropped", method)
+            _log.warning("training begins anew: what the exchange before had not sent yet is dropped")
             self.exchange.close()
-        self.exchange = make_exchange(
-            model, optimizer, self._algorithm, self._what, self._options, grad_scaler
-        )
+        inner: Any = uncompiled(model)
+        is_wrapped = isinstance(inner, DistributedDataParallel)
+        if not is_wrapped and (is_fsdp(inner) or not is_one_process()):
+            raise ClusterError(
+                "model must be wrapped in DistributedDataParallel by the trainer, got "
+                f"{type(inner).__name__}: DeepSpeed, FSDP and tensor parallelism are not supported here (for "
+                "sharded models use regtopk.UpdateExchange in a loop of your own)"
+            )
+        if self._what == "gradients":
+            self.exchange = attach(
+                model, self._algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **self._options
+            )
+        elif not is_wrapped:
+            self.exchange = OneProcess(inner, self._algorithm, Options())
+        elif grad_scaler is not None:
+            raise ArgumentError(
+                "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is "
+                "skipped on one rank alone, and ranks would count steps differently. Train in bfloat16"
+            )
+        else:
+            assert optimizer is not None
+            self.exchange = UpdateExchange(
+                inner.module, optimizer, self._algorithm, process_group=inner.process_group, **self._options
+            )
+            silence(model)
         return self.exchange
 
     @contextmanager

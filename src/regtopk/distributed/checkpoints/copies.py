@@ -1,13 +1,13 @@
 """States that checkpoints hold: copied when they are saved, and compared with what they are loaded into."""
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from regtopk.distributed.state.parameters import is_dtensor, uncompiled
 from regtopk.distributed.state.shards import like, local
@@ -24,11 +24,7 @@ def unwrapped(thing: Any) -> Any:
 
 
 def copied(name: str, state: Any) -> Any:
-    """A copy on the CPU, which training does not change; of a DTensor, of this rank's part.
-
-    Raises:
-        ArgumentError: it holds what `torch.load(weights_only=True)` would refuse to read.
-    """
+    """A copy on the CPU, which training does not change; of a DTensor, of this rank's part."""
     kind = type(state)
     if isinstance(state, Tensor):
         return local(state).detach().to("cpu", copy=True)
@@ -53,72 +49,51 @@ def meshes_of(thing: Any, state: Any) -> list[Any]:
     if isinstance(thing, ExchangeBase):  # whose state holds this rank's parts as plain tensors
         return ["the replicas'"] if thing.is_sharded else []
     found: list[Any] = []
-    if isinstance(state, Tensor):
-        whole: Any = state
-        found = [[whole.device_mesh.mesh.tolist(), str(whole.placements)]] if is_dtensor(state) else []
-    elif isinstance(state, (dict, list, tuple)):
-        for value in state.values() if isinstance(state, dict) else state:
-            found += [mesh for mesh in meshes_of(None, value) if mesh not in found]
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, Tensor) and is_dtensor(leaf):
+            whole: Any = leaf
+            mesh = [whole.device_mesh.mesh.tolist(), str(whole.placements)]
+            found += [mesh] if mesh not in found else []
     return found
 
 
-def fitting(name: str, module: nn.Module, saved: Any) -> dict[str, Any]:
-    """A saved state as this module's: this rank's parts become DTensors again.
-
-    Raises:
-        StateError: it is another module's.
-    """
-    mine = module.state_dict()
-    shapes, theirs = (
-        {key: tuple(local(t).shape) if isinstance(t, Tensor) else None for key, t in state.items()}
-        for state in (mine, saved)
-    )
-    for key in {**shapes, **theirs}:
-        if key not in shapes or key not in theirs or shapes[key] != theirs[key]:
-            expected, found = shapes.get(key, "nothing"), theirs.get(key, "nothing")
-            raise StateError(
-                f"{name} of the checkpoint must be this model's: {key!r} is {expected}, got {found}"
-            )
-    for key, value in mine.items():
-        if is_dtensor(value):
-            saved[key] = like(saved[key].to(local(value).device), value)
-    result: dict[str, Any] = saved
-    return result
+def fit_(name: str, thing: Any, saved: dict[str, Any]) -> None:
+    """Refuse a state of another module or optimizer. This rank's parts of DTensors become DTensors again."""
+    if isinstance(thing, Optimizer):
+        mine, theirs = (
+            [len(group["params"]) for group in groups]
+            for groups in (thing.param_groups, saved["param_groups"])
+        )
+        if mine != theirs:
+            raise StateError(f"{name} of the checkpoint must have groups of {mine} parameters, got {theirs}")
+    if isinstance(thing, nn.Module):
+        state = thing.state_dict()
+        expected, found = _shapes(state), _shapes(saved)
+        for key in {**expected, **found}:
+            shape, got = expected.get(key, "nothing"), found.get(key, "nothing")
+            if shape != got:
+                raise StateError(
+                    f"{name} of the checkpoint must be this model's: {key!r} is {shape}, got {got}"
+                )
+            if shape is not None and is_dtensor(state[key]):
+                saved[key] = like(saved[key].to(local(state[key]).device), state[key])
 
 
-def check_optimizer(name: str, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Refuse another optimizer's state."""
-    mine, theirs = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, saved["param_groups"])
-    )
-    if mine != theirs:
-        raise StateError(f"{name} of the checkpoint must have groups of {mine} parameters, got {theirs}")
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    """Of this rank's parts; None for what is no tensor."""
+    return {key: tuple(local(x).shape) if isinstance(x, Tensor) else None for key, x in state.items()}
 
 
-@dataclass
-class Copies:
-    """What a rank writes: its own, and what all have the same if it is the one to write that."""
-
-    own: dict[str, Any] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-    shared_names: list[str] = field(default_factory=list)
-    meshes: dict[str, Any] = field(default_factory=dict)
-
-
-def copies_of(things: dict[str, Any], *, writes_shared: bool) -> Copies:
-    """Copies of all that a rank writes of these things."""
-    copies = Copies()
+def copies_of(things: dict[str, Any], *, writes_shared: bool) -> tuple[dict[str, Any], ...]:
+    """By name: copies of this rank's own, of what all have the same (None if others write it), and meshes."""
+    own, shared, meshes = {}, {}, {}
     for name, thing in things.items():
         thing = unwrapped(thing)
         state = thing.state_dict() if hasattr(thing, "state_dict") else thing
-        meshes = meshes_of(thing, state)
-        if meshes:
-            copies.meshes[name] = meshes
-        if not isinstance(thing, (nn.Module, Optimizer)) or meshes:
-            copies.own[name] = copied(name, state)
-            continue
-        copies.shared_names.append(name)
-        if writes_shared:
-            copies.shared[name] = copied(name, state)
-    return copies
+        if found := meshes_of(thing, state):
+            meshes[name] = found
+        if isinstance(thing, (nn.Module, Optimizer)) and not found:
+            shared[name] = copied(name, state) if writes_shared else None
+        else:
+            own[name] = copied(name, state)
+    return own, shared, meshes

@@ -15,7 +15,7 @@ missing or of another size then is damage. Checksums are compared when a file is
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,7 @@ from zlib import crc32
 
 import torch
 
-from regtopk.distributed.checkpoints.manifest import Manifest, Unusable, read_manifest
-from regtopk.errors import StateError
-
-Parts = dict[int, Manifest | Unusable]  # the finished parts of a save, by rank
+from regtopk.distributed.checkpoints.manifest import Manifest
 
 
 class Save(NamedTuple):
@@ -44,11 +41,7 @@ class Save(NamedTuple):
 
 
 def write_part(folder: Path, rank: int, contents: dict[str, Any], facts: Manifest) -> None:
-    """Write a rank's files, by name, and its manifest when they are on the disk.
-
-    Raises:
-        OSError: the disk is full, say; the part has no manifest, and does not count.
-    """
+    """Write a rank's files, by name, and its manifest when they are on the disk: else it does not count."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         name: write_whole(folder / name, partial(torch.save, content)) for name, content in contents.items()
@@ -98,35 +91,10 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def saves_in(folder: Path) -> Iterator[tuple[Save, Path]]:
-    """The saves of a folder, whole or not."""
-    for path in sorted(folder.glob("step-*-*")):
-        _, step, run = path.name.split("-", 2)
-        if step.isdecimal():
-            yield Save(int(step), run), path
-
-
-def parts_in(folder: Path) -> dict[Save, Parts]:
-    """The finished parts of each save that this rank sees; of those that are damaged, why."""
-    return {
-        save: {
-            int(number): _part(file)
-            for file in path.glob("rank-*.json")
-            if (number := file.stem.removeprefix("rank-")).isdecimal()
-        }
-        for save, path in saves_in(folder)
-    }
-
-
-def _part(path: Path) -> Manifest | Unusable:
-    manifest = read_manifest(path)
-    if isinstance(manifest, Unusable):
-        return manifest
-    for name, (size, _) in manifest.files.items():
-        file = path.with_name(name)
-        if not file.is_file() or file.stat().st_size != size:
-            return Unusable(f"{name} is missing or cut off")
-    return manifest
+def saves_in(folder: Path) -> list[Save]:
+    """The saves of a folder, whole or not, the newest last."""
+    names = (path.name.split("-", 2) for path in folder.glob("step-*-*"))
+    return sorted(Save(int(step), run) for _, step, run in names if step.isdecimal())
 
 
 def remove(path: Path) -> None:
@@ -137,21 +105,10 @@ def remove(path: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def read_checked(path: Path, manifest: Manifest) -> bytes | None:
-    """A file's bytes; None if it cannot be read, or is not what the manifest says."""
-    size, checksum = manifest.files[path.name]
+def read_checked(path: Path, size: int, checksum: int) -> bytes:
+    """A file's bytes; none if it cannot be read, or has another size or checksum."""
     try:
         data = path.read_bytes()
     except OSError:
-        return None
-    return data if len(data) == size and crc32(data) == checksum else None
-
-
-def content_of(data: bytes) -> Any:
-    """What was written, tensors on the CPU."""
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # its checksum is right: it was written so
-        raise StateError(
-            f"a file of the checkpoint cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        return b""
+    return data if len(data) == size and crc32(data) == checksum else b""

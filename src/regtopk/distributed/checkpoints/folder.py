@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from regtopk.core.options import check_choice, check_integer
-from regtopk.distributed.checkpoints.choice import choose, refuse, whole
-from regtopk.distributed.checkpoints.copies import Copies, copies_of
-from regtopk.distributed.checkpoints.files import Save, parts_in, remove, saves_in, write_part
-from regtopk.distributed.checkpoints.loading import Loading, raise_together
+from regtopk.distributed.checkpoints.choice import Found, choose, found_in, refuse
+from regtopk.distributed.checkpoints.copies import copies_of
+from regtopk.distributed.checkpoints.files import Save, remove, saves_in, write_part
+from regtopk.distributed.checkpoints.loading import Loading, together
 from regtopk.distributed.checkpoints.manifest import Manifest
 from regtopk.distributed.options import names_typos
 from regtopk.distributed.steps.base import ExchangeBase
@@ -32,6 +32,12 @@ from regtopk.errors import ArgumentError, ClusterError, OutputError
 _log = logging.getLogger("regtopk")
 
 
+def collectives_of(group: dist.ProcessGroup | None) -> Collectives:
+    """Of all ranks if it is None; one process needs no process group."""
+    is_alone = group is None and not dist.is_initialized() and is_one_process()
+    return Alone() if is_alone else Collectives(group_or_default(group))
+
+
 class Checkpoints:
     """The newest checkpoints of a run, in a folder: what a launcher that restarts ranks needs.
 
@@ -43,25 +49,24 @@ class Checkpoints:
 
     Every rank calls `save` and `load`, with the same names. What a name stands for decides who writes it:
 
-    - a module or an optimizer is the same on all ranks, so it is written once; if it is sharded
-      (fully_shard), every rank writes its part;
-    - an exchange has a state of its own on every rank, so every rank writes its own. That of an
-      `UpdateExchange` holds model and optimizer, which then need not be named;
+    - a module or an optimizer is the same on all ranks, so it is written once; of a sharded one
+      (fully_shard) every rank writes its part;
+    - an exchange is every rank's own. That of an `UpdateExchange` holds model and optimizer, which then need
+      not be named;
     - anything else with `state_dict()` (a scheduler, a GradScaler), and plain values (numbers, strings,
       tensors, dicts, lists), are each rank's own.
 
     A run goes on from the newest complete checkpoint. One that is half-written or damaged is skipped for the
     one before, and the log says so. If all are damaged, or a newer one has another format, `load` raises
-    StateError. What a run could not use it never removes.
+    StateError. A run never removes what it could not use.
 
     On as many ranks as before each rank gets back what it saved, and training continues bit for bit. On
     another number of ranks sum_n w_n e_n of the exchange is conserved (see its `load_state_dict`), and rank n
     gets the values of rank n mod N. A sharded model needs the mesh it was saved on.
 
-    The folder may be on one file system for all ranks, or on every machine's own disk. The ranks find out
-    which. With own disks, what all ranks share is written once on each disk, and ranks that do not see a part
-    are sent it. If a disk is lost and no complete checkpoint is left, the others go on from their parts. The
-    log and `exchange.total.lost_residual` say how much residual is lost.
+    The folder may be on one file system for all ranks, or on every machine's own disk: the ranks find out,
+    and ranks that do not see a part are sent it. If a disk is lost and no complete checkpoint is left, the
+    others go on from their parts. The log and `exchange.total.lost_residual` say how much residual is lost.
 
     Args:
         folder: the folder of this run alone; it is made if it is not there.
@@ -84,8 +89,7 @@ class Checkpoints:
     ) -> None:
         check_integer("keep", keep, at_least=1)
         check_choice("on_error", on_error, ("warn", "raise"))
-        is_alone = process_group is None and not dist.is_initialized() and is_one_process()
-        self._collectives = Alone() if is_alone else Collectives(group_or_default(process_group))
+        self._collectives = collectives_of(process_group)
         self.folder = Path(folder)
         self.keep = keep
         self.asynchronous = asynchronous
@@ -94,6 +98,7 @@ class Checkpoints:
         self._writing: tuple[Save, Future[None]] | None = None
         self._run = ""  # which start of all ranks this is: a killed one's files are never mixed with it
         self._file_systems: list[list[int]] = []  # the ranks that see one another's files
+        self._is_writer = False  # of what all ranks have the same, on this file system
         self._complete: list[Save] = []
         self._removable: set[Save] = set()  # older ones that this run knows and does not need
         self._has_loaded = False
@@ -122,16 +127,13 @@ class Checkpoints:
         self._begin()
         self.wait()
         self._check(step, things)
-        rank, error, copies = self._collectives.rank, None, Copies()
-        try:
-            copies = copies_of(things, writes_shared=rank == self._writer_here)
-        except Exception as problem:
-            error = problem
-        raise_together(self._collectives, error, "save", ClusterError)
-        contents = {f"rank-{rank}.pt": copies.own}
-        if copies.shared:
-            contents[f"shared-{rank}.pt"] = copies.shared
-        save, facts = Save(step, self._run), self._facts(step, things, copies)
+        rank = self._collectives.rank
+        with together(self._collectives, "save", ClusterError):
+            own, shared, meshes = copies_of(things, writes_shared=self._is_writer)
+        contents = {f"rank-{rank}.pt": own}
+        if shared and self._is_writer:
+            contents[f"shared-{rank}.pt"] = shared
+        save, facts = Save(step, self._run), self._facts(step, things, list(shared), meshes)
         writing = self._pool.submit(write_part, self.folder / save.folder, rank, contents, facts)
         self._writing = save, writing
         if not self.asynchronous:
@@ -150,24 +152,22 @@ class Checkpoints:
         """
         for name, thing in things.items():
             if not hasattr(thing, "load_state_dict"):
-                raise ArgumentError(
-                    f"{name} must have load_state_dict() to be loaded, got {type(thing).__name__}"
-                )
+                raise ArgumentError(f"{name} must have load_state_dict(), got {type(thing).__name__}")
         self._begin()
         self.wait()
         damaged: set[Save] = set()
         while True:
-            seen = self._collectives.all_gather_objects(parts_in(self.folder))
+            seen = self._collectives.all_gather_objects(found_in(self.folder))
             choice = choose(seen, damaged)
             refuse(self.folder, choice.refused)
             extra, told = None, choice.skipped
             if choice.save is None:
                 break
-            loading = Loading(self._collectives, self.folder / choice.save.folder, choice.parts, things)
-            files = loading.read([whole(theirs.get(choice.save, {})) for theirs in seen])
+            loading = Loading(self._collectives, self.folder / choice.save.folder, choice.found, things)
+            files = loading.read([theirs.get(choice.save, Found()) for theirs in seen])
             if files is not None:
                 extra = {"step": choice.save.step, **loading.take_over(files)}
-                told = [*choice.skipped, *loading.told]
+                told += loading.told
                 break
             damaged.add(choice.save)
         for message in told if self._collectives.rank == 0 else []:
@@ -185,49 +185,33 @@ class Checkpoints:
             return
         (save, writing), self._writing = self._writing, None
         error = writing.exception()
-        told_error = None if error is None else str(error) or type(error).__name__
-        errors = self._collectives.all_gather_objects(told_error)
-        if error is not None and not isinstance(error, OSError):
-            raise error
+        errors = self._collectives.all_gather_objects(error and f"{type(error).__name__}: {error}")
         told = zip(self._collectives.ranks, errors, strict=True)
-        failed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in told if theirs is not None)
+        failed = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in told if theirs)
         if not failed:
             self._complete.append(save)
             self._remove_old()
             return
-        if self._collectives.rank == self._writer_here:
+        if self._is_writer:
             remove(self.folder / save.folder)
         last = f"of step {self._complete[-1].step}" if self._complete else "none"
-        message = (
-            f"checkpoint of step {save.step} was not written ({failed}); the last complete one is {last}"
-        )
+        message = f"checkpoint of step {save.step} was not written ({failed}); the last one is {last}"
         if self.on_error == "raise":
             raise OutputError(message)
         if self._collectives.rank == 0 or error is not None:
             _log.warning("%s; training goes on", message)
 
     def close(self) -> None:
-        """Let this rank finish its writing, and end the thread. It waits for no other rank.
-
-        Raises:
-            OutputError: this rank could not write, with on_error="raise".
-        """
+        """Let this rank finish its writing, and end the thread. Like `wait`, but for no other rank."""
         self._pool.shutdown()
         self._is_closed = True
-        if self._writing is None:
-            return
-        (save, writing), self._writing = self._writing, None
-        error = writing.exception()
-        if error is not None:
-            message = f"checkpoint of step {save.step} was not written: {type(error).__name__}: {error}"
+        error = self._writing and self._writing[1].exception()
+        if self._writing is not None and error is not None:
+            message = f"checkpoint of step {self._writing[0].step} was not written: {error!r}"
             if self.on_error == "raise":
                 raise OutputError(message) from error
             _log.warning("%s", message)
-
-    @property
-    def _writer_here(self) -> int:
-        """The rank that writes what all have the same, on this rank's file system."""
-        return next(ranks[0] for ranks in self._file_systems if self._collectives.rank in ranks)
+        self._writing = None
 
     def _begin(self) -> None:
         """Once: agree on a name for this start of all ranks, and find out who sees whose files."""
@@ -235,51 +219,43 @@ class Checkpoints:
             raise ArgumentError("checkpoints must not be used after close()")
         if self._run:
             return
-        rank, ranks, error = self._collectives.rank, self._collectives.ranks, None
+        rank, ranks = self._collectives.rank, self._collectives.ranks
         run: str = self._collectives.all_gather_objects(secrets.token_hex(4))[0]
         probe = self.folder / f"probe-{run}-{rank}"
-        try:
+        with together(self._collectives, f"write to folder {self.folder}", OutputError):
             self.folder.mkdir(parents=True, exist_ok=True)
             probe.touch()
-        except OSError as problem:
-            error = OutputError(f"folder must be writable on every rank, got {self.folder}: {problem}")
-        raise_together(self._collectives, error, f"use {self.folder}", OutputError)
         here = sorted(int(path.name.rpartition("-")[2]) for path in self.folder.glob(f"probe-{run}-*"))
         everyone = self._collectives.all_gather_objects(here)
         self._file_systems = [list(members) for members in sorted(set(map(tuple, everyone)))]
+        self._is_writer = here[0] == rank
         probe.unlink()
         self._run = run
         if len(self._file_systems) > 1 and rank == 0:
-            _log.warning(
-                "%s is on several file systems, seen by ranks %s: a lost disk takes its ranks' parts along",
-                self.folder,
-                [[ranks[member] for member in members] for members in self._file_systems],
-            )
+            seen_by = [[ranks[member] for member in members] for members in self._file_systems]
+            _log.warning("%s is on several file systems, seen by ranks %s", self.folder, seen_by)
 
     def _check(self, step: int, things: dict[str, Any]) -> None:
         check_integer("step", step, at_least=0)
-        if self._complete and step <= self._complete[-1].step:
-            raise ArgumentError(
-                f"step must be greater than the last one, {self._complete[-1].step}, got {step}"
-            )
+        last = self._complete[-1].step if self._complete else -1
+        if step <= last:
+            raise ArgumentError(f"step must be greater than the last one, {last}, got {step}")
         if not self._has_loaded:  # a new run in an old one's folder would be taken for it
-            found = self._collectives.all_gather_objects(max(saves_in(self.folder), default=None))
-            if any(theirs is not None for theirs in found):
-                raise ArgumentError(
-                    f"folder must be empty, or what it holds must be loaded first: {self.folder} has "
-                    f"{next(str(theirs[1]) for theirs in found if theirs)}"
-                )
+            found = set().union(*self._collectives.all_gather_objects(saves_in(self.folder)))
+            if found:
+                newest = self.folder / max(found).folder
+                raise ArgumentError(f"folder must be empty, or be loaded before a save, got {newest}")
             self._has_loaded = True
         num_ranks = self._collectives.num_workers
         for name, thing in things.items():
             is_whole = isinstance(thing, ExchangeBase) and not thing.is_sharded
             if is_whole and thing.num_workers != num_ranks:
                 raise ArgumentError(
-                    f"{name} must be an exchange over the ranks of the checkpoints, {num_ranks}, got one "
-                    f"over {thing.num_workers}: pass its process_group to Checkpoints, too"
+                    f"{name} must be an exchange over the {num_ranks} ranks of process_group, got "
+                    f"{thing.num_workers}"
                 )
 
-    def _facts(self, step: int, things: dict[str, Any], copies: Copies) -> Manifest:
+    def _facts(self, step: int, things: dict[str, Any], shared: list[str], meshes: Any) -> Manifest:
         """The manifest of this rank's part, without its files; refuses ranks that save different things."""
         exchanges = {name: thing for name, thing in things.items() if isinstance(thing, ExchangeBase)}
         norms = {name: exchange.total.residual_norm for name, exchange in exchanges.items()}
@@ -296,19 +272,19 @@ class Checkpoints:
             file_systems=self._file_systems,
             weights={name: exchange.weights for name, exchange in exchanges.items()},
             norms={name: [theirs[name] for *_, theirs in everyone] for name in exchanges},
-            meshes=copies.meshes,
-            shared=copies.shared_names,
+            meshes=meshes,
+            shared=shared,
         )
 
     def _remove_old(self) -> None:
         """Keep the newest complete saves. Older ones go: this run's, and those it knew when it loaded."""
         self._removable.update(self._complete)
         self._complete = self._complete[-self.keep :]
-        if self._collectives.rank != self._writer_here or len(self._complete) < self.keep:
+        if not self._is_writer or len(self._complete) < self.keep:
             return
-        for save, path in list(saves_in(self.folder)):
+        for save in saves_in(self.folder):
             if save in self._removable and save.step < self._complete[0].step:
-                remove(path)
+                remove(self.folder / save.folder)
         for path in self.folder.glob("removed-*"):  # by a rank that was killed
             remove(path)
         for probe in self.folder.glob("probe-*"):

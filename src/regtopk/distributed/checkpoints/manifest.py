@@ -6,10 +6,16 @@ It is one JSON object: "format", the fields of `Manifest`, and a checksum of all
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
+from regtopk.errors import StateError
+
 FORMAT = 1
+
+
+class OtherFormatError(StateError):
+    """A part was written by another version of regtopk."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +36,28 @@ class Manifest:
         return json.dumps({**facts, "checksum": _checksum(facts)}).encode()
 
 
-class Unusable(NamedTuple):
-    """Why a part that was finished cannot be used."""
-
-    reason: str
-    is_other_format: bool = False
-
-
-def read_manifest(path: Path) -> Manifest | Unusable:
-    """The manifest in a file, or why it cannot be used."""
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file; refuses a part that cannot be used."""
+    found = None
     try:
         facts = json.loads(path.read_bytes())
         checksum = facts.pop("checksum", None)  # older manifests have none
+        is_whole = checksum in (None, _checksum(facts)) and facts["format"] == FORMAT
         found = facts.pop("format")
-        if type(found) is int and found != FORMAT:
-            return Unusable(f"{path.name} is of format {found}, this version of regtopk reads {FORMAT}", True)
-        if checksum in (None, _checksum({"format": found, **facts})) and found == FORMAT:
-            manifest = Manifest(**facts)
-            members = [rank for ranks in manifest.file_systems for rank in ranks]
-            if len(members) == manifest.num_ranks and sorted(members) == list(range(len(members))):
-                return manifest
+        manifest = Manifest(**facts)
+        ranks = sorted(rank for ranks in manifest.file_systems for rank in ranks)
+        is_whole = is_whole and ranks == list(range(manifest.num_ranks))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    return Unusable(f"{path.name} is damaged")
+        is_whole = False
+    if type(found) is int and found != FORMAT:
+        raise OtherFormatError(f"{path.name} is of format {found}, this version of regtopk reads {FORMAT}")
+    if not is_whole:
+        raise StateError(f"{path.name} is damaged")
+    for name, (size, _) in manifest.files.items():
+        file = path.with_name(name)
+        if not file.is_file() or file.stat().st_size != size:
+            raise StateError(f"{name} is missing or cut off")
+    return manifest
 
 
 def _checksum(facts: dict[str, Any]) -> int:

@@ -1,6 +1,6 @@
-"""A client: what it remembers from one of its rounds to the next, on its disk."""
+"""A client: which algorithms it can run, and what it remembers from round to round, on its disk."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -8,50 +8,63 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from regtopk.core.algorithm import Algorithm
+from regtopk.algorithms.posterior import ScoredState
+from regtopk.core.algorithm import Algorithm, check_is_algorithm
+from regtopk.core.requests import SparseSum
+from regtopk.core.sparse import SparseGradient
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.checkpoints.files import write_whole
-from regtopk.errors import GradientError, StateError
-from regtopk.integrations.flower.messages import (
-    Accepted,
-    Instruction,
-    Model,
-    Reply,
-    checksum,
-    from_flat,
-    layout_of,
-    spoiled_names,
-    to_flat,
-)
-from regtopk.integrations.flower.one_message import first_request, learns_from_aggregates
+from regtopk.errors import ArgumentError, GradientError, StateError
+from regtopk.integrations.flower import messages
+from regtopk.integrations.flower.messages import Accepted, Instruction, Model, Reply
 from regtopk.wire import encode
 
 FORMAT = 1
 
 
-@dataclass
-class _Sent:
-    """What was sent last, until the server has said whether it arrived."""
+def check_algorithm(algorithm: Algorithm[Any]) -> None:
+    """Refuse an algorithm that a server with sampled clients cannot run.
 
-    round: int
-    token: str
-    indices: Tensor
-    values: Tensor
+    A client sends one message per round, and hears of the others at the earliest with the next model. So the
+    algorithm must ask for one sparse sum, use it as it is, and conserve: sent + residual = residual + update.
+
+    Raises:
+        ArgumentError: it does not, with these options.
+    """
+    check_is_algorithm(algorithm)
+    got = f"got {algorithm.name!r} with its options {algorithm.options()}"
+    if "conserves" not in algorithm.promises:
+        raise ArgumentError(
+            f"algorithm must conserve each client's own update, because clients are sampled, {got}"
+        )
+    layout = Layout.anonymous(max(64, getattr(algorithm, "k", None) or 0))
+    worker = Worker(torch.tensor(1.0), torch.tensor(0), 1, 0, layout)
+    grad = torch.linspace(-1.0, 2.0, layout.numel)
+    answer, result = grad.flip(0), torch.zeros(0)
+    _, conversation = _first_request(algorithm, grad, algorithm.init(worker), worker)
+    try:
+        conversation.send(answer.clone())
+    except StopIteration as done:
+        result = done.value
+    if not torch.equal(result, answer):
+        raise ArgumentError(
+            "algorithm must need one sparse sum per round and apply it as it is, because a client hears of "
+            f"the others in the next round, {got}"
+        )
 
 
-@dataclass
-class _Memory:
-    """What a client keeps of a round: the algorithm's state after it, and the model that it began with."""
-
-    names: tuple[str, ...]
-    layout: Layout
-    state: Any
-    model: Tensor
-    sent: _Sent | None
-
-    def packed(self) -> dict[str, Any]:
-        """For the disk."""
-        return {"state": self.state.state_dict(), "model": self.model, "sent": vars(self.sent)}
+def _first_request(
+    algorithm: Algorithm[Any], update: Tensor, state: Any, worker: Worker
+) -> tuple[SparseGradient, Generator[Any, Any, Tensor]]:
+    """What an algorithm sends of an update, and the conversation, which waits for the answer."""
+    conversation = algorithm.exchange(update, state, worker)
+    request = next(conversation)
+    if type(request) is not SparseSum or request.sparse.numel != worker.numel:
+        raise ArgumentError(
+            "algorithm must send one sparse vector of the whole model per round and need no answer in it, "
+            f"got {algorithm.name!r} with its {type(request).__name__}"
+        )
+    return request.sparse, conversation
 
 
 class Client:
@@ -81,8 +94,8 @@ class Client:
     @property
     def residual(self) -> Tensor | None:
         """What is kept of updates that were not sent, (J,); None before the first round."""
-        memory, _ = self._load()
-        return None if memory is None else memory.state.residual
+        saved = self._load()
+        return None if saved is None else saved["now"]["state"]["residual"]
 
     @torch.no_grad()
     def model_of(self, instruction: Instruction) -> Model:
@@ -91,20 +104,21 @@ class Client:
         Raises:
             StateError: the rounds that were missed do not lead to it, from what this client has.
         """
-        if instruction.model is not None:
-            return instruction.model
+        if instruction.missed is None:
+            return instruction.arrays
         memory = self._before(instruction)
         if memory is None:
             raise StateError(f"client {self.name!r} must have an older model to add rounds to, got none")
-        flat = memory.model
+        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in memory["layout"])
+        flat = memory["model"]
         for past in instruction.missed:
-            flat = flat - past.aggregate(memory.layout.numel)
-        if checksum(flat) != instruction.checksum:
+            flat = flat - past.aggregate(layout.numel)
+        if messages.checksum(flat) != instruction.checksum:
             raise StateError(
                 f"the older model of client {self.name!r} must lead to that of round {instruction.round}, "
                 "got another checksum"
             )
-        return from_flat(flat, memory.layout, instruction.whole, memory.names)
+        return messages.from_flat(flat, layout, instruction.arrays, memory["names"])
 
     @torch.no_grad()
     def reply(self, instruction: Instruction, model: Model, trained: Model) -> Reply:
@@ -121,100 +135,87 @@ class Client:
         """
         if set(trained) != set(model):
             raise StateError(f"trained arrays must be {sorted(model)}, got {sorted(trained)}")
-        layout = layout_of(model, tuple(instruction.whole))
-        start = to_flat(model, layout)
-        update = start - to_flat(trained, layout)
-        spoiled = spoiled_names(instruction.whole, trained)
+        layout = messages.layout_of(model, instruction.whole)
+        start = messages.to_flat(model, layout)
+        update = start - messages.to_flat(trained, layout)
+        whole = {name: trained[name] for name in instruction.whole}
+        spoiled = messages.spoiled_names(model, whole)
         if spoiled or not bool(update.isfinite().all()):
             where = f"in {spoiled}" if spoiled else "in what it trained"
             raise GradientError(f"arrays of client {self.name!r} must be finite, got NaN or inf {where}")
+        described = [(layer.name, list(layer.shape), layer.kind) for layer in layout.layers]
         before = self._before(instruction)
-        if before is not None and before.layout != layout:
+        if before is not None and before["layout"] != described:
             raise StateError(f"arrays must stay those in {self.path}, got other names or shapes")
-        if before is None:
-            state = self.algorithm.init(self._worker(layout, instruction.round, 1.0))
-            now = _Memory(tuple(model), layout, state, start, None)
-        else:
-            now = replace(before, state=before.state.clone())
-        share = self._settle(now, instruction, start)
-        worker = self._worker(layout, instruction.round, share)
-        sparse, conversation = first_request(self.algorithm, update, now.state, worker)
-        conversation.close()  # the answer comes with the next round: `_settle` learns from it
-        whole = {name: trained[name] for name in instruction.whole}
+        accepted = instruction.accepted.get(self.name, Accepted("", 1.0))
+        # The share is that of the last round that counts: this round's is not known before it ends.
+        worker = self._worker(layout, instruction.round, accepted.share)
+        state = self.algorithm.init(worker)
+        if before is not None:
+            self._settle_(state, before, accepted, worker, start)
+        sparse, conversation = _first_request(self.algorithm, update, state, worker)
+        conversation.close()  # the answer comes with the next round: `_settle_` learns from it
         reply = Reply(self.name, instruction.round, encode(sparse), whole)
-        now.sent = _Sent(instruction.round, reply.token, *sparse.without_padding())
-        now.model, now.names = start, tuple(model)
-        self._save(now, before, instruction.server)
-        return reply
-
-    def _before(self, instruction: Instruction) -> _Memory | None:
-        """The memory as it was when the round began; another attempt at it does not count."""
-        now, before = self._load(instruction.server)
-        accepted = instruction.accepted.get(self.name)
-        if now is None or now.sent is None or now.sent.round != instruction.round:
-            return now
-        return now if accepted is not None and accepted.token == now.sent.token else before
-
-    def _settle(self, memory: _Memory, instruction: Instruction, start: Tensor) -> float:
-        """Take back what did not arrive, and learn from what did; the share w_n that the client had last."""
-        sent, accepted = memory.sent, instruction.accepted.get(self.name, Accepted("", 1.0))
-        state, memory.sent = memory.state, None
-        if sent is None:
-            return accepted.share
-        has_arrived = accepted.token == sent.token
-        if not has_arrived:
-            state.residual.scatter_add_(0, sent.indices, sent.values)
-        if learns_from_aggregates(state):
-            if has_arrived and instruction.round == sent.round + 1:
-                worker = self._worker(memory.layout, sent.round, accepted.share)
-                state.remember(sent.indices, sent.values, memory.model - start, worker)
-            else:
-                state.own.zero_()  # an entry sent as zero counts as not sent: plain Top-k
-        return accepted.share
-
-    def _worker(self, layout: Layout, round: int, share: float) -> Worker:
-        """The share is that of the last round that counts: this round's is not known before it ends."""
-        return Worker(torch.tensor(share), self._index, 1, round - 1, layout=layout)
-
-    def _load(self, server: str | None = None) -> tuple[_Memory | None, _Memory | None]:
-        """The memory after the last round, and the one before it; None where there is none of this server."""
-        if not self.path.is_file():
-            return None, None
-        try:
-            saved = torch.load(self.path, weights_only=True)
-            found = saved["format"]
-        except Exception as error:
-            raise StateError(f"{self.path} must hold the memory of a client, got {error}") from error
-        if found != FORMAT:
-            raise StateError(f"{self.path} must be of format {FORMAT}, got {found}")
-        if server not in (None, saved["server"]):
-            return None, None
-        mine = (self.name, repr(self.algorithm.options()))
-        theirs = (saved["client"], saved["algorithm"])
-        if mine != theirs:
-            raise StateError(f"{self.path} must be of client {mine}, got {theirs}")
-        return self._unpacked(saved, "now"), self._unpacked(saved, "before")
-
-    def _unpacked(self, saved: dict[str, Any], when: str) -> _Memory | None:
-        part = saved[when]
-        if part is None:
-            return None
-        layout = Layout.of_shapes((name, tuple(shape), kind) for name, shape, kind in saved["layout"])
-        state = self.algorithm.init(self._worker(layout, 1, 1.0))
-        state.load_state_dict(part["state"])
-        return _Memory(tuple(saved["names"]), layout, state, part["model"], _Sent(**part["sent"]))
-
-    def _save(self, now: _Memory, before: _Memory | None, server: str) -> None:
-        """Write both memories: the new file is whole, or the old one stays."""
+        indices, values = sparse.without_padding()
         saved = {
             "format": FORMAT,
-            "server": server,
+            "server": instruction.server,
             "client": self.name,
             "algorithm": repr(self.algorithm.options()),
-            "names": list(now.names),
-            "layout": [(layer.name, list(layer.shape), layer.kind) for layer in now.layout.layers],
-            "now": now.packed(),
-            "before": None if before is None else before.packed(),
+            "names": list(model),
+            "layout": described,
+            "now": {
+                "state": state.state_dict(),
+                "model": start,
+                "sent": {"round": reply.round, "token": reply.token, "indices": indices, "values": values},
+            },
+            "before": before and {name: before[name] for name in ("state", "model", "sent")},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, lambda file: torch.save(saved, file))
+        write_whole(self.path, lambda file: torch.save(saved, file))  # or the old one stays
+        return reply
+
+    def _before(self, instruction: Instruction) -> dict[str, Any] | None:
+        """What was kept when the round began; another attempt at it does not count."""
+        saved = self._load(instruction.server)
+        if saved is None:
+            return None
+        sent, accepted = saved["now"]["sent"], instruction.accepted.get(self.name)
+        has_arrived = accepted is not None and accepted.token == sent["token"]
+        kept = saved["now"] if has_arrived or sent["round"] != instruction.round else saved["before"]
+        return kept and {**kept, "names": saved["names"], "layout": saved["layout"]}
+
+    def _settle_(
+        self, state: Any, kept: dict[str, Any], accepted: Accepted, worker: Worker, start: Tensor
+    ) -> None:
+        """Load what was kept, take back what did not arrive, and learn from what did."""
+        state.load_state_dict(kept["state"])
+        sent = kept["sent"]
+        has_arrived = accepted.token == sent["token"]
+        if not has_arrived:
+            state.residual.scatter_add_(0, sent["indices"], sent["values"])
+        if isinstance(state, ScoredState) and state.indices.numel() > 0:  # its score learns from aggregates
+            if has_arrived and worker.step == sent["round"]:  # counted from 0, rounds from 1
+                before = self._worker(worker.layout, sent["round"], accepted.share)
+                state.remember(sent["indices"], sent["values"], kept["model"] - start, before)
+            else:
+                state.own.zero_()  # an entry sent as zero counts as not sent: plain Top-k
+
+    def _worker(self, layout: Layout, round: int, share: float) -> Worker:
+        return Worker(torch.tensor(share), self._index, 1, round - 1, layout=layout)
+
+    def _load(self, server: str | None = None) -> dict[str, Any] | None:
+        """The file: what was kept after the last round, and before it; None if it is not of this server."""
+        if not self.path.is_file():
+            return None
+        try:
+            saved: dict[str, Any] = torch.load(self.path, weights_only=True)
+            theirs = saved["format"], saved["client"], saved["algorithm"]
+        except Exception as error:
+            raise StateError(f"{self.path} must hold the memory of a client, got {error!r}") from error
+        if server not in (None, saved["server"]):
+            return None
+        mine = FORMAT, self.name, repr(self.algorithm.options())
+        if mine != theirs:
+            raise StateError(f"{self.path} must be of format, client and algorithm {mine}, got {theirs}")
+        return saved

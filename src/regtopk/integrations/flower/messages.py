@@ -1,8 +1,9 @@
 """What server and clients tell each other in a round, and how a model becomes a flat vector."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -13,25 +14,15 @@ from regtopk.errors import StateError
 from regtopk.wire import decode
 
 Model = dict[str, Tensor]
-Skip = Callable[[str], bool]
 
 
-def is_statistic(name: str) -> bool:
-    """Whether an array is a running statistic of a batch norm, going by its name."""
-    return name.rpartition(".")[2] in ("running_mean", "running_var")
-
-
-def layout_of(model: Mapping[str, Tensor], whole: Sequence[str]) -> Layout:
+def layout_of(model: Mapping[str, Tensor], whole: Collection[str]) -> Layout:
     """Where the arrays lie in the flat vector that is exchanged sparsely; some travel whole instead."""
     return Layout.of_shapes((name, tuple(x.shape), "other") for name, x in model.items() if name not in whole)
 
 
 def to_flat(model: Mapping[str, Tensor], layout: Layout) -> Tensor:
-    """The flat vector of a model, (J,) float32, of its own memory.
-
-    Raises:
-        StateError: an array is missing or of another shape or type.
-    """
+    """The flat vector of a model, (J,) float32, of its own memory; refuses arrays of another layout."""
     for layer in layout.layers:
         array = model.get(layer.name)
         found = None if array is None else (tuple(array.shape), array.dtype)
@@ -50,7 +41,7 @@ def from_flat(flat: Tensor, layout: Layout, whole: Mapping[str, Tensor], names: 
 
 def spoiled_names(start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
     """The arrays in which a number became NaN or inf; masks may hold -inf from the first."""
-    return [name for name, array in start.items() if bool((array.isfinite() & ~now[name].isfinite()).any())]
+    return [name for name, array in now.items() if bool((start[name].isfinite() & ~array.isfinite()).any())]
 
 
 def checksum(flat: Tensor) -> int:
@@ -73,8 +64,7 @@ class Reply:
         return f"{self.round}-{hashlib.sha256(self.frame.numpy().tobytes()).hexdigest()[:16]}"
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """The last reply of a client that became part of the model: its token, and the share w_n it had."""
 
     token: str
@@ -94,10 +84,7 @@ class PastRound:
         return sum(len(frame) + 16 for frame in self.frames)
 
     def aggregate(self, numel: int) -> Tensor:
-        """sum_n w_n x_n, (J,).
-
-        Only single additions and products of float32, in a fixed order: the same bits everywhere.
-        """
+        """sum_n w_n x_n, (J,): float32 products and additions in a fixed order, the same bits everywhere."""
         total = torch.zeros(numel)
         for frame, share in zip(self.frames, self.shares, strict=True):
             sparse = decode(frame, numel)
@@ -111,8 +98,8 @@ class Instruction:
 
     server: str  # its name, which no other has
     round: int  # from 1
+    checksum: int  # of this round's flat vector
     accepted: dict[str, Accepted]  # what became of clients' last replies, by client
-    whole: Model  # the arrays that travel whole
-    model: Model | None  # all arrays; None if the client can make the others from what it missed
-    missed: tuple[PastRound, ...] = ()  # from the round that the client last took part in to this one
-    checksum: int = 0  # of this round's flat vector
+    whole: list[str]  # the names of the arrays that travel whole
+    arrays: Model  # these, and all others unless the client can make them from what it missed
+    missed: list[PastRound] | None  # from the round that it last took part in to this one; None: all arrays

@@ -1,28 +1,22 @@
 """The server: it sums what sampled clients sent, and knows what each of them has."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
-from regtopk.errors import RegtopkError, StateError, WireFormatError
-from regtopk.integrations.flower.messages import (
-    Accepted,
-    Instruction,
-    Model,
-    PastRound,
-    Reply,
-    Skip,
-    checksum,
-    from_flat,
-    is_statistic,
-    layout_of,
-    spoiled_names,
-    to_flat,
-)
+from regtopk.errors import RegtopkError, StateError
+from regtopk.integrations.flower import messages
+from regtopk.integrations.flower.messages import Accepted, Instruction, Model, PastRound, Reply
 from regtopk.wire import decode
 
 MAX_WEIGHT = 2.0**53  # whole numbers up to it are exact, and sums of them do not overflow
+Skip = Callable[[str], bool]
+
+
+def is_statistic(name: str) -> bool:
+    """Whether an array is a running statistic of a batch norm, going by its name."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 class Server:
@@ -59,18 +53,15 @@ class Server:
     @property
     def model(self) -> Model:
         """All arrays, in their order."""
-        return from_flat(self._flat.clone(), self._layout, self._whole, self._names)
+        return messages.from_flat(self._flat.clone(), self._layout, self._whole, self._names)
 
     def begin(self, round: int, model: Model) -> None:
-        """Start a round with a model.
-
-        If it is not the one that the last round ended with, no node has an older one of it.
-        """
+        """Start a round with a model. If the last round ended with another, it is sent whole to all."""
         whole = [name for name, x in model.items() if x.dtype != torch.float32 or self._skip(name)]
-        layout = layout_of(model, whole)
+        layout = messages.layout_of(model, whole)
         if layout.numel == 0:
             raise StateError("model must have an array of float32 that is not skipped, got none")
-        flat = to_flat(model, layout)
+        flat = messages.to_flat(model, layout)
         is_same = self._names == tuple(model) and round == self._round + 1 and torch.equal(flat, self._flat)
         if not is_same:
             self._past.clear()
@@ -88,65 +79,56 @@ class Server:
         return Instruction(
             server=self._name,
             round=self._round,
+            checksum=messages.checksum(self._flat),
             accepted=dict(known),
-            whole=self._whole,
-            model=self.model if missed is None else None,
-            missed=missed or (),
-            checksum=checksum(self._flat),
+            whole=list(self._whole),
+            arrays=self.model if missed is None else self._whole,
+            missed=missed,
         )
 
     def check(self, reply: Reply, weight: float) -> None:
-        """Refuse a reply that cannot be part of this round.
-
-        Raises:
-            StateError: it is of another round, or its arrays or its weight do not fit.
-            WireFormatError: its frame is damaged, or of another model.
-        """
-        frame = reply.frame
+        """Refuse a reply of another round, or whose arrays, weight or frame do not fit."""
         if reply.round != self._round:
             raise StateError(f"round of a reply must be {self._round}, got {reply.round}")
         if not 0 < weight <= MAX_WEIGHT:
             raise StateError(f"weight of a reply must be above 0 and at most {MAX_WEIGHT:g}, got {weight}")
-        if frame.dtype != torch.uint8 or frame.dim() != 1:
-            raise StateError(f"frame of a reply must be bytes, got {frame.dtype} {frame.shape}")
         found, wanted = (
             {name: (tuple(array.shape), array.dtype) for name, array in model.items()}
             for model in (reply.whole, self._whole)
         )
         if found != wanted:
             raise StateError(f"arrays that travel whole must be {wanted}, got {found}")
-        if spoiled := spoiled_names(self._whole, reply.whole):
+        if spoiled := messages.spoiled_names(self._whole, reply.whole):
             raise StateError(f"arrays that travel whole must be finite, got NaN or inf in {spoiled}")
-        values = decode(frame, self._layout.numel).values
+        values = decode(reply.frame, self._layout.numel).values
         if values.dtype != torch.float32:
             raise StateError(f"values of a frame must be float32, as the model is, got {values.dtype}")
 
-    def finish(self, replies: Sequence[tuple[int, Reply, float]]) -> list[tuple[int, RegtopkError]]:
-        """End the round with the replies that came, as (node, reply, weight); weights need no fixed sum.
+    def finish(self, replies: Mapping[int, tuple[Reply, float]]) -> dict[int, RegtopkError]:
+        """End the round with the replies that came, by node, and their weights, which need no fixed sum.
 
         Returns:
             The nodes whose replies were refused, and why. The others' are in the model.
         """
         taken: dict[str, tuple[int, Reply, float]] = {}
-        refused: list[tuple[int, RegtopkError]] = []
-        for node, reply, weight in replies:
+        refused: dict[int, RegtopkError] = {}
+        for node, (reply, weight) in replies.items():
             try:
                 self.check(reply, weight)
                 if reply.client in taken:
                     raise StateError(f"clients must have names of their own, got {reply.client!r} twice")
-            except (StateError, WireFormatError) as error:
-                refused.append((node, error))
-                continue
-            taken[reply.client] = node, reply, weight
+                taken[reply.client] = node, reply, weight
+            except RegtopkError as error:
+                refused[node] = error
         in_order = [taken[client] for client in sorted(taken)]
         total = sum(weight for _, _, weight in in_order)
         shares = [weight / total for _, _, weight in in_order]
         past = PastRound(tuple(reply.frame for _, reply, _ in in_order), tuple(shares))
         flat = self._flat - past.aggregate(self._layout.numel)
-        if spoiled_names({"model": self._flat}, {"model": flat}):
+        if messages.spoiled_names({"model": self._flat}, {"model": flat}):
             reason = StateError(f"model must stay finite, got NaN or inf of round {self._round}'s replies")
-            self.finish([])
-            return refused + [(node, reason) for node, _, _ in in_order]
+            self.finish({})
+            return {**refused, **{node: reason for node, _, _ in in_order}}
         self._flat = flat
         self._whole = _mean_of([reply.whole for _, reply, _ in in_order], shares) or self._whole
         for node in self._asked:  # one whose reply did not come may have either model: it gets the next whole
@@ -159,12 +141,12 @@ class Server:
         self._keep(past)
         return refused
 
-    def _missed_by(self, node: int) -> tuple[PastRound, ...] | None:
+    def _missed_by(self, node: int) -> list[PastRound] | None:
         """The rounds that lead from the model a node has to this round's; None if the model is shorter."""
-        has = self._round_of_model_at.get(node)
-        if not self._sparse_down or has is None or any(r not in self._past for r in range(has, self._round)):
+        rounds = range(self._round_of_model_at.get(node, 0), self._round)  # there is no round 0
+        if not self._sparse_down or any(number not in self._past for number in rounds):
             return None
-        return tuple(self._past[r] for r in range(has, self._round))
+        return [self._past[number] for number in rounds]
 
     def _keep(self, past: PastRound) -> None:
         """Keep a round as long as all since then are fewer bytes than the model."""
@@ -181,7 +163,6 @@ def _mean_of(models: list[Model], shares: list[float]) -> Model:
     means = dict(models[0]) if models else {}
     for name, first in means.items():
         if first.is_floating_point():
-            means[name] = torch.zeros_like(first)
-            for model, share in zip(models, shares, strict=True):
-                means[name] += share * model[name]
+            parts = (share * model[name] for model, share in zip(models, shares, strict=True))
+            means[name] = sum(parts, torch.zeros_like(first))
     return means
