@@ -35,9 +35,11 @@ class FlipsABit(Collectives):
 class Boasts(Collectives):
     """A rank 1 that announces far more than it sends."""
 
-    def all_gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        lie = [TOO_LONG] * len(numbers) if self.rank == 1 else numbers
-        return super().all_gather_numbers(*lie, device=device)
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        is_sizes = tensor.dtype == torch.int64
+        return super().all_gather(
+            torch.full_like(tensor, TOO_LONG) if is_sizes and self.rank == 1 else tensor
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return super().broadcast(torch.full_like(tensor, TOO_LONG) if self.rank == 1 else tensor, source)

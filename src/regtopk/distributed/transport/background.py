@@ -17,8 +17,7 @@ from regtopk import kernels
 class Background:
     """A thread that starts with the first call; what it is handed must not raise.
 
-    Args:
-        device: where the calls work; on CUDA they have a stream of their own.
+    On a CUDA device the calls have a stream of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
