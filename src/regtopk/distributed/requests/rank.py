@@ -1,7 +1,6 @@
 """What one rank knows, and what it counts while it answers an algorithm's requests."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -94,7 +93,6 @@ class Rank:
         index_code: str = "elias-fano",
         collective: Collective = "auto",
         deterministic: bool = True,
-        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.index_code = index_code
         self.collective = collective
@@ -106,14 +104,13 @@ class Rank:
         self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
         self.is_idle = self.index in self.idle  # of weight zero: it sends nothing
         self.record = StepRecord()
-        self.timer = Timer(torch.device("cpu"), now)
+        self.timer = Timer(torch.device("cpu"))
         self._statuses: list[Tensor] = []  # of messages that were used before anybody looked
-        self._now = now
         self._weights: Tensor | None = None  # the weights where they were last needed
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""
-        self.record, self.timer, self._statuses = StepRecord(), Timer(device, self._now), []
+        self.record, self.timer, self._statuses = StepRecord(), Timer(device), []
 
     def encoded(self, sparse: SparseGradient) -> Tensor:
         """This rank's message; nothing at all from a rank of weight zero."""
@@ -140,11 +137,8 @@ class Rank:
         return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
     def check_later(self, status: Tensor) -> None:
-        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`.
-
-        Bad messages count no entries.
-        """
-        self._statuses.append(self.by_rank(status) if self.idle else status)
+        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`."""
+        self._statuses.append(self.by_rank(status))
 
     def raise_refusals(self) -> None:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""
@@ -164,7 +158,7 @@ class Rank:
         self.record.sent_bytes += sent
         self.record.received_bytes += received
 
-    def count_gather(self, payload: int, sizes: list[int]) -> None:
+    def count_gather(self, payload: int, sizes: Sequence[int]) -> None:
         """Add a ring all_gather of messages of these sizes, one per rank."""
         sent, received = _gathered_bytes(tuple(sizes))
         self.count(payload, sent[self.index], received[self.index])
