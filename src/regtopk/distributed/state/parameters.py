@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk.core.worker import layer_kinds
+from regtopk.core.worker import Layout, layer_kinds
 from regtopk.errors import ArgumentError, ClusterError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[nn.Parameter]  # as optimizers take them
@@ -26,7 +26,7 @@ class Parameters:
     def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
         self._module = source if isinstance(source, nn.Module) else None
         self._ignored = frozenset(ignored)
-        if isinstance(source, nn.Module):
+        if isinstance(source, nn.Module) and not self.takes_dtensors:
             _refuse_modules(source)
         self.whole = _trainable(source, self._ignored, self.takes_dtensors)
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
@@ -41,6 +41,10 @@ class Parameters:
     def device(self) -> torch.device:
         """Where they all are."""
         return next(iter(self.named.values())).device
+
+    def layout_of(self, names: Iterable[str]) -> Layout:
+        """The layout of some of them, one after another."""
+        return Layout.of_shapes((name, self.shapes[name], self.kinds.get(name, "other")) for name in names)
 
     def describe(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, shape and dtype of each: what ranks compare."""

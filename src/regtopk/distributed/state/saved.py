@@ -25,12 +25,15 @@ The functions here change nothing: `loaded` checks a saved state as a whole and 
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regtopk.core.options import check_number
 from regtopk.core.state import OnResize
 from regtopk.core.worker import Report
 from regtopk.distributed.requests.rank import Rank
@@ -40,7 +43,6 @@ from regtopk.distributed.state.checks import FORMAT, check_facts, check_keys, ch
 from regtopk.errors import StateError
 
 _OPTIONAL = frozenset({"updates", "shard", "lost"})
-Worker = dict[str, Any]  # one rank's part of a state dict
 
 
 class Progress(NamedTuple):
@@ -55,14 +57,14 @@ class Progress(NamedTuple):
 def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report | None) -> dict[str, Any]:
     """One rank's state after the last finished step, tensors copied."""
     shapes, rank = buckets.parameters.shapes, buckets.rank
-    entries: Entries = {}
-    for bucket in buckets.all:
-        for name, parts in bucket.entries().items():
-            entries[name] = {f: part.to("cpu", copy=True).view(shapes[name]) for f, part in parts.items()}
     worker = {
-        "entries": entries,
+        "entries": {
+            name: {field: part.to("cpu", copy=True).view(shapes[name]) for field, part in parts.items()}
+            for bucket in buckets.all
+            for name, parts in bucket.entries().items()
+        },
         "groups": tuple(
-            {f: tensor.to("cpu", copy=True) for f, tensor in bucket.other_fields().items()}
+            {field: tensor.to("cpu", copy=True) for field, tensor in bucket.other_fields().items()}
             for bucket in buckets.all
         ),
         "total": ledger.total.as_dict(),
@@ -102,7 +104,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[0], "workers": workers}
 
 
-def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
+def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
     """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one.
 
     Raises:
@@ -114,33 +116,35 @@ def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
             "UpdateExchange, which needs a process group"
         )
     check_keys(saved, may_hold=frozenset({"lost"}))
+    with malformed():
+        check_facts(buckets, saved)
+        rank, weights = buckets.rank.index, buckets.rank.weights.tolist()
+        saved_parts = [tuple(names) for names in saved["groups"]]
+        parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
+        new, is_same_cut = [buckets.make(part) for part in parts], parts == saved_parts
+        is_same_cluster = saved["weights"] == weights and not saved.get("lost")
+        needed = [rank] if is_same_cluster else kept_ranks(saved)
+        check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
+        if is_same_cluster:
+            worker = saved["workers"][str(rank)]
+        else:
+            rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
+            worker = _resized(saved, weights, rank, rules)
+        for i, bucket in enumerate(new):
+            bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
+        report = Report(*map(float, worker["report"])) if worker["report"] else None
+        return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
+
+
+@contextmanager
+def malformed() -> Iterator[None]:
+    """Turn whatever a damaged state leads to into one error: there is no end to the ways it can be wrong."""
     try:
-        return _loaded(buckets, saved, keeps_buckets)
+        yield
     except StateError:
         raise
-    except Exception as error:  # there is no end to the ways in which a file can be wrong
+    except Exception as error:
         raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
-
-
-def _loaded(buckets: Buckets, saved: Any, keeps_buckets: bool) -> Progress:
-    check_facts(buckets, saved)
-    rank, weights = buckets.rank.index, buckets.rank.weights.tolist()
-    saved_parts = [tuple(names) for names in saved["groups"]]
-    parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
-    new = [buckets.make(part) for part in parts]
-    is_same_cut = parts == saved_parts
-    is_same_cluster = saved["weights"] == weights and not saved.get("lost")
-    needed = [rank] if is_same_cluster else kept_ranks(saved)
-    check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
-    if is_same_cluster:
-        worker = saved["workers"][str(rank)]
-    else:
-        rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
-        worker = _resized(saved, weights, rank, rules)
-    for i, bucket in enumerate(new):
-        bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
-    report = Report(*map(float, worker["report"])) if worker["report"] else None
-    return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
 
 
 def kept_ranks(saved: dict[str, Any]) -> list[int]:
@@ -158,23 +162,18 @@ def _ledger(rank: Rank, saved: dict[str, Any]) -> Ledger:
     if len(saved["weights"]) != rank.num_workers or str(rank.index) not in saved["workers"]:
         return Ledger(first_step=num_steps)
     worker = saved["workers"][str(rank.index)]
-    known = [f.name for f in fields(StepRecord) if f.name in worker["total"]]
-    total = StepRecord(**{name: _number(worker["total"][name]) for name in known})
-    first_step = _number(worker.get("first_step", 0))
-    if first_step > num_steps:
-        raise StateError(f"first_step of the saved state must be at most {num_steps}, got {first_step}")
-    return Ledger(total, num_steps - first_step + total.num_skipped, first_step)
-
-
-def _number(saved: Any) -> Any:
-    if type(saved) not in (int, float) or not 0 <= saved < math.inf:
-        raise StateError(f"counters of the saved state must be finite numbers >= 0, got {saved!r}")
-    return saved
+    total = {f.name: worker["total"][f.name] for f in fields(StepRecord) if f.name in worker["total"]}
+    first_step = worker.get("first_step", 0)
+    for name, number in total.items():
+        check_number(name, number, "finite and >= 0", lambda x: 0 <= x < math.inf)
+    check_number("first_step", first_step, f"in [0, {num_steps}]", lambda x: 0 <= x <= num_steps)
+    record = StepRecord(**total)
+    return Ledger(record, num_steps - first_step + record.num_skipped, first_step)
 
 
 def _resized(
     saved: dict[str, Any], new_weights: list[float], rank: int, rules: dict[str, OnResize]
-) -> Worker:
+) -> dict[str, Any]:
     """What a rank starts from on other ranks or with other weights, so that sum_n w_n e_n stays what it was.
 
     weighted_sum   e'_m = sum of w_n e_n over the old ranks n given to m, over w'_m
@@ -186,29 +185,20 @@ def _resized(
     """
     old_weights, kept = saved["weights"], kept_ranks(saved)
     old = {n: saved["workers"][str(n)] for n in kept}
-    first_worker = old[kept[0]]
+    first = old[kept[0]]  # of what all ranks share
     active = [m for m, weight in enumerate(new_weights) if weight > 0]
     given = [n for i, n in enumerate(kept) if active[i * len(active) // len(kept)] == rank]
-
-    def weighted_sum(name: str, field: str, like: Tensor) -> Tensor:
-        total = torch.zeros_like(like, dtype=torch.float64)
-        for n in given:
-            total += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[rank]
-        return total
-
-    entries = {
-        name: {
-            field: first if rules[field] == "shared" else weighted_sum(name, field, first)
-            for field, first in parts.items()
-        }
-        for name, parts in first_worker["entries"].items()
-    }
+    entries: Entries = {name: dict(parts) for name, parts in first["entries"].items()}
+    for name, parts in entries.items():
+        for field in [field for field in parts if rules[field] != "shared"]:
+            parts[field] = torch.zeros_like(parts[field], dtype=torch.float64)
+            for n in given:
+                parts[field] += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[rank]
     shared = tuple(
         {field: tensor for field, tensor in others.items() if rules[field] == "shared"}
-        for others in first_worker["groups"]
+        for others in first["groups"]
     )
-    report = first_worker["report"]  # which all ranks share
-    return {"entries": entries, "groups": shared, "report": report}
+    return {"entries": entries, "groups": shared, "report": first["report"]}
 
 
 def _same(left: Any, right: Any) -> bool:

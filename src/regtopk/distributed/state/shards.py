@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regtopk.core.worker import layer_kinds
 from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,
@@ -64,13 +63,10 @@ class ShardedParameters(Parameters):
     takes_dtensors = True
 
     def __init__(self, source: nn.Module | NamedParameters) -> None:
-        self._sharded = source if isinstance(source, nn.Module) else None
+        self._module = source if isinstance(source, nn.Module) else None
         self.reshard()
-        pairs = named_pairs(source)
-        check_placements(pairs)
-        super().__init__([(name, p) for name, p in pairs if p.requires_grad])
-        self._module = self._sharded
-        self.kinds = {} if self._sharded is None else layer_kinds(self._sharded)
+        check_placements(named_pairs(source))
+        super().__init__(source)
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
@@ -95,7 +91,7 @@ class ShardedParameters(Parameters):
 
     def _units(self) -> list[tuple[str, Any]]:
         """The FSDP units of the module, by name."""
-        return [] if self._sharded is None else units_by_name(self._sharded)
+        return [] if self._module is None else units_by_name(self._module)
 
 
 def is_sharded(pairs: Iterable[tuple[str, Tensor]]) -> bool:
@@ -112,10 +108,13 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def like(part: Tensor, whole: Any) -> Tensor:
-    """A part as this rank's of a DTensor like another."""
+def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:
+    """A part as this rank's of a DTensor that is cut like another, on the same or another kind of device."""
+    mesh = whole.device_mesh
+    if device is not None:
+        mesh = DeviceMesh(device, mesh.mesh, _init_backend=False)  # no process group: nothing is sent
     dtensor: Tensor = type(whole).from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return dtensor
 

@@ -29,7 +29,7 @@ from regtopk.distributed.steps.agreement import Agreement, Question, share_repor
 from regtopk.distributed.steps.driver import Driver, Turn
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
-from regtopk.errors import ClusterError, StateError
+from regtopk.errors import ClusterError
 
 _MOST_KNOWN = 64  # of what all ranks have agreed on
 _log = logging.getLogger("regtopk")
@@ -118,9 +118,7 @@ class Steps:
         self._others = None if shards is None or shards.place[1] == 1 else shards.collectives
         named, skip = parameters.named, options.skip
         skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
-        sparse = layout.layout_of(
-            (name for name, p in named.items() if name not in skipped and p.numel() > 0), parameters
-        )
+        sparse = parameters.layout_of(n for n, p in named.items() if n not in skipped and p.numel() > 0)
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
         compared = self._compared(skipped)
@@ -449,12 +447,6 @@ class Steps:
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            if isinstance(state, dict):
-                if state.get("shard") != self.shard:
-                    raise StateError(
-                        f"shard of the saved state must be {self.shard}, got {state.get('shard')}"
-                    )
-                state = {key: part for key, part in state.items() if key != "shard"}
             return saved.loaded(self.buckets, state, keeps_buckets=bool(self._kind.parts))
 
     def go_on_from(self, progress: saved.Progress) -> None:
