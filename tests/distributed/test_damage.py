@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
-from regtopk.distributed.options import Collective
+from regtopk.distributed.options import Collective, Options
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
@@ -54,7 +54,8 @@ def answer(
 ) -> str:
     """What a rank says to a request that must fail."""
     weights = torch.full((2,), 0.5, dtype=torch.float64)
-    rank = Rank(network(group_or_default(group)), weights, index_code=index_code, collective=collective)
+    options = Options(index_code=index_code, collective=collective)
+    rank = Rank(network(group_or_default(group)), weights, options)
     try:
         driver.answer(rank, [request], [SumBuffer()])
         rank.raise_refusals()

@@ -10,12 +10,13 @@ from torch import Tensor
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.timer import Timer
 from regtopk.core.traffic import all_gather_bytes
-from regtopk.distributed.options import Collective
+from regtopk.distributed.options import Options
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.kernels import Support
 from regtopk.wire import encode, raise_for_status
 
+_DEFAULTS = Options()
 _WRITTEN_AT_ONCE = 16  # entries that are cleared in one go take as long as one that is cleared by its index
 
 
@@ -85,18 +86,10 @@ def memory_of(tensor: Tensor) -> int:
 class Rank:
     """One rank of a process group; `weights`, (N,) float64, are every rank's w_n."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        weights: Tensor,
-        *,
-        index_code: str = "elias-fano",
-        collective: Collective = "auto",
-        deterministic: bool = True,
-    ) -> None:
-        self.index_code = index_code
-        self.collective = collective
-        self.deterministic = deterministic
+    def __init__(self, collectives: Collectives, weights: Tensor, options: Options = _DEFAULTS) -> None:
+        self.index_code = options.index_code
+        self.collective = options.collective
+        self.deterministic = options.deterministic
         self.collectives = collectives
         self.index, self.num_workers = collectives.rank, collectives.num_workers
         self.weights = weights

@@ -15,7 +15,7 @@ from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Rank, SumBuffer
-from regtopk.distributed.state.layout import as_flat, flat_dtype, write_
+from regtopk.distributed.state.layout import as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters
 
 Names = tuple[str, ...]
@@ -37,8 +37,6 @@ class Bucket:
     flat: Tensor | None = None
     sums: SumBuffer = dataclasses.field(default_factory=SumBuffer)
     state_before: State | None = None  # before a step that may still be taken back
-    is_joined: bool = False  # whether the vector holds a copy of the gradients
-    cleared: list[Tensor] | None = None  # the gradients, if they are zero already
 
     @property
     def layout(self) -> Layout:
@@ -62,24 +60,10 @@ class Bucket:
         """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
         tensors = [grads[name] for name in self.names]
         flat = as_flat(tensors, self.worker.weight.dtype)
-        self.is_joined, self.cleared = flat is None, None
         if flat is not None:
             return flat, None
         self.flat = self.worker.zeros() if self.flat is None else self.flat
         return self.flat, kernels.join_(self.flat, tensors)
-
-    def clear(self, grads: Mapping[str, Tensor]) -> None:
-        """Clear the gradients, if they were copied."""
-        if self.is_joined:
-            self.cleared = [grads[name] for name in self.names]
-            kernels.clear_(self.cleared)
-
-    def put_back(self, loss_scale: float) -> None:
-        """Undo `clear`."""
-        if self.cleared is not None:
-            assert self.flat is not None
-            write_(self.cleared, self.flat.mul_(loss_scale))
-            self.cleared = None
 
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""

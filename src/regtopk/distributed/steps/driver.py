@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     number: int  # how many steps were made before
     report: Report | None
     is_dense: bool  # whether everything is sent
-    is_bad: Tensor | None  # (), on the device: whether the states must stay as they are; None: they change
+    is_bad: Tensor | None = None  # (), on the device: whether the states must stay as they are
 
 
 @dataclass(frozen=True, eq=False)
