@@ -100,7 +100,7 @@ def live_bytes(steps: Steps) -> int:
     for sums in [*(bucket.sums for bucket in buckets), *(each.sums for each in rows)]:
         tensors += [total.vector for total in (sums.spare, sums.total) if total is not None]
     for each in rows:
-        tensors += each._state.state_dict().values()
+        tensors += each._fields.values()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
