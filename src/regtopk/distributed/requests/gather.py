@@ -62,7 +62,7 @@ def _gather_one(rank: Rank, sparse: SparseGradient) -> SparseGradient:
         messages = rank.collectives.all_gather_padded(message, max(sizes))
     rank.count_gather(message.numel(), sizes)
     with rank.timer.phase("decode_s"):
-        found, status = _decode(rank, rank.of_active(messages), max(capacities), sparse)
+        found, status = _decode(rank, messages[rank.active], max(capacities), sparse)
         rank.check_later(status)
         indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
         return SparseGradient(indices, values, sparse.numel, counts, sparse.code)

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.timer import Timer
-from regtopk.core.traffic import all_gather_bytes
 from regtopk.distributed.options import Options
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.transport.collectives import Collectives
@@ -111,10 +109,6 @@ class Rank:
             return torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
         return encode(sparse, self.index_code)
 
-    def of_active(self, rows: Tensor) -> Tensor:
-        """Rows of the ranks that have weight, out of those of all ranks."""
-        return rows[self.active] if self.idle else rows
-
     def weights_like(self, values: Tensor) -> Tensor:
         """Every rank's weight, (N,), in the dtype of values and on their device."""
         known = self._weights
@@ -152,9 +146,9 @@ class Rank:
         self.record.received_bytes += received
 
     def count_gather(self, payload: int, sizes: Sequence[int]) -> None:
-        """Add a ring all_gather of messages of these sizes, one per rank."""
-        sent, received = _gathered_bytes(tuple(sizes))
-        self.count(payload, sent[self.index], received[self.index])
+        """Add a ring all_gather of messages of these sizes: a rank sends on all but the next rank's."""
+        total, following = sum(sizes), sizes[(self.index + 1) % self.num_workers]
+        self.count(payload, total - following, total - sizes[self.index])
 
     def count_all_to_all(self, parts: list[Tensor], received: list[Tensor]) -> None:
         """Add messages from each rank to each; what a rank has for itself does not travel."""
@@ -165,10 +159,3 @@ class Rank:
         """Add the entries this rank sent."""
         if not self.is_idle:
             self.record.num_entries += sparse.indices.numel() if sparse.count is None else int(sparse.count)
-
-
-@lru_cache(maxsize=64)
-def _gathered_bytes(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """What every rank sends and receives; sizes are mostly the same in every step."""
-    sent, received = all_gather_bytes(torch.tensor(sizes))
-    return sent.tolist(), received.tolist()

@@ -13,8 +13,11 @@ small, is kept as it is, with the tensors' dtypes in their places::
     outer     {parameter: {key: DTensor}}               the outer optimizer's state
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -38,19 +41,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the state of an exchange belongs to sharded parameters.
+    """How the state of an exchange belongs to sharded parameters."""
 
-    Args:
-        wholes: the DTensors, by name.
-        pieces: of all vectors; what lies between them is padding.
-        inner: the parameter of each index of the optimizer's state; None: it is frozen.
-        outer: the same of the outer optimizer.
-    """
-
-    wholes: dict[str, Any]
-    pieces: list[Piece]
-    inner: tuple[str | None, ...] = ()
-    outer: tuple[str | None, ...] = ()
+    wholes: dict[str, Any]  # the DTensors, by name
+    pieces: list[Piece]  # of all vectors; what lies between them is padding
+    inner: tuple[str | None, ...] = ()  # the parameter of each index of the optimizer's state; None: frozen
+    outer: tuple[str | None, ...] = ()  # the same of the outer optimizer
 
 
 class _Slot(NamedTuple):
@@ -134,7 +130,7 @@ def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[i
                 )
     load(tree)
     for slot in filled:
-        slot.holder[slot.key] = local(_get(tree, slot.path))
+        slot.holder[slot.key] = local(reduce(getitem, slot.path, tree))
     for replica, state in states.items():
         _fit(state, state["workers"][replica], buckets, shard)
         _by_vector(state["workers"][replica], sharding, buckets)
@@ -185,26 +181,20 @@ def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard:
     worker["groups"] = tuple(buckets.make(bucket.names).other_fields() for bucket in buckets.all)
 
 
-# Vectors and the parameters in them.
-
-
 def _by_parameter(worker: dict[str, Any], sharding: Sharding) -> None:
     """Cut the vectors' entries by parameter; the padding is kept for a mesh of as many shards."""
-    vectors = worker["entries"]
-    fields_of = {name: list(fields) for name, fields in vectors.items()}
+    vectors = {name: {f: t.flatten() for f, t in of.items()} for name, of in worker["entries"].items()}
+    padding = {name: {f: flat.clone() for f, flat in of.items()} for name, of in vectors.items()}
     entries: dict[str, Any] = {name: {} for name in sharding.wholes}
-    padding = {
-        name: {f: tensor.flatten().clone() for f, tensor in of.items()} for name, of in vectors.items()
-    }
     for piece in sharding.pieces:
         part = local(sharding.wholes[piece.parameter])
-        for field in fields_of.get(piece.vector, []):
-            flat = vectors[piece.vector][field].flatten()
-            entries[piece.parameter][field] = flat[piece.start : piece.start + part.numel()].view(part.shape)
-            padding[piece.vector][field][piece.start : piece.start + part.numel()] = 0
+        place = slice(piece.start, piece.start + part.numel())
+        for field, flat in vectors.get(piece.vector, {}).items():
+            entries[piece.parameter][field] = flat[place].view(part.shape)
+            padding[piece.vector][field][place] = 0
     worker["entries"] = entries
     worker["padding"] = {
-        name: {field: tensor.to_sparse() for field, tensor in of.items() if tensor.any()}
+        name: {field: flat.to_sparse() for field, flat in of.items() if flat.any()}
         for name, of in padding.items()
     }
 
@@ -215,28 +205,17 @@ def _by_vector(worker: dict[str, Any], sharding: Sharding, buckets: Buckets) -> 
     vectors: dict[str, Any] = {}
     for piece in sharding.pieces:
         shape = shapes[piece.vector]
-        if torch.Size(shape).numel() == 0:
-            continue
-        of_vector = vectors.setdefault(piece.vector, {})
-        for field, part in entries[piece.parameter].items():
-            if field not in of_vector:
-                of_vector[field] = torch.zeros(shape, dtype=part.dtype)
-                if field in padding.get(piece.vector, {}):
-                    of_vector[field].view(-1).copy_(padding[piece.vector][field].to_dense())
-            of_vector[field].view(-1)[piece.start : piece.start + part.numel()] = part.flatten()
+        for field, part in entries[piece.parameter].items() if math.prod(shape) else ():
+            fields = vectors.setdefault(piece.vector, {})
+            if field not in fields:
+                kept = padding.get(piece.vector, {}).get(field)
+                flat = torch.zeros(shape, dtype=part.dtype) if kept is None else kept.to_dense()
+                fields[field] = flat.view(shape)
+            fields[field].view(-1)[piece.start : piece.start + part.numel()] = part.flatten()
     worker["entries"] = vectors
-
-
-# Trees.
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf
-
-
-def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree

@@ -23,10 +23,7 @@ from regtopk.errors import ArgumentError, ClusterError
 
 
 class Shards:
-    """The ranks that hold the other parts of this rank's replica: the shard axis.
-
-    `replicas` is the process group of the other axis.
-    """
+    """The ranks that hold the other parts of this rank's replica: the shard axis."""
 
     def __init__(self, named: Mapping[str, Any], replicas: dist.ProcessGroup) -> None:
         group = _mesh_of(named).get_group()
@@ -54,11 +51,7 @@ class DenseMean:
 
 
 class ShardedParameters(Parameters):
-    """This rank's parts of the sharded parameters that require a gradient.
-
-    Args:
-        source: a module of fully_shard's, (name, parameter) pairs, or parameters.
-    """
+    """This rank's parts of the sharded parameters that require a gradient."""
 
     takes_dtensors = True
 
@@ -192,9 +185,7 @@ def _mesh_of(named: Mapping[str, Any]) -> DeviceMesh:
     mesh: DeviceMesh = named[first].device_mesh
     for name in others:
         if named[name].device_mesh != mesh:
-            ranks, others_ranks = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
-            raise ClusterError(
-                f"parameters must be on one mesh, got {first!r} on ranks {ranks} and {name!r} on ranks "
-                f"{others_ranks}"
-            )
+            here, there = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
+            told = f"{first!r} on ranks {here} and {name!r} on ranks {there}"
+            raise ClusterError(f"parameters must be on one mesh, got {told}")
     return mesh

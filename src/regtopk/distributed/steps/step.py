@@ -30,7 +30,6 @@ from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError
 
-_MOST_KNOWN = 64  # of what all ranks have agreed on
 _log = logging.getLogger("regtopk")
 Vectors = tuple[list[Tensor], Tensor]  # of the buckets of a step; and (), whether all of them are finite
 Take = Callable[[], Vectors]
@@ -38,35 +37,28 @@ Take = Callable[[], Vectors]
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells one kind of exchange from another.
+    """What tells one kind of exchange from another."""
 
-    Args:
-        call: what users called to get here, for the error when some rank did not.
-        warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
-        settings: what all ranks must have the same, beside the options.
-        parts: the names of parameters that are exchanged together; empty: all of them.
-        takes_turns: whether a step exchanges one part, not all of them.
-        has_thread: whether steps are made beside training: they need a process group of their own.
-    """
-
-    call: str
-    warning: str = (
+    call: str  # what users called to get here, for the error when some rank did not
+    warning: str = (  # logged when a step is skipped for the first time
         "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
         "last_step.num_skipped before optimizer.step()"
     )
-    settings: tuple[tuple[str, Any], ...] = ()
-    parts: tuple[tuple[str, ...], ...] = ()
-    takes_turns: bool = False
-    has_thread: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()  # what all ranks must have the same, beside the options
+    parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
+    takes_turns: bool = False  # whether a step exchanges one part, not all of them
+    has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
 
 
 @dataclass(eq=False)
 class Step:
     """A step that has begun: all ranks are here, and exchange the same. See `Steps.step`."""
 
+    steps: "Steps"
     buckets: list[Bucket]
+    flats: list[Tensor]  # the buckets' vectors
+    turn: Turn
     agreement: Agreement
-    exchange: Callable[[layout.Write], None]  # turns the vectors into the aggregate, for `write`
     is_taken_back: bool = False
 
     @property
@@ -79,6 +71,21 @@ class Step:
         """(), on the device: whether the step does not count, if the host does not know yet."""
         return self.agreement.is_spoilt
 
+    def exchange(self, write: layout.Write) -> None:
+        """Turn the vectors into the aggregate, or into NaN if some rank's are not finite, and write it."""
+        steps, agreement, scaler = self.steps, self.agreement, self.steps._options.grad_scaler
+        if agreement.is_finite:
+            turn = self.turn._replace(is_bad=agreement.is_bad)
+            aggregates = steps._driver.run(steps.rank, steps.buckets.all, self.buckets, self.flats, turn)
+            if scaler is not None:  # not in place: the algorithm may have kept it
+                aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
+        else:
+            aggregates = [(flat.fill_(math.nan), None) for flat in self.flats]
+        with steps.rank.timer.phase("decode_s"):
+            for bucket, aggregate in zip(self.buckets, aggregates, strict=True):
+                write(bucket.names, *aggregate)
+            agreement.check_messages(steps.rank)  # last: the host may wait here, and all is launched
+
     def take_back(self) -> None:
         """Give the buckets their state from before the step, which then does not count."""
         self.is_taken_back = True
@@ -89,10 +96,8 @@ class Step:
 class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
-    `step` makes one, as a `with` block. `run` is the usual one.
-
-    Args:
-        shards: the ranks that hold the rest of the model, if it is sharded: they must step alike.
+    `step` makes one, as a `with` block. `run` is the usual one. `shards` are the ranks that hold the rest of
+    the model, if it is sharded: they must step alike.
     """
 
     def __init__(
@@ -132,7 +137,7 @@ class Steps:
         self._num_steps = 0
         self._driver = Driver()
         self._ledger = Ledger()
-        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
+        self._agreed: tuple[int, ...] | None = None  # what all ranks have agreed on last
         self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
         self._obstacle: str | None = None  # why no step can be made
         self._writer = options.writer
@@ -161,7 +166,7 @@ class Steps:
 
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
-        self._unheard, self._known = None, set()
+        self._unheard = self._agreed = None
         self._driver = Driver()  # lets go of the memory of buckets that were computed together
 
     # A step.
@@ -228,9 +233,9 @@ class Steps:
             flats, is_finite = vectors() if callable(vectors) else vectors
         names = [name for bucket in buckets for name in bucket.names]
         question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
-        # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
+        # Others must expect messages of these lengths, so this rank asks what all have agreed on last.
         # A rank that now asks for something else hears of it, and raises.
-        is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
+        is_safe = question.what == self._agreed and not self.rank.idle and not self.algorithm.listens
         with timer.phase("collective_s"):
             waited_s = self._ledger.waited_s
             agreement = Agreement(self.rank.collectives, self._others, question, is_finite, waited_s)
@@ -238,10 +243,8 @@ class Steps:
                 agreement.go_on()
             else:
                 agreement.hear()
-                if len(self._known) >= _MOST_KNOWN:  # a density that changes with every step
-                    self._known = set()
-                self._known.add(question.what)
-        return Step(buckets, agreement, partial(self._exchange, buckets, flats, turn, agreement))
+                self._agreed = question.what
+        return Step(self, buckets, flats, turn, agreement)
 
     def _join(self, grads: dict[str, Tensor]) -> Vectors:
         joined = [bucket.join(grads) for bucket in self.buckets.all]
@@ -257,28 +260,6 @@ class Steps:
             flat.div_(self._options.grad_scaler.get_scale())
             is_finite = None  # a scale below one may have made it overflow
         return kernels.is_finite(flat) if is_finite is None else is_finite
-
-    def _exchange(
-        self,
-        buckets: list[Bucket],
-        flats: list[Tensor],
-        turn: Turn,
-        agreement: Agreement,
-        write: layout.Write,
-    ) -> None:
-        """Turn the buckets' vectors into the aggregate, or into NaN if some rank's are not finite."""
-        scaler = self._options.grad_scaler
-        if agreement.is_finite:
-            turn = turn._replace(is_bad=agreement.is_bad)
-            aggregates = self._driver.run(self.rank, self.buckets.all, buckets, flats, turn)
-            if scaler is not None:  # not in place: the algorithm may have kept it
-                aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
-        else:
-            aggregates = [(flat.fill_(math.nan), None) for flat in flats]
-        with self.rank.timer.phase("decode_s"):
-            for bucket, aggregate in zip(buckets, aggregates, strict=True):
-                write(bucket.names, *aggregate)
-            agreement.check_messages(self.rank)  # last: the host may wait here, and all is launched
 
     @contextmanager
     def half_way(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The few collectives the driver needs, over torch.distributed, with errors that say what to do."""
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from regtopk.core.traffic import LONGEST_BYTES_OF_TWO, LONGEST_DIRECT_BYTES
 from regtopk.errors import ArgumentError, ClusterError
 
 EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+LONGEST_OBJECT_BYTES = 1 << 24  # of one rank, in a group that torch.distributed does not know
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
 
 # torch 2.13 renamed it, and warns of the old name
@@ -161,6 +163,46 @@ class Alone(Collectives):
 
     def _backend_for(self, device: str) -> None:
         """There is none."""
+
+
+class BareCollectives(Collectives):
+    """Collectives over a group that torch.distributed does not know by name, by the group's own methods.
+
+    Failures stay what they are, for the caller.
+    """
+
+    store = None
+
+    def __init__(self, group: Any, rank: int, num_workers: int) -> None:
+        self.group, self.rank, self.num_workers = group, rank, num_workers
+        self.ranks = list(range(num_workers))
+
+    def _backend_for(self, device: str) -> None:
+        """It cannot be asked."""
+
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        return True
+
+    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
+        sizes = sizes or ([], [])
+        self.group.alltoall_base(received, sent, *sizes, dist.AllToAllOptions()).wait()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in rank order."""
+        return tensor.copy_(self.all_gather(tensor.flatten()).sum(0).view_as(tensor))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source` of this group."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self.group.broadcast([tensor], options).wait()
+        return tensor
+
+    def all_gather_objects(self, thing: Any) -> list[Any]:
+        """Every rank's small Python object, in rank order."""
+        message = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        everyone = self.all_gather_ragged([message], LONGEST_OBJECT_BYTES)
+        return [pickle.loads(theirs.numpy().tobytes()) for (theirs,) in everyone]
 
 
 def by_rank(texts: Iterable[str], ranks: Sequence[int]) -> str:
