@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.distributed.options import Options
-from regtopk.distributed.steps import handshake
+from regtopk.distributed.steps import step
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
@@ -181,5 +181,5 @@ def test_versions_that_differ(two_ranks: Ranks) -> None:
 
 def attach_with_another_version() -> tuple[str, str]:
     version = "other" if dist.get_rank() == 1 else regtopk.__version__
-    with patch.object(handshake, "__version__", version):
+    with patch.object(step, "__version__", version):
         return refusal(lambda: regtopk.Exchange(make_net(), TOPK))

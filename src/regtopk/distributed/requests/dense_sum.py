@@ -16,7 +16,7 @@ Region = tuple[int, int]
 
 def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
     """sum_n w_n x_n, (m,), the same bits on every rank. All sizes are known, so only values travel."""
-    if is_lossless(request.code) and is_lossless(request.sum_code) and not rank.deterministic:
+    if is_lossless(request.code) and is_lossless(request.sum_code) and not rank.options.deterministic:
         return _all_reduced(rank, request)
     x = request.tensor.to(request.weight.dtype)
     regions = dense_regions(x.numel(), rank.weights.tolist())

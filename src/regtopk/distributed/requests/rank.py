@@ -35,8 +35,6 @@ class Total:
         support = self.support_of(self.vector)
         if support is None or support.indices.numel() * _WRITTEN_AT_ONCE > self.vector.numel():
             return self.vector.zero_()
-        if self.vector.dim() == 1:
-            return self.vector.index_fill_(0, support.indices.flatten(), 0)
         return self.vector.scatter_(-1, support.indices.flatten(-2), 0)
 
 
@@ -85,9 +83,8 @@ class Rank:
     """One rank of a process group; `weights`, (N,) float64, are every rank's w_n."""
 
     def __init__(self, collectives: Collectives, weights: Tensor, options: Options = _DEFAULTS) -> None:
+        self.options = options
         self.index_code = options.index_code
-        self.collective = options.collective
-        self.deterministic = options.deterministic
         self.collectives = collectives
         self.index, self.num_workers = collectives.rank, collectives.num_workers
         self.weights = weights

@@ -100,14 +100,14 @@ class Ledger:
             self.waited_s += record.collective_s
         self._unread = []
 
-    def slowest(self) -> tuple[int, float] | None:
+    def slowest(self) -> tuple[int, float]:
         """The rank that waited least, and for which share of the time the others waited longer than it."""
         elapsed = self._ended - self._began
         if len(self.waits) < 2 or elapsed <= 0:
-            return None
-        rank = min(self.waits, key=self.waits.__getitem__)
-        others = (sum(self.waits.values()) - self.waits[rank]) / (len(self.waits) - 1)
-        return rank, (others - self.waits[rank]) / elapsed
+            return 0, 0.0
+        rank, least = min(self.waits.items(), key=lambda item: item[1])
+        others = (sum(self.waits.values()) - least) / (len(self.waits) - 1)
+        return rank, (others - least) / elapsed
 
 
 def draw(writer: Writer, record: StepRecord, num_steps: int) -> Writer | None:
@@ -158,7 +158,7 @@ def summarise(
         "            collective includes waiting for the slowest rank",
         f"  residual  norm {residual_norm:.4g}",
     ]
-    slow, share = ledger.slowest() or (0, 0.0)
+    slow, share = ledger.slowest()
     if share >= LEAST_SHARE_TOLD:
         lines.append(f"  slowest   {peer} {slow} kept the others waiting for {100 * share:.0f} % of the time")
     if total.lost_residual:

@@ -19,8 +19,9 @@ def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> lis
 
     Messages that are gathered travel together.
     """
+    collective = rank.options.collective
     are_split = [
-        split_moves_less(rank, request) if rank.collective == "auto" else rank.collective == "split"
+        split_moves_less(rank, request) if collective == "auto" else collective == "split"
         for request, _ in asked
     ]
     whole = [request.sparse for (request, _), is_split in zip(asked, are_split, strict=True) if not is_split]

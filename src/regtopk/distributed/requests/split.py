@@ -63,7 +63,7 @@ def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfS
     rank.count(0, own * (rank.num_workers - 1), everyones - own)
     rank.count_entries(sparse)
     with rank.timer.phase("decode_s"):
-        return _joined(rank, gathered, buffer.zeros_for(sparse), code, bounds, buffer)
+        return _joined(rank, gathered, request, bounds, buffer)
 
 
 def _sender_code(rank: Rank, request: SparseSum) -> str | None:
@@ -129,14 +129,10 @@ def _sum_region(
 
 
 def _joined(
-    rank: Rank,
-    gathered: list[list[Tensor]],
-    total: Tensor,
-    code: str | None,
-    bounds: list[int],
-    buffer: SumBuffer,
+    rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int], buffer: SumBuffer
 ) -> Tensor | OfSenders:
     """The regions' sums as one vector, and what is to say of its senders."""
+    total, code = buffer.zeros_for(request.sparse), _sender_code(rank, request)
     everywhere = []
     for n, (message, *_) in enumerate(gathered):
         sums = decode(message, bounds[n + 1] - bounds[n])

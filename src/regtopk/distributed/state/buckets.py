@@ -99,7 +99,7 @@ class Buckets:
     Args:
         parameters: what is exchanged.
         skipped: the names of those that go dense; the algorithm is run on the others.
-        parts: the names of parameters that are exchanged together; all of them if None.
+        parts: the names of parameters that are exchanged together; all of them if empty.
     """
 
     def __init__(
@@ -108,17 +108,14 @@ class Buckets:
         skipped: frozenset[str],
         algorithm: Algorithm[Any],
         rank: Rank,
-        residual_dtype: str = "float32",
-        parts: Sequence[Names] | None = None,
+        parts: Sequence[Names],
     ) -> None:
-        self._residual_dtype = residual_dtype
         self.parameters = parameters
         self.skipped = skipped
         self.algorithm = algorithm
         self.rank = rank
-        self.all = [
-            self.make(part) for names in parts or [tuple(parameters.named)] for part in self.cut(names)
-        ]
+        together = parts or [tuple(parameters.named)]
+        self.all = [self.make(part) for names in together for part in self.cut(names)]
 
     def cut(self, names: Names) -> list[Names]:
         """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
@@ -143,7 +140,7 @@ class Buckets:
         )
         if names[0] in self.skipped:
             return Bucket(names, Dense(), worker, Dense().init(worker))
-        state = initial_state(self.algorithm, worker, self._residual_dtype)
+        state = initial_state(self.algorithm, worker, rank.options.residual_dtype)
         return Bucket(names, self.algorithm, worker, state)
 
     def regroup(self, rank: Rank) -> None:

@@ -175,9 +175,8 @@ class ExchangeBase(Counted):
         """Go on from what `sharded_state_dict` gave and torch.distributed.checkpoint saved. On every rank.
 
         On the same mesh training continues bit for bit. On another number of replicas, or with other weights,
-        sum_n w_n e_n is conserved as by `load_state_dict`; this takes room on the CPU for the parts of all
-        saved replicas. On another number of shards everything that has an entry for each of a parameter's is
-        cut anew, and what belonged to a part as a whole (the last selection, counts) starts anew.
+        sum_n w_n e_n is conserved; this takes room on the CPU for the parts of all saved replicas. On another
+        number of shards what has an entry for each of a parameter's is cut anew, and the rest starts anew.
 
         Args:
             checkpoint_id: the folder that was saved to.

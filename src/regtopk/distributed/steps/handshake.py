@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.distributed.options import Options
@@ -68,26 +67,14 @@ def end_group(collectives: Collectives) -> None:
 
 
 def meet(
-    collectives: Collectives,
-    shards: Shards | None,
-    algorithm: Algorithm[Any],
-    options: Options,
-    settings: dict[str, Any],
-    call: str,
-) -> tuple[Tensor, dict[str, Any]]:
-    """Compare the settings of all ranks; all their weights, (N,) float64, and what was compared.
-
-    Raises:
-        ClusterError: a rank is missing, or the ranks differ; every rank says in what and which.
-        ArgumentError: the weights are not weights.
-    """
-    own = {f"{algorithm.name} {key}": value for key, value in algorithm.options().items()}
-    mine = {"regtopk version": __version__, "algorithm": algorithm.name, **own, **settings}
+    collectives: Collectives, shards: Shards | None, mine: dict[str, Any], options: Options, call: str
+) -> Tensor:
+    """Compare the settings of all ranks; all their weights, (N,) float64."""
     if shards is not None:
         _meet_shards(shards, collectives, mine, options, call)
     roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
     compare(collectives, mine)
-    return _shares(collectives.all_gather_objects(options.weight), collectives.ranks), mine
+    return _shares(collectives.all_gather_objects(options.weight), collectives.ranks)
 
 
 def _shares(weights: list[Any], ranks: list[int]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
+from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm, WithDensity, check_is_algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.traffic import all_reduce_bytes
@@ -30,6 +31,7 @@ from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
 from regtopk.errors import ClusterError
 
+_MOST_KNOWN = 64  # of what all ranks have agreed on: a density may change with every step
 _log = logging.getLogger("regtopk")
 Vectors = tuple[list[Tensor], Tensor]  # of the buckets of a step; and (), whether all of them are finite
 Take = Callable[[], Vectors]
@@ -123,21 +125,19 @@ class Steps:
         sparse = parameters.layout_of(n for n, p in named.items() if n not in skipped and p.numel() > 0)
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
-        compared = self._compared(skipped)
-        weights, self.settings = meet(collectives, shards, algorithm, options, compared, kind.call)
+        self.settings = self._compared(skipped)
+        weights = meet(collectives, shards, self.settings, options, kind.call)
         if kind.has_thread:
             collectives = Collectives(new_group_like(collectives.group, self.device))
         self.rank = Rank(collectives, weights, options)
-        self.buckets = Buckets(
-            parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
-        )
+        self.buckets = Buckets(parameters, skipped, algorithm, self.rank, kind.parts)
         self.pending_report: Report | None = None
         self.is_closed = False
         self.lock = threading.RLock()  # keeps savers, readers of counts and a thread's steps apart
         self._num_steps = 0
         self._driver = Driver()
         self._ledger = Ledger()
-        self._agreed: tuple[int, ...] | None = None  # what all ranks have agreed on last
+        self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
         self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
         self._obstacle: str | None = None  # why no step can be made
         self._writer = options.writer
@@ -145,8 +145,12 @@ class Steps:
     def _compared(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
         same = ("index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
+        name = self.algorithm.name
         return {
-            **{name: getattr(self._options, name) for name in same},
+            "regtopk version": __version__,
+            "algorithm": name,
+            **{f"{name} {option}": value for option, value in self.algorithm.options().items()},
+            **{option: getattr(self._options, option) for option in same},
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
@@ -166,7 +170,7 @@ class Steps:
 
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
-        self._unheard = self._agreed = None
+        self._unheard, self._known = None, set()
         self._driver = Driver()  # lets go of the memory of buckets that were computed together
 
     # A step.
@@ -233,9 +237,9 @@ class Steps:
             flats, is_finite = vectors() if callable(vectors) else vectors
         names = [name for bucket in buckets for name in bucket.names]
         question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
-        # Others must expect messages of these lengths, so this rank asks what all have agreed on last.
+        # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
         # A rank that now asks for something else hears of it, and raises.
-        is_safe = question.what == self._agreed and not self.rank.idle and not self.algorithm.listens
+        is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
         with timer.phase("collective_s"):
             waited_s = self._ledger.waited_s
             agreement = Agreement(self.rank.collectives, self._others, question, is_finite, waited_s)
@@ -243,7 +247,7 @@ class Steps:
                 agreement.go_on()
             else:
                 agreement.hear()
-                self._agreed = question.what
+                self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
         return Step(self, buckets, flats, turn, agreement)
 
     def _join(self, grads: dict[str, Tensor]) -> Vectors:
