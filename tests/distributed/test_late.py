@@ -17,7 +17,7 @@ from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.test_algorithms_on_ranks import FIRST_VARIANTS
+from tests.distributed.test_equals_simulator import FIRST_VARIANTS
 from tests.distributed.training import refusal, same
 
 SIZES = {"a": 400, "b": 90, "c": 400}  # two are computed together
