@@ -41,7 +41,7 @@ import regtopk
 from regtopk import kernels
 from regtopk.algorithms.posterior import PosteriorScore
 from regtopk.core.timer import Timer
-from regtopk.distributed.requests import gather, rank
+from regtopk.distributed.requests import gather
 from regtopk.distributed.state import buckets
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import rounds as updates
@@ -79,7 +79,7 @@ def passes(device: torch.device) -> list[Pass]:
         Pass("keep the state", buckets.Bucket, "keep_state", 8),
         Pass("score", PosteriorScore, "scores"),
         Pass("accumulate and select", kernel, "take_largest_", 12),
-        Pass("encode", rank, "encode"),
+        Pass("encode", gather, "encode"),
         Pass("decode", gather, "decode_rows"),
         Pass("sum", kernels, "add_in_rank_order_", 4),
         Pass("write the aggregate", kernels, "spread_", 4),

@@ -142,6 +142,21 @@ def test_an_import_circle_is_found(tmp_path: Path) -> None:
     assert import_circles(tmp_path) == ["wire/a.py", "wire/b.py", "wire/c.py"]
 
 
+def test_a_class_name_means_one_thing() -> None:
+    defined: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}
+
+
+def test_no_room_is_a_hall() -> None:
+    sizes = {path.parent: len(list(path.parent.glob("*.py"))) for path in SOURCE.rglob("*.py")}
+    open_ended = {SOURCE / "algorithms", SOURCE / "core"}
+    assert {str(room): size for room, size in sizes.items() if size > 12 and room not in open_ended} == {}
+
+
 def test_plain_import_brings_no_extra() -> None:
     code = (
         "import sys, numpy, torch; before = set(sys.modules); import regtopk; "

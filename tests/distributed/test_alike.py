@@ -2,24 +2,21 @@
 
 import gc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import regtopk
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.options import Options
-from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import into
-from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps import alike
 from regtopk.distributed.steps.driver import _as_rows
-from regtopk.distributed.steps.step import Kind, Steps
-from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.steps.step import Steps
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.training import same
+from tests.distributed.training import same, steps_of
 
 SIZES = {"a": 400, "b": 900, "c": 400, "d": 400, "e": 90}
 ALIKE = [[["a"], ["c"], ["d"]]]
@@ -37,37 +34,23 @@ CASES: dict[str, tuple[Algorithm[Any], dict[str, Any]]] = {
 }
 
 
-def steps_of(algorithm: Algorithm[Any], given: dict[str, Any]) -> Steps:
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
+def run(algorithm: Algorithm[Any], given: dict[str, Any]) -> tuple[Any, Any]:
+    """What was computed together; and aggregates, states and bytes."""
     if "weight" in given:
         given = given | {"weight": given["weight"][dist.get_rank()]}
-    parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
-    kind = Kind("test", parts=tuple((name,) for name in SIZES))
-    return Steps(parameters, algorithm, Collectives(group), Options(**given), kind)
-
-
-def run(
-    algorithm: Algorithm[Any], given: dict[str, Any], is_together: bool
-) -> tuple[list[Tensor], list[Any]]:
-    steps, generator = steps_of(algorithm, given), torch.Generator().manual_seed(dist.get_rank())
-    kind_of = alike._kind_of
-    if not is_together:
-        alike._kind_of = lambda bucket: None
-    try:
-        aggregates = []
-        for number in range(6):
-            grads = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
-            if number == 2:  # a unit that a step did not use
-                del grads["c"]
-            if number == 4:  # somebody puts other tensors in the place of a state's
-                steps.buckets.all[0].state = steps.buckets.all[0].state.clone()
-            make_step(steps, grads)
-            aggregates += [grads[name].clone() for name in sorted(grads)]
-        groups = [[list(names) for names in group] for group in steps._driver.alike._rows]
-        return aggregates, [groups, *map(states_of, steps.buckets.all), steps.ledger.total.sent_bytes]
-    finally:
-        alike._kind_of = kind_of
+    steps, generator = steps_of(algorithm, SIZES, **given), torch.Generator().manual_seed(dist.get_rank())
+    aggregates = []
+    for number in range(6):
+        grads = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+        if number == 2:  # a unit that a step did not use
+            del grads["c"]
+        if number == 4:  # somebody puts other tensors in the place of a state's
+            steps.buckets.all[0].state = steps.buckets.all[0].state.clone()
+        make_step(steps, grads)
+        aggregates += [grads[name].clone() for name in sorted(grads)]
+    groups = [[list(names) for names in group] for group in steps._driver.alike._rows]
+    states = [bucket.state.state_dict() for bucket in steps.buckets.all]
+    return groups, (aggregates, states, steps.ledger.total.sent_bytes)
 
 
 def make_step(steps: Steps, grads: dict[str, Tensor]) -> None:
@@ -77,18 +60,13 @@ def make_step(steps: Steps, grads: dict[str, Tensor]) -> None:
         step.exchange(into(grads))
 
 
-def states_of(bucket: Bucket) -> list[Tensor]:
-    return [tensor.clone() for tensor in bucket.state.state_dict().values()]
-
-
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
 def test_together_and_apart_are_the_same_bits(name: str) -> None:
-    together, apart = (run(*CASES[name], is_together) for is_together in (True, False))
-    assert same(together[0], apart[0]) and together[1][-1] == apart[1][-1]
-    for mine, theirs in zip(together[1][1:-1], apart[1][1:-1], strict=True):
-        assert same(mine, theirs)
-    assert together[1][0] == ([] if name == "not alike" else ALIKE)
+    groups, together = run(*CASES[name])
+    with patch.object(alike, "_kind_of", lambda bucket: None):
+        _, apart = run(*CASES[name])
+    assert same(together, apart) and groups == ([] if name == "not alike" else ALIKE)
 
 
 def live_bytes(steps: Steps) -> int:
@@ -100,7 +78,7 @@ def live_bytes(steps: Steps) -> int:
     for sums in [*(bucket.sums for bucket in buckets), *(each.sums for each in rows)]:
         tensors += [total.vector for total in (sums.spare, sums.total) if total is not None]
     for each in rows:
-        tensors += each._state.state_dict().values()
+        tensors += each._fields.values()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -109,7 +87,7 @@ def memory() -> list[list[int]]:
     """After steps in which all units, and then fewer and fewer of them, take part."""
     found = []
     for given in ({}, {"dense_steps": 2}):
-        steps = steps_of(regtopk.TopK(k=4), given)
+        steps = steps_of(regtopk.TopK(k=4), SIZES, **given)
         after = []
         for names in ("abcde", "abcde", "abcde", "acde", "ace", "abcde"):
             grads = {name: torch.ones(SIZES[name]) for name in names}

@@ -1,170 +1,198 @@
-"""Saved states that do not fit: refused as a whole, and the exchange is as it was."""
+"""Saved states that do not fit, or are damaged: refused as a whole, and the exchange is as it was."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import regtopk
+from regtopk.algorithms import SIDCo
 from regtopk.errors import StateError
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import algorithm_state, listening, make_net, refusal, same
+from tests.distributed.training import listening, make_net, same
 
 REGTOPK = regtopk.RegTopK(density=0.1)
+Damage = Callable[[dict[str, Any], dict[str, Any]], Any]  # of the state dict and the worker in it
 
 
-def saved_by(net: nn.Module, algorithm: Any = REGTOPK, **options: Any) -> dict[str, Any]:
-    """The state after one step of another model or algorithm."""
-    exchange = regtopk.Exchange(net, algorithm, **options)
-    for p in net.parameters():
-        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank()))
-    exchange.step()
-    return exchange.state_dict()
-
-
-def another_layer() -> dict[str, Any]:
+def saved_by(change: Callable[[Any], None] = lambda net: None, **options: Any) -> dict[str, Any]:
+    """What another model has saved."""
     net = make_net()
-    net.middle = nn.Linear(40, 21)
-    return saved_by(net)
+    change(net)
+    return regtopk.attach(net, REGTOPK, **options).state_dict()
 
 
-def one_layer_less() -> dict[str, Any]:
-    net = make_net()
-    del net.last
-    return saved_by(net)
+def put(**values: Any) -> Damage:
+    return lambda saved, worker: saved.update(values)
 
 
-def one_layer_more() -> dict[str, Any]:
-    net = make_net()
-    net.top = nn.Linear(2, 1)
-    return saved_by(net)
+def put_in_worker(**values: Any) -> Damage:
+    return lambda saved, worker: worker.update(values)
 
 
-def of_the_other_rank() -> dict[str, Any]:
-    saved = saved_by(make_net())
-    return {**saved, "workers": {str(1 - dist.get_rank()): saved["workers"][str(dist.get_rank())]}}
+def saved_otherwise(make: Callable[[], dict[str, Any]]) -> Damage:
+    def replace(saved: dict[str, Any], worker: dict[str, Any]) -> None:
+        saved.clear()
+        saved.update(make())
+
+    return replace
 
 
-def without(*path: Any) -> dict[str, Any]:
-    """A state from which something of this rank's is missing."""
-    saved = saved_by(make_net())
-    holder = saved["workers"][str(dist.get_rank())]
-    for key in path[:-1]:
-        holder = holder[key]
-    del holder[path[-1]]
-    return saved
+def residual_of(values: Tensor) -> Damage:
+    return lambda saved, worker: worker["entries"]["last.bias"].update(residual=values)
 
 
-# What is loaded, and how the error begins.
-CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "another model": (
-        another_layer,
-        "parameters of the saved state must be this model's: expected 'middle.weight' of shape (20, 40), got "
-        "'middle.weight' of shape (21, 40)",
+def selection(indices: list[float], own: list[float], dtype: torch.dtype = torch.int64) -> Damage:
+    at = torch.tensor(indices, dtype=dtype)
+    return put_in_worker(groups=({"indices": at, "own": torch.tensor(own), "aggregate": torch.ones(2)},))
+
+
+def skip_last(name: str, p: nn.Parameter) -> bool:
+    return name == "last.bias"
+
+
+PARAMETERS = "parameters of the saved state must be this model's: "
+KEYS = ["algorithm", "format", "groups", "num_steps", "parameters", "skip", "weights", "workers"]
+RESIDUAL = "residual of parameter 'last.bias' of rank 0 must be"
+OTHERS = "to be loaded on rank 0 of 1 with these weights: gather it, or merge the rank files"
+MALFORMED = "the saved state is malformed: "
+STEPS = f"{MALFORMED}ArgumentError: num_steps must be an integer in 0..2147483647, got "
+COUNTER = f"{MALFORMED}ArgumentError: sent_bytes must be finite and >= 0, got "
+GROUPS = "groups of the saved state must hold each of the 8 parameters once, got "
+BUCKET = "of bucket 0 of rank 0 must"
+ASCENDING = f"indices {BUCKET} be ascending, distinct and in 0..3362, got ["
+NOT_FINITE = "finite in torch.float32, got a NaN or inf"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "another layer": (
+        saved_otherwise(lambda: saved_by(lambda net: setattr(net, "middle", nn.Linear(40, 21)))),
+        f"{PARAMETERS}('middle.weight', (20, 40)), got ('middle.weight', (21, 40))",
     ),
-    "a smaller model": (one_layer_less, "parameters of the saved state must be this model's 8, got 6: "),
-    "a larger model": (
-        one_layer_more,
-        "parameters of the saved state must be this model's 8, got 10: the first without a partner is "
-        "'top.weight'",
+    "one layer less": (
+        saved_otherwise(lambda: saved_by(lambda net: delattr(net, "last"))),
+        f"{PARAMETERS}('last.weight', (3, 20)), got None",
     ),
-    "another algorithm": (
-        lambda: saved_by(make_net(), regtopk.TopK(density=0.1)),
-        "algorithm must be that of the saved state, 'topk', got 'regtopk'",
+    "one layer more": (
+        saved_otherwise(lambda: saved_by(lambda net: setattr(net, "top", nn.Linear(2, 1)))),
+        f"{PARAMETERS}None, got ('top.weight', (1, 2))",
     ),
     "another skip": (
-        lambda: saved_by(make_net(), skip=lambda name, p: name == "last.bias"),
+        saved_otherwise(lambda: saved_by(skip=skip_last)),
         "skip must be that of the saved state, ['last.bias'], got []",
     ),
-    "other ranks, not all there": (
-        lambda: {**saved_by(make_net()), "weights": [0.2, 0.3, 0.5]},
-        "the saved state of 3 ranks must hold rank(s) {missing} to be loaded on rank {rank} of 2 with these "
-        "weights: gather it, or merge the rank files (regtopk.merge_state_dicts)",
-    ),
-    "the other rank's file": (of_the_other_rank, "the saved state of 2 ranks must hold rank(s) [{rank}] to "),
-    "another format": (
-        lambda: {**saved_by(make_net()), "format": 99},
-        "format of the saved state must be 1, got 99",
-    ),
-    "other keys": (
-        lambda: {"state": 1},
-        "a saved exchange must hold ['algorithm', 'format', 'groups', 'num_steps', 'parameters', 'skip', "
-        "'weights', 'workers'], got ['state']",
-    ),
-    "no dict": (lambda: [1], "a saved exchange must hold ['algorithm', "),
-    "other groups": (
-        lambda: {**saved_by(make_net()), "groups": [["last.bias"]]},
-        "groups of the saved state must hold each of the 8 parameters once, got 1 groups of 1 names",
-    ),
+    "another algorithm": (put(algorithm="topk"), "algorithm must be that of the saved state, 'topk', got "),
+    "other ranks": (put(weights=[0.7, 0.3]), f"the saved state of 2 ranks must hold rank(s) [1] {OTHERS}"),
+    "another rank's": (put(workers={"1": {}}), f"the saved state of 1 ranks must hold rank(s) [0] {OTHERS}"),
+    "another format": (put(format=99), "format of the saved state must be 1, got 99"),
+    "other keys": (put(state=1), f"a saved exchange must hold {KEYS}, got ['algorithm', "),
+    "other groups": (put(groups=[["last.bias"]]), f"{GROUPS}1 groups of 1 names"),
+    "an empty group": (lambda saved, worker: saved["groups"].append([]), f"{GROUPS}2 groups of 8 names"),
     "a field missing": (
-        lambda: without("entries", "last.bias", "residual"),
-        "state of parameter 'last.bias' of rank {rank} must hold {{'residual': (3,)}}, got {{}}",
+        lambda saved, worker: worker["entries"]["last.bias"].clear(),
+        "state of parameter 'last.bias' of rank 0 must hold {'residual': (3,)}, got {}",
     ),
     "a field of a group missing": (
-        lambda: without("groups", 0, "own"),
-        "state of bucket 0 of rank {rank} must hold ['aggregate', 'indices', 'own'], got ['aggregate', "
-        "'indices']",
+        lambda saved, worker: worker["groups"][0].pop("own"),
+        f"state {BUCKET} hold {{'indices': (336,), 'own': (336,), 'aggregate': (336,)}}, got {{'indices': (",
     ),
+    "a negative step": (put(num_steps=-1), f"{STEPS}-1"),
+    "half a step": (put(num_steps=3.5), f"{STEPS}3.5"),
+    "a step too far": (put(num_steps=2**40), f"{STEPS}1099511627776"),
+    "NaN": (residual_of(torch.tensor([0, math.nan, 0])), f"{RESIDUAL} {NOT_FINITE}"),
+    "inf": (residual_of(torch.tensor([0, math.inf, 0])), f"{RESIDUAL} {NOT_FINITE}"),
+    "too large": (residual_of(torch.full((3,), 1e300, dtype=torch.float64)), f"{RESIDUAL} {NOT_FINITE}"),
+    "complex": (residual_of(torch.zeros(3) + 0j), f"{RESIDUAL} of torch.float32, got torch.complex64"),
+    "a NaN weight": (put(weights=[math.nan]), f"{MALFORMED}ArgumentError: weights must be finite and >= 0"),
+    "a weight of two": (put(weights=[2.0]), f"{MALFORMED}ArgumentError: weights must sum to 1 within 1e-6"),
+    "no weights": (put(weights=None), f"{MALFORMED}TypeError: "),
+    "workers of a kind": (put(workers=3), f"{MALFORMED}TypeError: "),
+    "parameters of a kind": (put(parameters=[3]), f"{MALFORMED}TypeError: "),
+    "no total": (put_in_worker(total=None), f"{MALFORMED}TypeError: "),
+    "a counter of a kind": (put_in_worker(total={"sent_bytes": "many"}), f"{COUNTER}'many'"),
+    "a NaN counter": (put_in_worker(total={"sent_bytes": math.nan}), f"{COUNTER}nan"),
+    "a later first step": (
+        put_in_worker(first_step=6),
+        f"{MALFORMED}ArgumentError: first_step must be in [0, 5]",
+    ),
+    "a report of three": (put_in_worker(report=[1.0, 2.0, 3.0]), f"{MALFORMED}TypeError: "),
+    "no entries": (put_in_worker(entries=None), f"{MALFORMED}AttributeError: "),
+    "no buckets": (put_in_worker(groups=()), f"{MALFORMED}IndexError: "),
+    "indices beyond the model": (selection([3, 3363], [1.0, 1.0]), ASCENDING),
+    "negative indices": (selection([-1, 3], [1.0, 1.0]), ASCENDING),
+    "an index twice": (selection([3, 3], [1.0, 1.0]), ASCENDING),
+    "values missing": (selection([3, 4], [1.0]), f"state {BUCKET} hold {{'indices': (2,), 'own': (2,), "),
+    "indices of a kind": (
+        selection([3, 4], [1.0, 1.0], torch.float32),
+        f"indices {BUCKET} be of torch.int64, got torch.float32",
+    ),
+    "a selection of inf": (selection([3, 4], [1.0, math.inf]), f"own {BUCKET} be {NOT_FINITE}"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_as_a_whole(two_ranks: Ranks, case: str) -> None:
-    for rank, found in enumerate(two_ranks.run(load_what_does_not_fit, case)):
-        missing = [n for n in range(3) if n != rank]
-        start = CASES[case][1].format(rank=rank, missing=missing)
-        assert found[0] == "StateError" and found[1][: len(start)] == start
+@pytest.mark.parametrize("case", DAMAGES)
+def test_refused_as_a_whole(case: str) -> None:
+    damage, text = DAMAGES[case]
+    exchange = regtopk.attach(make_net(), REGTOPK)
+    exchange.report(loss=1.0, time_s=2.0)
+    before, saved = exchange.state_dict(), exchange.state_dict()
+    saved["num_steps"] = 5
+    damage(saved, saved["workers"]["0"])
+    with pytest.raises(StateError) as refused:
+        exchange.load_state_dict(saved)
+    assert str(refused.value).startswith(text)
+    assert same(exchange.state_dict(), before)
 
 
-def load_what_does_not_fit(case: str) -> tuple[str, str]:
-    net = make_net()
-    exchange = regtopk.Exchange(net, REGTOPK)
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    exchange.step()
-    before = algorithm_state(exchange)
-    saved = CASES[case][0]()
-    refused = refusal(lambda: exchange.load_state_dict(saved))
-    assert same(algorithm_state(exchange), before)
-    exchange.step()
-    return refused
+def test_what_is_no_dict() -> None:
+    with pytest.raises(StateError, match=r"^a saved exchange must hold \['algorithm', .*, got list$"):
+        regtopk.attach(make_net(), REGTOPK).load_state_dict([1])  # type: ignore[arg-type]
 
 
-def test_rank_files_of_different_moments_are_not_merged(two_ranks: Ranks) -> None:
-    parts = two_ranks.run(save_at_different_steps)
+def test_fields_of_a_fixed_size_keep_it() -> None:
+    exchange = regtopk.attach(make_net(), SIDCo(density=0.1))
+    saved = exchange.state_dict()
+    saved["workers"]["0"]["groups"][0]["num_found"] = torch.zeros(7)
+    with pytest.raises(StateError, match=r"^state of bucket 0 of rank 0 must hold .*'num_found': \(7,\)"):
+        exchange.load_state_dict(saved)
+
+
+def test_files_of_older_and_newer_versions_load() -> None:
+    """An older one does not say what its counts begin with; a newer one may count more."""
+    exchange = regtopk.attach(make_net(), REGTOPK)
+    saved = exchange.state_dict()
+    worker = saved["workers"]["0"]
+    del worker["first_step"]
+    worker["total"] |= {"sent_bytes": 70, "num_retries": 3}
+    saved["num_steps"] = 5
+    residual: Tensor = worker["entries"]["last.bias"]["residual"].fill_(0.5)
+    exchange.load_state_dict(saved)
+    assert exchange.num_steps == 5 and exchange.total.sent_bytes == 70
+    again = exchange.state_dict()["workers"]["0"]["entries"]["last.bias"]["residual"]
+    assert torch.equal(again, residual)
+
+
+def test_rank_files_of_different_moments_are_not_merged() -> None:
+    first = regtopk.attach(make_net(), REGTOPK).state_dict()
     differ = r"^rank states must come from one moment of one run: num_steps differs between them$"
     with pytest.raises(StateError, match=differ):
-        regtopk.merge_state_dicts(parts)
+        regtopk.merge_state_dicts([first, {**first, "num_steps": 1}])
     with pytest.raises(StateError, match=r"^parts must hold at least one rank's state, got none$"):
         regtopk.merge_state_dicts([])
     with pytest.raises(StateError, match=r"^a saved exchange must hold .*, got \[\]$"):
-        regtopk.merge_state_dicts([parts[0], {}])
+        regtopk.merge_state_dicts([first, {}])
 
 
-def save_at_different_steps() -> dict[str, Any]:
-    net = make_net()
-    exchange = regtopk.Exchange(net, REGTOPK)
-    saved = []
-    for _ in range(2):
-        exchange.step()  # missing gradients count as zero
-        saved.append(exchange.state_dict())
-    return saved[dist.get_rank()]
-
-
-def load_with_other_options() -> tuple[list[str], int]:
-    """What rank 0 logs when the density has changed, and with how many steps it goes on."""
+def load_with_other_options() -> list[str]:
     exchange = regtopk.Exchange(make_net(), regtopk.RegTopK(density=0.2))
-    saved = saved_by(make_net())
+    saved = regtopk.Exchange(make_net(), REGTOPK).state_dict()
     with listening() as told:
         exchange.load_state_dict(saved)
-    return told, exchange.num_steps
+    return told
 
 
 def test_other_options_are_taken_and_said_once(two_ranks: Ranks) -> None:
-    (told, num_steps), silent = two_ranks.run(load_with_other_options)
-    assert num_steps == 1 and silent == ([], 1)
-    (line,) = told
+    (line,), silent = two_ranks.run(load_with_other_options)
     assert line.startswith("goes on with other options: {'density': 0.2") and "'density': 0.1" in line
+    assert silent == []

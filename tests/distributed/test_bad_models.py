@@ -1,4 +1,4 @@
-"""Models and parameters that cannot be exchanged: refused by name, and nothing has changed."""
+"""Models that cannot be exchanged, or change afterwards: refused by name, and nothing is lost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,41 +16,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.errors import ClusterError
-from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.training import closing, ddp, flat_gradients, loss_of, make_net, refusal
+from tests.distributed.ranks import on_ranks
+from tests.distributed.training import (
+    algorithm_state,
+    closing,
+    ddp,
+    flat_gradients,
+    loss_of,
+    make_net,
+    refusal,
+    same,
+)
 
 TOPK = regtopk.TopK(density=0.1)
 
 PARAMETERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "another shape": (
-        lambda: nn.Linear(5, 3),
-        "('weight', (2, 3), 'torch.float32') on rank 0, ('weight', (3, 5), 'torch.float32') on rank 1",
-    ),
-    "another name": (
-        lambda: nn.Sequential(nn.Linear(3, 2)),
-        "('weight', (2, 3), 'torch.float32') on rank 0, ('0.weight', (2, 3), 'torch.float32') on rank 1",
-    ),
-    "another dtype": (
-        lambda: nn.Linear(3, 2, dtype=torch.float64),
-        "('weight', (2, 3), 'torch.float32') on rank 0, ('weight', (2, 3), 'torch.float64') on rank 1",
-    ),
-    "another number": (lambda: nn.Linear(3, 2, bias=False), "2 parameters on rank 0, 1 on rank 1"),
+    "shape": (lambda: nn.Linear(5, 3), "('weight', (3, 5), 'torch.float32')"),
+    "name": (lambda: nn.Sequential(nn.Linear(3, 2)), "('0.weight', (2, 3), 'torch.float32')"),
+    "dtype": (lambda: nn.Linear(3, 2, dtype=torch.float64), "('weight', (2, 3), 'torch.float64')"),
+    "number": (lambda: nn.Linear(3, 2, bias=False), "None"),
 }
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
 @on_ranks(2)
 def test_models_that_differ(case: str) -> None:
-    net = nn.Linear(3, 2) if dist.get_rank() == 0 else PARAMETERS[case][0]()
-    expected = f"all ranks must have the same parameters, got {PARAMETERS[case][1]}"
-    assert refusal(lambda: regtopk.Exchange(net, TOPK)) == ("ClusterError", expected)
-
-
-# Models and parameters that cannot be exchanged.
-
-
-def sharded() -> nn.Module:
-    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    make, theirs = PARAMETERS[case]
+    net = nn.Linear(3, 2) if dist.get_rank() == 0 else make()
+    mine = "('bias', (2,), 'torch.float32')" if case == "number" else "('weight', (2, 3), 'torch.float32')"
+    text = f"all ranks must have the same parameters, got {mine} on rank 0, {theirs} on rank 1"
+    assert refusal(lambda: regtopk.Exchange(net, TOPK)) == ("ClusterError", text)
 
 
 def sharded_in_place() -> nn.Module:
@@ -59,98 +54,70 @@ def sharded_in_place() -> nn.Module:
     return net
 
 
-def holding_a_dtensor() -> nn.Module:
-    net = nn.Linear(4, 4)
-    net.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,))))
-    return net
+def sharded() -> nn.Module:
+    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
 
 
-def holding_a_complex() -> nn.Module:
-    net = nn.Module()
-    net.z = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    return net
+def parameter(tensor: Any) -> list[tuple[str, nn.Parameter]]:
+    return [("p", nn.Parameter(tensor))]
 
 
-def on_two_devices() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+def on_a_mesh() -> list[tuple[str, nn.Parameter]]:
+    return parameter(distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,))))
 
 
-MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "attach to no DDP": (
-        lambda: regtopk.attach(make_net(), TOPK),
-        "ClusterError: model must be a DistributedDataParallel, got Net: wrap it first, or use "
-        "regtopk.Exchange",
+def twice() -> list[tuple[str, nn.Parameter]]:
+    return [*make_net().named_parameters(), *make_net().named_parameters()]
+
+
+NO_DDP = "ClusterError: model must be a DistributedDataParallel, got"
+FSDP = "use fully_shard (FSDP2) instead, and regtopk.attach"
+REAL, ONCE = "ClusterError: parameter 'p' must", "ArgumentError: parameters must be given once each"
+MODELS: list[tuple[str, Callable[[], Any], str]] = [
+    ("attach", make_net, f"{NO_DDP} Net: wrap it first, or use regtopk.Exchange"),
+    ("attach", lambda: "net", f"{NO_DDP} str: wrap it first"),
+    ("attach", sharded, f"{NO_DDP} FullyShardedDataParallel: {FSDP}"),
+    ("SparseHookState", sharded_in_place, f"{NO_DDP} FSDPLinear: {FSDP}"),
+    ("Exchange", sharded, "ClusterError: the model is FullyShardedDataParallel: FSDP shards its gradients"),
+    ("Exchange", sharded_in_place, "ClusterError: the model is FSDPLinear: "),
+    ("Exchange", on_a_mesh, "ClusterError: parameter 'p' is a DTensor: sharded parameters are not supported"),
+    ("Exchange", lambda: nn.Embedding(5, 3, sparse=True), "ClusterError: the model is Embedding "),
+    ("Exchange", ddp, "ClusterError: module must not be in DistributedDataParallel: use regtopk.attach "),
+    ("Exchange", lambda: parameter(torch.zeros(3) + 0j), f"{REAL} be real, got torch.complex64"),
+    ("Exchange", lambda: parameter(torch.zeros(3).to(torch.float8_e4m3fn)), f"{REAL} have a dtype of 16"),
+    (
+        "Exchange",
+        lambda: make_net().requires_grad_(False),
+        "ArgumentError: parameters must hold at least one",
     ),
-    "attach to no module": (
-        lambda: regtopk.attach("net", TOPK),  # type: ignore[arg-type]
-        "ClusterError: model must be a DistributedDataParallel, got str: ",
+    (
+        "Exchange",
+        lambda: ["first.weight"],
+        "ArgumentError: parameters must be a module, parameters or (name, ",
     ),
-    "attach to FSDP": (
-        lambda: regtopk.attach(sharded(), TOPK),
-        "ClusterError: model must be a DistributedDataParallel, got FullyShardedDataParallel: use "
-        "fully_shard (FSDP2) instead, and regtopk.attach",
-    ),
-    "state for FSDP2": (
-        lambda: regtopk.SparseHookState(sharded_in_place(), TOPK),
-        "ClusterError: model must be a DistributedDataParallel, got FSDPLinear: ",
-    ),
-    "FSDP": (
-        lambda: regtopk.Exchange(sharded(), TOPK),
-        "ClusterError: the model is FullyShardedDataParallel: FSDP shards its gradients, which is not ",
-    ),
-    "FSDP2": (lambda: regtopk.Exchange(sharded_in_place(), TOPK), "ClusterError: the model is FSDPLinear: "),
-    "DTensor": (
-        lambda: regtopk.Exchange(holding_a_dtensor(), TOPK),
-        "ClusterError: parameter 'weight' is a DTensor: sharded parameters are not supported",
-    ),
-    "sparse embedding": (
-        lambda: regtopk.attach(DistributedDataParallel(nn.Embedding(5, 3, sparse=True)), TOPK),
-        "ClusterError: the model is Embedding with sparse=True: sparse-layout gradients are not supported",
-    ),
-    "DDP without attach": (
-        lambda: regtopk.Exchange(ddp(), TOPK),
-        "ClusterError: module must not be wrapped in DistributedDataParallel: use regtopk.attach for that",
-    ),
-    "complex": (
-        lambda: regtopk.Exchange(holding_a_complex(), TOPK),
-        "ClusterError: parameter 'z' must be real, got torch.complex64",
-    ),
-    "float8": (
-        lambda: regtopk.Exchange([("q", nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn)))], TOPK),
-        "ClusterError: parameter 'q' must have a dtype of 16 bits or more, got torch.float8_e4m3fn",
-    ),
-    "two devices": (
-        lambda: regtopk.Exchange(on_two_devices(), TOPK),
+    ("Exchange", twice, f"{ONCE}, got 'first.weight' again"),
+    ("Exchange", lambda: [("a", p := nn.Parameter(torch.zeros(2))), ("b", p)], f"{ONCE}, got 'b' again"),
+    (
+        "Exchange",
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
         "ClusterError: parameters must be on one device, got ['cpu', 'meta']",
     ),
-    "too large for raw32": (
-        lambda: regtopk.Exchange(nn.Linear(2**16, 2**16, device="meta"), TOPK, index_code="raw32"),
-        "ArgumentError: numel must be in 0..4294967296 with index_code 'raw32', got 4295032832",
-    ),
-    "nothing to train": (
-        lambda: regtopk.Exchange(make_net().requires_grad_(False), TOPK),
-        "ArgumentError: parameters must hold at least one that requires a gradient, got none",
-    ),
-    "no parameters": (
-        lambda: regtopk.Exchange(["first.weight"], TOPK),  # type: ignore[arg-type]
-        "ArgumentError: parameters must be a module, parameters or (name, parameter) pairs, got str",
-    ),
-    "a name twice": (
-        lambda: regtopk.Exchange([*make_net().named_parameters(), *make_net().named_parameters()], TOPK),
-        "ArgumentError: parameters must be given once each, got 'first.weight' again",
-    ),
-    "a parameter twice": (
-        lambda: regtopk.Exchange([("a", p := nn.Parameter(torch.zeros(2))), ("b", p)], TOPK),
-        "ArgumentError: parameters must be given once each, got 'b' again",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", range(len(MODELS)), ids=lambda case: MODELS[case][2])
 @on_ranks(2)
-def test_models(case: str) -> None:
-    found = ": ".join(refusal(MODELS[case][0]))
-    assert found.startswith(MODELS[case][1])
+def test_models(case: int) -> None:
+    call, make, text = MODELS[case]
+    assert ": ".join(refusal(lambda: getattr(regtopk, call)(make(), TOPK))).startswith(text)
+
+
+@on_ranks(2)
+def test_a_model_too_large_for_raw32() -> None:
+    net = nn.Linear(2**16, 2**16, device="meta")
+    refused = refusal(lambda: regtopk.Exchange(net, TOPK, index_code="raw32"))
+    text = "numel must be in 0..4294967296 with index_code 'raw32', got 4295032832"
+    assert refused == ("ArgumentError", text)
 
 
 @on_ranks(2)
@@ -160,24 +127,19 @@ def test_attached_twice() -> None:
         refused = refusal(lambda: regtopk.attach(model, TOPK))
         loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
-    expected = (
-        "ClusterError",
-        "attach must be called once for a model: this one has been attached already (after detach(), wrap "
-        "the network in a new DistributedDataParallel)",
-    )
-    assert refused == expected
+    remedy = "(after detach(), wrap the network in a new DistributedDataParallel)"
+    text = f"attach must be called once for a model: this one has been attached already {remedy}"
+    assert refused == ("ClusterError", text)
 
 
 @on_ranks(2)
 def test_another_hook() -> None:
     model = ddp()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
-    refused = refusal(lambda: regtopk.attach(model, TOPK))
+    kind, text = refusal(lambda: regtopk.attach(model, TOPK))
     loss_of(model, 0).backward()  # the other hook still works
     assert flat_gradients(model).count_nonzero() == 3363
-    kind, text = refused
-    assert kind == "ClusterError"
-    assert text.startswith("the model must not have another communication hook: ")
+    assert kind == "ClusterError" and text.startswith("the model must not have another communication hook: ")
 
 
 @on_ranks(2)
@@ -189,24 +151,110 @@ def test_joining_early() -> None:
     assert exchange.num_steps == 0
 
 
-def test_ranks_outside_the_group(two_ranks: Ranks) -> None:
-    inside, outside = two_ranks.run(exchange_in_a_group_of_rank_0)
-    assert inside == ("fine", "")
-    assert outside[0] == "ClusterError"
-    assert outside[1].startswith("this rank must be in the process group, got ")
-    assert outside[1].endswith(" on rank 1")
-
-
-def exchange_in_a_group_of_rank_0() -> tuple[str, str]:
+@on_ranks(2)
+def test_ranks_outside_the_group() -> None:
     group = dist.new_group([0])
-    if dist.get_rank() == 1:
-        return refusal(lambda: regtopk.Exchange(make_net(), TOPK, process_group=group))
-    regtopk.Exchange(make_net(), TOPK, process_group=group)
-    return "fine", ""
+    if dist.get_rank() == 0:
+        regtopk.Exchange(make_net(), TOPK, process_group=group)
+        return
+    kind, text = refusal(lambda: regtopk.Exchange(make_net(), TOPK, process_group=group))
+    assert kind == "ClusterError" and text.endswith(" on rank 1")
+    assert text.startswith("this rank must be in the process group, got ")
 
 
 def test_no_process_group() -> None:
-    with pytest.raises(
-        ClusterError, match=r"^torch.distributed must be initialised first: call init_process"
-    ):
+    text = r"^torch.distributed must be initialised first: call init_process_group\(\)$"
+    with pytest.raises(ClusterError, match=text):
         regtopk.Exchange(make_net(), TOPK)
+
+
+# What must not change once an exchange is made.
+
+
+def change(net: Any, case: str) -> None:
+    if case == "added":
+        net.more = nn.Linear(2, 2)
+    elif case == "reshaped":
+        net.last.bias.data = torch.zeros(1)
+    elif case == "replaced":
+        net.last.bias = nn.Parameter(torch.zeros(3))
+    else:
+        {"unfrozen": net.first, "frozen": net.last}[case].bias.requires_grad_(case == "unfrozen")
+
+
+THERE = "must have been there, requiring a gradient, when the exchange was made"
+CHANGES = {
+    "added": f"parameter 'more.weight' of shape (2, 2) {THERE}: make a new one (for DDP: wrap the model ",
+    "reshaped": "parameter 'last.bias' must keep its shape (3,), got (1,)",
+    "replaced": f"parameter 'last.bias' of shape (3,) {THERE}",
+    "unfrozen": f"parameter 'first.bias' of shape (40,) {THERE}",
+    "frozen": "parameter 'last.bias' must keep requiring a gradient: to freeze it, make a new exchange",
+}
+
+
+@pytest.mark.parametrize("is_ddp", [False, True])
+@pytest.mark.parametrize("case", CHANGES)
+@on_ranks(2)
+def test_parameters_that_change(case: str, is_ddp: bool) -> None:
+    net = make_net()
+    net.first.bias.requires_grad_(False)
+    model = DistributedDataParallel(net, find_unused_parameters=True) if is_ddp else net
+    with closing((regtopk.attach if is_ddp else regtopk.Exchange)(model, TOPK)) as exchange:
+
+        def make_step(number: int) -> None:
+            loss_of(model, number).backward()
+            if not is_ddp:
+                exchange.step()
+
+        make_step(0)
+        before = algorithm_state(exchange)
+        model.zero_grad()
+        change(net, case)
+        kind, text = refusal(lambda: make_step(1))
+        assert kind == "ClusterError" and text.startswith(CHANGES[case])
+        assert same(algorithm_state(exchange), before)
+
+
+@on_ranks(2)
+def test_sparse_gradients() -> None:
+    net = nn.Embedding(5, 3)
+    exchange = regtopk.Exchange(net, TOPK)
+    at, values = torch.tensor([[1]]), torch.ones(1, 3)
+    net.weight.grad = torch.sparse_coo_tensor(at, values, (5, 3), check_invariants=True)
+    text = "gradient of 'weight' has a sparse layout, which is not supported"
+    assert refusal(exchange.step) == ("ClusterError", text) and net.weight.grad.is_sparse
+
+
+@on_ranks(2)
+def test_ranks_at_different_steps() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, TOPK)
+    saved = []
+    for step in range(2):
+        loss_of(net, step).backward()
+        exchange.step()
+        saved.append(exchange.state_dict())
+    exchange.load_state_dict(saved[1 - dist.get_rank()])
+    refused = refusal(exchange.step)
+    exchange.load_state_dict(saved[0])
+    exchange.step()  # nothing was lost: with the right file it goes on
+    rule = "all ranks must exchange the same parameters at the same step"
+    assert refused == ("ClusterError", f"{rule}, got step 2 on rank 0, step 1 on rank 1")
+
+
+def density_of_this_rank(step: int) -> float:
+    return 0.1 * (1 + dist.get_rank())
+
+
+@on_ranks(2)
+def test_ranks_that_select_different_numbers() -> None:
+    net = make_net()
+    exchange = regtopk.Exchange(net, regtopk.TopK(density=density_of_this_rank))
+    loss_of(net, 0).backward()
+    before = algorithm_state(exchange)
+    refused = refusal(exchange.step)
+    assert same(algorithm_state(exchange), before)
+    rule = "all ranks must select equally many entries of every bucket"
+    own = [336, 673][dist.get_rank()]
+    text = f"{rule}, got 336 on rank 0, 673 on rank 1 in all; this rank [{own}]"
+    assert refused == ("ClusterError", text)

@@ -1,4 +1,4 @@
-"""Bad options: every rank gets an error that says what is wrong, and the model is as it was."""
+"""Bad options and missing ranks: every rank is told what is wrong, and nothing has changed."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,94 +13,63 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from regtopk.distributed.options import Options
-from regtopk.distributed.steps import handshake
+from regtopk.distributed.steps import step
+from regtopk.errors import ArgumentError
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
 WEIGHT = "weight must be a number >= 0 on every rank and positive on one, or None on all, got "
+OWN_GROUP = "process_group must be None for a model in DistributedDataParallel, which has its own, got 'all'"
+NOT_ONE = "algorithm must be an Algorithm such as RegTopK(density=0.001), got 'topk'"
 
-# What attach refuses on every rank: its options, and the error.
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "algorithm": (
-        {"algorithm": "topk"},
-        "ArgumentError: algorithm must be an Algorithm such as RegTopK(density=0.001), got 'topk'",
-    ),
-    "oracle": (
-        {"algorithm": regtopk.GlobalTopK(density=0.1)},
-        "OracleError: algorithm peeks at the sum of all workers' vectors before anything is sent: ",
-    ),
-    "k": (
-        {"algorithm": regtopk.TopK(k=10_000)},
-        "ArgumentError: k must be at most the number of entries, J = 3363, got 10000",
-    ),
-    "dense_steps": (
-        {"dense_steps": 2.5},
-        "ArgumentError: dense_steps must be an integer of at least 0, got 2.5",
-    ),
-    "skip": (
-        {"skip": "bias"},
-        "ArgumentError: skip must be a callable of (name, parameter), got 'bias'",
-    ),
-    "grad_scaler": (
-        {"grad_scaler": 2.0},
-        "ArgumentError: grad_scaler must be a torch.amp.GradScaler, got 2.0",
-    ),
-    "collective": (
-        {"collective": "ring"},
-        "ArgumentError: collective must be one of auto, all_gather, split, got 'ring'",
-    ),
-    "writer": (
-        {"writer": "runs/today"},
-        "ArgumentError: writer must have a method add_scalar, got 'runs/today'",
-    ),
-    "handshake_timeout_s": (
-        {"handshake_timeout_s": 0},
-        "ArgumentError: handshake_timeout_s must be positive and finite, got 0",
-    ),
-    "index_code": (
-        {"index_code": "huffman"},
-        "ArgumentError: index_code must be one of elias-fano, rice, raw32, got 'huffman'",
-    ),
-    "process_group": (
-        {"process_group": "all"},
-        "ArgumentError: process_group must be None for a model in DistributedDataParallel, which has its "
-        "own, got 'all'",
-    ),
-    "weight of one": ({"weight": [0.5, None]}, f"ArgumentError: {WEIGHT}0.5 on rank 0, None on rank 1"),
-    "weight of a kind": ({"weight": [1, "one"]}, f"ArgumentError: {WEIGHT}1 on rank 0, 'one' on rank 1"),
-    "negative weight": ({"weight": [1.5, -0.5]}, f"ArgumentError: {WEIGHT}1.5 on rank 0, -0.5 on rank 1"),
-    "no weight": ({"weight": [0, 0.0]}, f"ArgumentError: {WEIGHT}0 on rank 0, 0.0 on rank 1"),
-}
+# What attach refuses on every rank with an ArgumentError: an option, what is given, and the error.
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("algorithm", "topk", NOT_ONE),
+    ("algorithm", regtopk.TopK(k=10_000), "k must be at most the number of entries, J = 3363, got 10000"),
+    ("dense_steps", 2.5, "dense_steps must be an integer of at least 0, got 2.5"),
+    ("skip", "bias", "skip must be a callable of (name, parameter), got 'bias'"),
+    ("grad_scaler", 2.0, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
+    ("collective", "ring", "collective must be one of auto, all_gather, split, got 'ring'"),
+    ("writer", "runs/today", "writer must have a method add_scalar, got 'runs/today'"),
+    ("handshake_timeout_s", 0, "handshake_timeout_s must be positive and finite, got 0"),
+    ("index_code", "huffman", "index_code must be one of elias-fano, rice, raw32, got 'huffman'"),
+    ("process_group", "all", OWN_GROUP),
+    ("weight", [0.5, None], f"{WEIGHT}0.5 on rank 0, None on rank 1"),
+    ("weight", [1, "one"], f"{WEIGHT}1 on rank 0, 'one' on rank 1"),
+    ("weight", [1.5, -0.5], f"{WEIGHT}1.5 on rank 0, -0.5 on rank 1"),
+    ("weight", [0, 0.0], f"{WEIGHT}0 on rank 0, 0.0 on rank 1"),
+]
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", range(len(OPTIONS)), ids=lambda case: OPTIONS[case][0])
 @on_ranks(2)
-def test_options(case: str) -> None:
-    options = {"algorithm": TOPK, **OPTIONS[case][0]}
-    if "weight" in options:
-        options["weight"] = options["weight"][dist.get_rank()]
-    found = attach_in_vain(options)
-    assert found.startswith(OPTIONS[case][1])
+def test_options(case: int) -> None:
+    option, given, text = OPTIONS[case]
+    value = given[dist.get_rank()] if option == "weight" else given
+    assert attach_in_vain({option: value}) == ("ArgumentError", text)
 
 
-def attach_in_vain(options: dict[str, Any]) -> str:
+@on_ranks(2)
+def test_an_oracle() -> None:
+    kind, text = attach_in_vain({"algorithm": regtopk.GlobalTopK(density=0.1)})
+    assert kind == "OracleError" and text.startswith("algorithm peeks at the sum of all workers' vectors")
+
+
+def attach_in_vain(options: dict[str, Any]) -> tuple[str, str]:
     """The error; the model is as it was."""
-    model = ddp()
-    refused = refusal(lambda: regtopk.attach(model, options.pop("algorithm"), **options))
+    model, given = ddp(), {"algorithm": TOPK, **options}
+    refused = refusal(lambda: regtopk.attach(model, **given))
     with closing(regtopk.attach(model, TOPK)) as exchange:
         loss_of(model, 0).backward()
         assert exchange.num_steps == 1
-    return ": ".join(refused)
+    return refused
 
 
 def test_weights_are_shares_of_their_sum(two_ranks: Ranks) -> None:
-    for given, shares in (
-        ((3, 1), [0.75, 0.25]),
-        ((0, 7.5), [0.0, 1.0]),
-        ((0.1, 0.9000001), [0.1, 0.9000001]),
-    ):
-        assert two_ranks.run(weights_of, given) == [shares] * 2
+    shares = {(3, 1): [0.75, 0.25], (0, 7.5): [0.0, 1.0], (0.1, 0.9000001): [0.1, 0.9000001]}
+    for given, expected in shares.items():
+        assert two_ranks.run(weights_of, given) == [expected] * 2
 
 
 def weights_of(given: tuple[float, float]) -> list[float]:
@@ -128,12 +97,8 @@ def wrong_calls(model: DistributedDataParallel, optimizer: torch.optim.Optimizer
 def test_options_have_one_list_and_one_set_of_defaults() -> None:
     shared = set(regtopk.ExchangeOptions.__annotations__)
     assert {field.name for field in fields(Options)} == shared | {"grad_scaler"}
-    own = {
-        name
-        for call in (regtopk.attach, regtopk.SparseHookState, regtopk.Exchange, regtopk.UpdateExchange)
-        for name in signature(call).parameters
-    }
-    assert own & shared == set()  # no call states one again
+    calls = (regtopk.attach, regtopk.SparseHookState, regtopk.Exchange, regtopk.UpdateExchange)
+    assert {name for call in calls for name in signature(call).parameters} & shared == set()
 
 
 def test_the_old_name_of_the_process_group() -> None:
@@ -146,40 +111,72 @@ def test_the_old_name_of_the_process_group() -> None:
 
 
 # Ranks that differ: what rank 1 does otherwise, and how all name it.
-DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
-    "algorithm": ({"algorithm": regtopk.RegTopK(density=0.1)}, "'topk' on rank 0, 'regtopk' on rank 1"),
-    "topk density": (
-        {"algorithm": regtopk.TopK(density=regtopk.WarmUp(density=0.1, num_steps=5))},
-        "0.1 on rank 0, 'WarmUp(density=0.1, num_steps=5, start=0.25, num_stages=4)' on rank 1",
-    ),
-    "topk value_code": (
-        {"algorithm": regtopk.TopK(density=0.1, value_code="4bit")},
-        "'float32' on rank 0, '4bit' on rank 1",
-    ),
-    "index_code": ({"index_code": "rice"}, "'elias-fano' on rank 0, 'rice' on rank 1"),
-    "collective": ({"collective": "split"}, "'auto' on rank 0, 'split' on rank 1"),
-    "deterministic": ({"deterministic": False}, "True on rank 0, False on rank 1"),
-    "dense_steps": ({"dense_steps": 3}, "0 on rank 0, 3 on rank 1"),
-    "skip": ({"skip": lambda name, p: name == "last.bias"}, "[] on rank 0, ['last.bias'] on rank 1"),
-    "grad_scaler": ({"grad_scaler": torch.amp.GradScaler("cpu")}, "False on rank 0, True on rank 1"),
+WARM_UP = regtopk.WarmUp(density=0.1, num_steps=5)
+DIFFERENCES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "algorithm": ({"algorithm": regtopk.RegTopK(density=0.1)}, "topk", "regtopk"),
+    "topk density": ({"algorithm": regtopk.TopK(density=WARM_UP)}, 0.1, str(WARM_UP)),
+    "topk value_code": ({"algorithm": regtopk.TopK(density=0.1, value_code="4bit")}, "float32", "4bit"),
+    "index_code": ({"index_code": "rice"}, "elias-fano", "rice"),
+    "collective": ({"collective": "split"}, "auto", "split"),
+    "deterministic": ({"deterministic": False}, True, False),
+    "dense_steps": ({"dense_steps": 3}, 0, 3),
+    "skip": ({"skip": lambda name, p: name == "last.bias"}, [], ["last.bias"]),
+    "grad_scaler": ({"grad_scaler": torch.amp.GradScaler("cpu")}, False, True),
+    "regtopk version": ({}, regtopk.__version__, "other"),
 }
 
 
 @pytest.mark.parametrize("case", DIFFERENCES)
 @on_ranks(2)
 def test_ranks_that_differ(case: str) -> None:
-    difference = DIFFERENCES[case][0] if dist.get_rank() == 1 else {}
-    expected = f"ClusterError: all ranks must have the same {case}, got {DIFFERENCES[case][1]}"
-    assert attach_in_vain({"algorithm": TOPK, **difference}) == expected
+    options, *values = DIFFERENCES[case]
+    version = values[dist.get_rank()] if case == "regtopk version" else regtopk.__version__
+    model = ddp()
+    with patch.object(step, "__version__", version):
+        given = {"algorithm": TOPK, **(options if dist.get_rank() == 1 else {})}
+        refused = refusal(lambda: regtopk.attach(model, **given))
+    text = f"all ranks must have the same {case}, got {values[0]!r} on rank 0, {values[1]!r} on rank 1"
+    assert refused == ("ClusterError", text)
 
 
-def test_versions_that_differ(two_ranks: Ranks) -> None:
-    versions = f"'{regtopk.__version__}' on rank 0, 'other' on rank 1"
-    expected = f"all ranks must have the same regtopk version, got {versions}"
-    assert two_ranks.run(attach_with_another_version) == [("ClusterError", expected)] * 2
+# A call that some ranks forget: the others say so after a short wait, and who it is.
 
 
-def attach_with_another_version() -> tuple[str, str]:
-    version = "other" if dist.get_rank() == 1 else regtopk.__version__
-    with patch.object(handshake, "__version__", version):
-        return refusal(lambda: regtopk.Exchange(make_net(), TOPK))
+def missing(call: str, who: str, option: str = "handshake_timeout_s") -> tuple[str, str]:
+    advice = f"if all do, and one is only slow, give them a longer {option}"
+    return "ClusterError", f"did every rank call {call}? {who} not after 0.5 s; {advice}"
+
+
+@on_ranks(2)
+def test_attach_on_one_rank() -> None:
+    model = ddp()
+    if dist.get_rank() == 0:
+        refused = refusal(lambda: regtopk.attach(model, TOPK, handshake_timeout_s=0.5))
+        assert refused == missing("regtopk.attach", "rank 1 has")
+    dist.barrier()
+    with closing(regtopk.attach(model, TOPK)) as exchange:  # once all call it, it works
+        loss_of(model, 0).backward()
+        assert exchange.num_steps == 1
+
+
+@on_ranks(4)
+def test_an_exchange_on_one_rank_of_a_subgroup() -> None:
+    group = dist.new_group([0, 1, 3])
+    if dist.get_rank() == 0:
+        options: dict[str, Any] = {"process_group": group, "handshake_timeout_s": 0.5}
+        refused = refusal(lambda: regtopk.Exchange(make_net(), TOPK, **options))
+        assert refused == missing("regtopk.Exchange", "ranks 1, 3 have")
+
+
+@on_ranks(2)
+def test_a_checkpoint_gathered_on_one_rank() -> None:
+    """The classic mistake: only rank 0 saves. It is named, and nothing is lost."""
+    exchange = regtopk.Exchange(make_net(), TOPK)
+    if dist.get_rank() == 0:
+        refused = refusal(lambda: exchange.gather_state_dict(timeout_s=0.5))
+        assert refused == missing("gather_state_dict", "rank 1 has", "timeout_s")
+    dist.barrier()
+    state = exchange.gather_state_dict()
+    assert (None if state is None else sorted(state["workers"])) == [["0", "1"], None][dist.get_rank()]
+    with pytest.raises(ArgumentError, match=r"^timeout_s must be positive and finite, got 0$"):
+        exchange.gather_state_dict(timeout_s=0)

@@ -37,7 +37,7 @@ ALGORITHMS: dict[str, Algorithm[Any]] = {
 class Training:
     """A model, its optimizer and its exchange, as users write them."""
 
-    def __init__(self, algorithm: str, weights: list[float] | None = None, **options: Any) -> None:
+    def __init__(self, algorithm: str, weights: list[float] | None = None) -> None:
         self.model = ddp(**SMALL_BUCKETS)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         weight = None if weights is None else weights[dist.get_rank()]
@@ -76,31 +76,21 @@ class Training:
 
 
 def test_resumed_in_new_processes_bit_for_bit(two_ranks: Ranks, new_ranks: Ranks, tmp_path: Path) -> None:
-    straight = two_ranks.run(train_and_save_half_way, tmp_path)
-    resumed = new_ranks.run(resume_half_way, tmp_path)
-    for rank in range(2):
-        for name, expected, found in zip(ALGORITHMS, straight[rank], resumed[rank], strict=True):
-            assert same(found, expected), (name, rank)
+    straight = two_ranks.run(train, tmp_path, False)
+    assert same(new_ranks.run(train, tmp_path, True), straight)
 
 
-def train_and_save_half_way(folder: Path) -> list[Any]:
+def train(folder: Path, is_resumed: bool) -> list[Any]:
+    """What 20 steps end with, if they are saved after 10 of them, or resumed there."""
     results = []
-    for i, algorithm in enumerate(ALGORITHMS):
-        training = Training(algorithm)
+    for name in ALGORITHMS:
+        training, path = Training(name), folder / f"{name}-rank{dist.get_rank()}.pt"
         with closing(training.exchange):
-            training.train_until(10)
-            training.save(folder / f"case{i}-rank{dist.get_rank()}.pt")
-            training.train_until(20)
-            results.append(training.result())
-    return results
-
-
-def resume_half_way(folder: Path) -> list[Any]:
-    results = []
-    for i, algorithm in enumerate(ALGORITHMS):
-        training = Training(algorithm)
-        with closing(training.exchange):
-            training.load(folder / f"case{i}-rank{dist.get_rank()}.pt")
+            if is_resumed:
+                training.load(path)
+            else:
+                training.train_until(10)
+                training.save(path)
             training.train_until(20)
             results.append(training.result())
     return results
@@ -215,8 +205,7 @@ def test_distributed_checkpoint_keeps_every_ranks_residual(
 ) -> None:
     saved = two_ranks.run(save_with_dcp, tmp_path)
     loaded = new_ranks.run(load_with_dcp, tmp_path)
-    for rank in range(2):
-        assert same(loaded[rank], saved[rank])
+    assert same(loaded, saved)
     entries = [saved[rank][0]["workers"][str(rank)]["entries"] for rank in range(2)]
     assert not any(same(entries[0][name], entries[1][name]) for name in entries[0] if "weight" in name)
 
@@ -235,21 +224,20 @@ def save_with_dcp(folder: Path) -> Any:
 
 
 def load_with_dcp(folder: Path) -> Any:
-    for kind in ("stateful", "plain"):
-        training = Training("regtopk warming up")
-        with closing(training.exchange) as exchange:
-            if kind == "stateful":
-                load({"exchange": exchange}, checkpoint_id=folder / "stateful")
-                state = algorithm_state(exchange)
-                continue
-            parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
-            load(parts, checkpoint_id=folder / "plain")
-            training.model.module.load_state_dict(parts["model"])
-            exchange.load_state_dict(parts["exchange"])
-            assert same(algorithm_state(exchange), state)
-            training.num_steps = 12
-            training.train_until(15)
-            return state, flat_parameters(training.model)
+    training = Training("regtopk warming up")
+    with closing(training.exchange) as exchange:
+        load({"exchange": exchange}, checkpoint_id=folder / "stateful")
+        state = algorithm_state(exchange)
+    training = Training("regtopk warming up")
+    with closing(training.exchange) as exchange:
+        parts = {"model": training.model.module.state_dict(), "exchange": exchange.state_dict()}
+        load(parts, checkpoint_id=folder / "plain")
+        training.model.module.load_state_dict(parts["model"])
+        exchange.load_state_dict(parts["exchange"])
+        assert same(algorithm_state(exchange), state)
+        training.num_steps = 12
+        training.train_until(15)
+        return state, flat_parameters(training.model)
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
-from regtopk.distributed.options import Collective
+from regtopk.distributed.options import Collective, Options
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
@@ -35,9 +35,11 @@ class FlipsABit(Collectives):
 class Boasts(Collectives):
     """A rank 1 that announces far more than it sends."""
 
-    def all_gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        lie = [TOO_LONG] * len(numbers) if self.rank == 1 else numbers
-        return super().all_gather_numbers(*lie, device=device)
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        is_sizes = tensor.dtype == torch.int64
+        return super().all_gather(
+            torch.full_like(tensor, TOO_LONG) if is_sizes and self.rank == 1 else tensor
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return super().broadcast(torch.full_like(tensor, TOO_LONG) if self.rank == 1 else tensor, source)
@@ -52,7 +54,8 @@ def answer(
 ) -> str:
     """What a rank says to a request that must fail."""
     weights = torch.full((2,), 0.5, dtype=torch.float64)
-    rank = Rank(network(group_or_default(group)), weights, index_code=index_code, collective=collective)
+    options = Options(index_code=index_code, collective=collective)
+    rank = Rank(network(group_or_default(group)), weights, options)
     try:
         driver.answer(rank, [request], [SumBuffer()])
         rank.raise_refusals()

@@ -1,35 +1,22 @@
 """Steps that go on before the host has heard from the others, as over collectives that run on the device."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import regtopk
-from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.options import Options
 from regtopk.distributed.state.layout import into
-from regtopk.distributed.state.parameters import Parameters
-from regtopk.distributed.steps.step import Kind, Steps
+from regtopk.distributed.steps.step import Steps
 from regtopk.distributed.transport.collectives import Collectives
 from tests.algorithms.cases import Case
 from tests.distributed.late import answers_on_the_device
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.test_algorithms_on_ranks import FIRST_VARIANTS
-from tests.distributed.training import refusal, same
+from tests.distributed.test_equals_simulator import FIRST_VARIANTS
+from tests.distributed.training import refusal, same, steps_of
 
 SIZES = {"a": 400, "b": 90, "c": 400}  # two are computed together
 BAD_STEP, BAD_RANK = 3, 1
-
-
-def steps_of(algorithm: Algorithm[Any]) -> Steps:
-    group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
-    parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()])
-    kind = Kind("test", parts=tuple((name,) for name in SIZES))
-    return Steps(parameters, algorithm, Collectives(group), Options(), kind)
 
 
 def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False) -> tuple[list[Tensor], bool]:
@@ -46,7 +33,7 @@ def make_step(steps: Steps, generator: torch.Generator, *, is_bad: bool = False)
 
 def run(case: Case) -> tuple[list[Tensor], list[bool]]:
     """The aggregates of all steps that count and the states at the end; and which steps were late."""
-    steps, generator = steps_of(case.make()), torch.Generator().manual_seed(dist.get_rank())
+    steps, generator = steps_of(case.make(), SIZES), torch.Generator().manual_seed(dist.get_rank())
     kept, were_late = [], []
     for number in range(6):
         aggregates, is_late = make_step(steps, generator, is_bad=number == BAD_STEP)
@@ -68,7 +55,7 @@ def test_bits_are_those_of_steps_that_wait(case: Case) -> None:
 
 
 def damage_a_message() -> tuple[bool, tuple[str, str], tuple[str, str]]:
-    steps, generator = steps_of(regtopk.TopK(k=4)), torch.Generator().manual_seed(0)
+    steps, generator = steps_of(regtopk.TopK(k=4), SIZES), torch.Generator().manual_seed(0)
     with answers_on_the_device():
         make_step(steps, generator)
         real = Collectives.all_gather

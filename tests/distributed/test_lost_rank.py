@@ -10,18 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import regtopk
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import (
-    SMALL_BUCKETS,
-    algorithm_state,
-    closing,
-    ddp,
-    flat_parameters,
-    loss_of,
-    refusal,
-    same,
-)
+from tests.distributed.test_checkpoint import Training
+from tests.distributed.training import algorithm_state, closing, flat_parameters, loss_of, refusal, same
 
 LOST, SAVED_AT, LOST_AT, LAST = 2, 4, 6, 9
 RESTART = ": restart all ranks from the last checkpoint"
@@ -51,11 +42,11 @@ def test_others_fail_clearly_and_a_restart_goes_on(
 
 def lose_one(folder: Path, moment: str, signal_number: int) -> tuple[str, str]:
     """What the step in which a rank is lost ends with."""
-    model, exchange, optimizer = make()
-    train(model, optimizer, 0, SAVED_AT)
-    parts = {"model": model.module.state_dict(), "exchange": exchange.state_dict()}
-    torch.save(parts, folder / f"rank{dist.get_rank()}.pt")
-    train(model, optimizer, SAVED_AT, LOST_AT)
+    training = Training("regtopk")
+    model, exchange = training.model, training.exchange
+    training.train_until(SAVED_AT)
+    training.save(folder / f"rank{dist.get_rank()}.pt")
+    training.train_until(LOST_AT)
     if dist.get_rank() == LOST:
         lose_self(model, exchange, moment, signal_number)
     before = algorithm_state(exchange)
@@ -65,7 +56,7 @@ def lose_one(folder: Path, moment: str, signal_number: int) -> tuple[str, str]:
         for act in (exchange.state_dict, lambda: exchange._steps.run({})):
             assert refusal(act) == (
                 "ClusterError",
-                f"step {LOST_AT} failed half-way ({kind}: {text})" + RESTART,
+                f"step {LOST_AT} failed half-way ({kind}: {text}){RESTART}",
             )
     else:
         assert same(algorithm_state(exchange), before)
@@ -93,25 +84,10 @@ def lose_self(model: Any, exchange: Any, moment: str, signal_number: int) -> Non
 def resume(folder: Path) -> tuple[Tensor, Tensor]:
     results = []
     for first in (SAVED_AT, 0):
-        model, exchange, optimizer = make()
-        with closing(exchange):
+        training = Training("regtopk")
+        with closing(training.exchange):
             if first > 0:
-                saved = torch.load(folder / f"rank{dist.get_rank()}.pt", weights_only=True)
-                model.module.load_state_dict(saved["model"])
-                exchange.load_state_dict(saved["exchange"])
-            train(model, optimizer, first, LAST)
-            results.append(flat_parameters(model))
+                training.load(folder / f"rank{dist.get_rank()}.pt")
+            training.train_until(LAST)
+            results.append(flat_parameters(training.model))
     return results[0], results[1]
-
-
-def make() -> Any:
-    model = ddp(**SMALL_BUCKETS)
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05))
-    return model, exchange, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()

@@ -36,7 +36,7 @@ def make_bucket() -> Bucket:
     layout = Layout.anonymous(8)
     worker = Worker(torch.tensor(0.5), torch.tensor(0), 2, 0, layout)
     algorithm = TopK(k=2)
-    return Bucket(("w",), layout, algorithm, worker, algorithm.init(worker))
+    return Bucket(("w",), algorithm, worker, algorithm.init(worker))
 
 
 def test_an_aggregates_memory_is_used_again() -> None:

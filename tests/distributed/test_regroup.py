@@ -11,8 +11,7 @@ from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.step import Kind, Steps
-from regtopk.distributed.transport.bare_group import BareCollectives
-from regtopk.distributed.transport.collectives import Alone, Collectives, group_or_default
+from regtopk.distributed.transport.collectives import Alone, BareCollectives, Collectives, group_or_default
 from regtopk.distributed.updates.buffers import ModelBuffers
 from tests.distributed.ranks import Ranks
 

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import errors
+from regtopk.distributed.options import Options
+from regtopk.distributed.state.parameters import Parameters
+from regtopk.distributed.steps.step import Kind, Steps
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
 
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}  # of 4 kB: several, even in these models
 
@@ -54,6 +58,13 @@ def loss_of(model: nn.Module, step: int, **arguments: Any) -> Tensor:
 def ddp(**options: Any) -> DistributedDataParallel:
     """A wrapped net."""
     return DistributedDataParallel(make_net(), **options)
+
+
+def steps_of(algorithm: Any, sizes: dict[str, int], **options: Any) -> Steps:
+    """The steps of an exchange of parameters by name, each in a bucket of its own."""
+    parameters = Parameters([(name, nn.Parameter(torch.zeros(size))) for name, size in sizes.items()])
+    kind = Kind("test", parts=tuple((name,) for name in sizes))
+    return Steps(parameters, algorithm, Collectives(group_or_default(None)), Options(**options), kind)
 
 
 def flat_parameters(model: nn.Module) -> Tensor:

@@ -106,11 +106,10 @@ def refuse_k(algorithm: object) -> None:
 
 def names_typos(function: Callable[P, R]) -> Callable[P, R]:
     """Let a call with an option that does not exist fail with the name of the nearest one that does."""
-    name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_typos(name, kwargs, known_options(function))
+        refuse_typos(function.__qualname__.removesuffix(".__init__"), kwargs, known_options(function))
         return function(*args, **kwargs)
 
     return checked
@@ -118,11 +117,8 @@ def names_typos(function: Callable[P, R]) -> Callable[P, R]:
 
 def known_options(function: Callable[..., Any]) -> list[str]:
     """The names that a call takes: its own, and those of `ExchangeOptions` for its **options."""
-    parameters = signature(function).parameters.values()
-    own = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    return own + [
-        name for p in parameters if p.kind is p.VAR_KEYWORD for name in ExchangeOptions.__annotations__
-    ]
+    own = list(signature(function).parameters)
+    return [*own[:-1], *ExchangeOptions.__annotations__] if own[-1] == "options" else own
 
 
 def refuse_typos(call: str, given: Iterable[str], known: list[str]) -> None:

@@ -24,8 +24,7 @@ from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
-from regtopk.distributed.transport.bare_group import BareCollectives
-from regtopk.distributed.transport.collectives import Alone
+from regtopk.distributed.transport.collectives import Alone, BareCollectives
 from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import LocalModel

@@ -16,7 +16,7 @@ Region = tuple[int, int]
 
 def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
     """sum_n w_n x_n, (m,), the same bits on every rank. All sizes are known, so only values travel."""
-    if is_lossless(request.code) and is_lossless(request.sum_code) and not rank.deterministic:
+    if is_lossless(request.code) and is_lossless(request.sum_code) and not rank.options.deterministic:
         return _all_reduced(rank, request)
     x = request.tensor.to(request.weight.dtype)
     regions = dense_regions(x.numel(), rank.weights.tolist())
@@ -40,26 +40,22 @@ def dense_sum(rank: Rank, request: DenseSum) -> Tensor:
         messages = rank.collectives.all_gather_padded(message, max(sum_sizes))
     rank.count_gather(0, sum_sizes)
     with rank.timer.phase("decode_s"):
-        total = sums.new_empty(regions[-1][1])
-        statuses = torch.zeros(rank.num_workers, dtype=torch.int64, device=sums.device)
+        total, statuses = sums.new_empty(regions[-1][1]), torch.zeros_like(status)
         for n, (start, end) in enumerate(regions):
             if end > start:
-                segment = messages[n, : sum_sizes[n]]
-                total[start:end], statuses[n] = decode_segment(
-                    segment, end - start, request.sum_code, sums.dtype
-                )
-        raise_for_status(status, rank.collectives.ranks)  # the cause, where it is known
-        raise_for_status(statuses, rank.collectives.ranks)
+                message, code = messages[n, : sum_sizes[n]], request.sum_code
+                total[start:end], statuses[n] = decode_segment(message, end - start, code, sums.dtype)
+        raise_for_status(torch.stack([status, statuses]), rank.collectives.ranks)  # the cause first
         return total
 
 
 def _sum_region(
     rank: Rank, received: list[Tensor], region: Region, request: DenseSum
 ) -> tuple[Tensor, Tensor]:
-    """This rank's region of the sum, added in rank order; what its code will lose goes into `request.loss`.
+    """This rank's region of the sum, added in rank order, and the status of each rank's segment, (N,).
 
-    Also the status of each rank's segment, (N,). After a bad one the sum is NaN, which every rank refuses: an
-    error here, before the sums are gathered, would leave the others waiting for this rank.
+    What the sum's code will lose goes into `request.loss`. After a bad segment the sum is NaN, which every
+    rank refuses: an error here, before the sums are gathered, would leave the others waiting for this rank.
     """
     start, end = region
     dtype = request.weight.dtype

@@ -27,8 +27,8 @@ def gather(rank: Rank, request: Gather) -> Gathered:
     sent = tensor[: 0 if rank.is_idle else count]
     with rank.timer.phase("collective_s"):
         limits = 2 * (LONGEST_GATHERED_BYTES // tensor.itemsize,)
-        numbers = rank.collectives.all_gather_sizes((sent.numel(), tensor.shape[-1]), limits, tensor.device)
-        counts, capacities = ([row[i] for row in numbers] for i in (0, 1))
+        told = rank.collectives.all_gather_sizes((sent.numel(), tensor.shape[-1]), limits, tensor.device)
+        counts, capacities = zip(*told, strict=True)
         rows = rank.collectives.all_gather_padded(as_bytes(sent), max(capacities) * tensor.itemsize)
     sizes = [count * tensor.itemsize for count in counts]
     rank.count_gather(sizes[rank.index], sizes)
@@ -37,38 +37,32 @@ def gather(rank: Rank, request: Gather) -> Gathered:
 
 
 def gather_sparse(rank: Rank, parts: Sequence[SparseGradient]) -> list[SparseGradient]:
-    """Every rank's sparse vectors, each (N, m), decoded.
+    """Every rank's sparse vectors, each (N, m), or (U, N, m) of a batch (U, 1, m).
 
-    Padding is entry 0 of value 0. What is wrong with a message is raised later: see `Rank.check_later`.
-
-    Args:
-        rank: this one.
-        parts: this rank's sparse vectors, each (m,) or a batch of them, (U, 1, m), which comes back as
-            (U, N, m). If all ranks' are equally long, they travel together.
+    Padding is entry 0 of value 0. Vectors that are equally long on all ranks travel together. What is wrong
+    with a message is raised later: see `Rank.check_later`.
     """
-    is_batch = any(sparse.indices.dim() > 1 for sparse in parts)
-    if (len(parts) > 1 or is_batch) and all(_has_known_length(rank, sparse) for sparse in parts):
-        return _gather_together(rank, parts)
-    return [_gather_one(rank, sparse) for sparse in parts]
+    # no sizes to ask for: every code but "rice" gives messages of one length for one number of entries
+    even = [n for n, sparse in enumerate(parts) if sparse.count is None and rank.index_code != "rice"]
+    if rank.idle or not even:
+        return [_gather_one(rank, sparse) for sparse in parts]
+    found = dict(zip(even, _gather_together(rank, [parts[n] for n in even]), strict=True))
+    return [found[n] if n in found else _gather_one(rank, sparse) for n, sparse in enumerate(parts)]
 
 
 def _gather_one(rank: Rank, sparse: SparseGradient) -> SparseGradient:
+    """A vector that may have another length on every rank: they tell one another first."""
     with rank.timer.phase("encode_s"):
         message = rank.encoded(sparse)
-    capacity = sparse.indices.shape[-1]
-    sizes = [message.numel()] * rank.num_workers
     with rank.timer.phase("collective_s"):
-        if _has_known_length(rank, sparse):
-            messages = rank.collectives.all_gather(message)
-        else:
-            limits = longest_message_bytes(sparse.numel), sparse.numel
-            told = rank.collectives.all_gather_sizes((message.numel(), capacity), limits, message.device)
-            sizes, capacities = ([row[i] for row in told] for i in (0, 1))
-            capacity = max(capacities)
-            messages = rank.collectives.all_gather_padded(message, max(sizes))
+        mine = message.numel(), sparse.indices.shape[-1]
+        limits = longest_message_bytes(sparse.numel), sparse.numel
+        told = rank.collectives.all_gather_sizes(mine, limits, message.device)
+        sizes, capacities = zip(*told, strict=True)
+        messages = rank.collectives.all_gather_padded(message, max(sizes))
     rank.count_gather(message.numel(), sizes)
     with rank.timer.phase("decode_s"):
-        found, status = _decode(rank, rank.of_active(messages), capacity, sparse)
+        found, status = _decode(rank, messages[rank.active], max(capacities), sparse)
         rank.check_later(status)
         indices, values, counts = map(rank.by_rank, (found.indices, found.values, found.counts))
         return SparseGradient(indices, values, sparse.numel, counts, sparse.code)
@@ -84,7 +78,7 @@ def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[Sparse
     with rank.timer.phase("encode_s"):
         messages = [encode(batch, rank.index_code) for batch in batches]
     with rank.timer.phase("collective_s"):
-        gathered = rank.collectives.all_gather(torch.cat([each.flatten() for each in messages]))
+        gathered = rank.collectives.all_gather(_joined([each.flatten() for each in messages]))
     rank.count_gather(gathered.shape[1], [gathered.shape[1]] * rank.num_workers)
     found: dict[int, SparseGradient] = {}
     with rank.timer.phase("decode_s"):
@@ -107,13 +101,13 @@ def _gather_together(rank: Rank, parts: Sequence[SparseGradient]) -> list[Sparse
 def _as_batch(parts: list[SparseGradient]) -> SparseGradient:
     """Vectors of one kind, each (m,) or (U, 1, m), as rows, (R, m)."""
     columns = [[t.reshape(-1, t.shape[-1]) for t in (part.indices, part.values)] for part in parts]
-    indices, values = (c[0] if len(c) == 1 else torch.cat(c) for c in zip(*columns, strict=True))
+    indices, values = map(_joined, zip(*columns, strict=True))
     return replace(parts[0], indices=indices, values=values)
 
 
-def _has_known_length(rank: Rank, sparse: SparseGradient) -> bool:
-    """Whether all ranks' messages are known to have the same length."""
-    return sparse.count is None and rank.index_code != "rice" and not rank.idle
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All of them as one; one alone is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _decode(

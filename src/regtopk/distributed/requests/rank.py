@@ -1,22 +1,20 @@
 """What one rank knows, and what it counts while it answers an algorithm's requests."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.timer import Timer
-from regtopk.core.traffic import all_gather_bytes
-from regtopk.distributed.options import Collective
+from regtopk.distributed.options import Options
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.kernels import Support
 from regtopk.wire import encode, raise_for_status
 
+_DEFAULTS = Options()
 _WRITTEN_AT_ONCE = 16  # entries that are cleared in one go take as long as one that is cleared by its index
 
 
@@ -37,8 +35,6 @@ class Total:
         support = self.support_of(self.vector)
         if support is None or support.indices.numel() * _WRITTEN_AT_ONCE > self.vector.numel():
             return self.vector.zero_()
-        if self.vector.dim() == 1:
-            return self.vector.index_fill_(0, support.indices.flatten(), 0)
         return self.vector.scatter_(-1, support.indices.flatten(-2), 0)
 
 
@@ -86,19 +82,9 @@ def memory_of(tensor: Tensor) -> int:
 class Rank:
     """One rank of a process group; `weights`, (N,) float64, are every rank's w_n."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        weights: Tensor,
-        *,
-        index_code: str = "elias-fano",
-        collective: Collective = "auto",
-        deterministic: bool = True,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.index_code = index_code
-        self.collective = collective
-        self.deterministic = deterministic
+    def __init__(self, collectives: Collectives, weights: Tensor, options: Options = _DEFAULTS) -> None:
+        self.options = options
+        self.index_code = options.index_code
         self.collectives = collectives
         self.index, self.num_workers = collectives.rank, collectives.num_workers
         self.weights = weights
@@ -106,24 +92,19 @@ class Rank:
         self.idle = tuple(rank for rank, weight in enumerate(weights.tolist()) if weight == 0)
         self.is_idle = self.index in self.idle  # of weight zero: it sends nothing
         self.record = StepRecord()
-        self.timer = Timer(torch.device("cpu"), now)
+        self.timer = Timer(torch.device("cpu"))
         self._statuses: list[Tensor] = []  # of messages that were used before anybody looked
-        self._now = now
         self._weights: Tensor | None = None  # the weights where they were last needed
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""
-        self.record, self.timer, self._statuses = StepRecord(), Timer(device, self._now), []
+        self.record, self.timer, self._statuses = StepRecord(), Timer(device), []
 
     def encoded(self, sparse: SparseGradient) -> Tensor:
         """This rank's message; nothing at all from a rank of weight zero."""
         if self.is_idle:
             return torch.empty(0, dtype=torch.uint8, device=sparse.indices.device)
         return encode(sparse, self.index_code)
-
-    def of_active(self, rows: Tensor) -> Tensor:
-        """Rows of the ranks that have weight, out of those of all ranks."""
-        return rows[self.active] if self.idle else rows
 
     def weights_like(self, values: Tensor) -> Tensor:
         """Every rank's weight, (N,), in the dtype of values and on their device."""
@@ -140,11 +121,8 @@ class Rank:
         return everyone.index_copy(0, torch.tensor(self.active, device=rows.device), rows)
 
     def check_later(self, status: Tensor) -> None:
-        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`.
-
-        Bad messages count no entries.
-        """
-        self._statuses.append(self.by_rank(status) if self.idle else status)
+        """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`."""
+        self._statuses.append(self.by_rank(status))
 
     def raise_refusals(self) -> None:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""
@@ -164,10 +142,10 @@ class Rank:
         self.record.sent_bytes += sent
         self.record.received_bytes += received
 
-    def count_gather(self, payload: int, sizes: list[int]) -> None:
-        """Add a ring all_gather of messages of these sizes, one per rank."""
-        sent, received = _gathered_bytes(tuple(sizes))
-        self.count(payload, sent[self.index], received[self.index])
+    def count_gather(self, payload: int, sizes: Sequence[int]) -> None:
+        """Add a ring all_gather of messages of these sizes: a rank sends on all but the next rank's."""
+        total, following = sum(sizes), sizes[(self.index + 1) % self.num_workers]
+        self.count(payload, total - following, total - sizes[self.index])
 
     def count_all_to_all(self, parts: list[Tensor], received: list[Tensor]) -> None:
         """Add messages from each rank to each; what a rank has for itself does not travel."""
@@ -178,10 +156,3 @@ class Rank:
         """Add the entries this rank sent."""
         if not self.is_idle:
             self.record.num_entries += sparse.indices.numel() if sparse.count is None else int(sparse.count)
-
-
-@lru_cache(maxsize=64)
-def _gathered_bytes(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """What every rank sends and receives; sizes are mostly the same in every step."""
-    sent, received = all_gather_bytes(torch.tensor(sizes))
-    return sent.tolist(), received.tolist()

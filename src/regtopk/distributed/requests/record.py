@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from regtopk.core.options import counted
 from regtopk.core.timer import Timer
@@ -37,10 +37,8 @@ class StepRecord:
 
     def add(self, other: "StepRecord") -> None:
         """Add another record to this one; the residual's norm is the newer one's."""
-        for f in fields(self):
-            if f.name != "residual_norm":
-                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
-        self.residual_norm = other.residual_norm
+        for name, number in other.as_dict().items():
+            setattr(self, name, number + (0 if name == "residual_norm" else getattr(self, name)))
 
     def as_dict(self) -> dict[str, float]:
         """The numbers by name."""
@@ -70,21 +68,17 @@ class Ledger:
         self.num_steps += 1
         self._ended = time.perf_counter()
         self._last_step = record
+        self.add_to_total(record, timer)
+
+    def add_to_total(self, record: StepRecord, timer: Timer) -> None:
+        """Add what belongs to a step that was counted before."""
         self._unread.append((record, timer))
         if not timer.is_cuda or len(self._unread) > 100:
             self._read()
 
     def lose(self, residual: float) -> None:
         """Count what ranks had not sent that are lost."""
-        self._read()
         self._total.lost_residual += residual
-
-    def add_to_total(self, record: StepRecord, timer: Timer) -> None:
-        """Add what belongs to a step that was counted before."""
-        self._read()
-        for phase, seconds in timer.seconds().items():
-            setattr(record, phase, seconds)
-        self._total.add(replace(record, residual_norm=self._total.residual_norm))
 
     @property
     def last_step(self) -> StepRecord:
@@ -106,14 +100,14 @@ class Ledger:
             self.waited_s += record.collective_s
         self._unread = []
 
-    def slowest(self) -> tuple[int, float] | None:
+    def slowest(self) -> tuple[int, float]:
         """The rank that waited least, and for which share of the time the others waited longer than it."""
         elapsed = self._ended - self._began
         if len(self.waits) < 2 or elapsed <= 0:
-            return None
-        rank = min(self.waits, key=self.waits.__getitem__)
-        others = (sum(self.waits.values()) - self.waits[rank]) / (len(self.waits) - 1)
-        return rank, (others - self.waits[rank]) / elapsed
+            return 0, 0.0
+        rank, least = min(self.waits.items(), key=lambda item: item[1])
+        others = (sum(self.waits.values()) - least) / (len(self.waits) - 1)
+        return rank, (others - least) / elapsed
 
 
 def draw(writer: Writer, record: StepRecord, num_steps: int) -> Writer | None:
@@ -143,46 +137,41 @@ def summarise(
         num_parts: how many steps of the ledger make one of the whole model.
         peer: what those are that are exchanged with.
     """
-    noun = "step" if every is None else "round"
-    total, steps = ledger.total, max(ledger.num_steps, 1) / num_parts
-    times = {name: 1e3 * getattr(total, name) / steps for name in PHASES}
-    since = (
-        f" since {noun} {ledger.first_step // num_parts}, when the ranks changed" if ledger.first_step else ""
+    noun, vectors = ("step", "gradients") if every is None else ("round", "updates")
+    total, steps, first = ledger.total, max(ledger.num_steps, 1) / num_parts, ledger.first_step
+    sent, dense = (
+        f"{_size(moved / steps)} per {noun}, {_size(moved)} in all"
+        for moved in (total.sent_bytes, total.dense_bytes)
     )
-    sent = f"{_size(total.sent_bytes / steps)} per {noun}, {_size(total.sent_bytes)} in all"
-    dense = f"{_size(total.dense_bytes / steps)} per {noun}, {_size(total.dense_bytes)} in all"
     if total.sent_bytes:
         dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
+    times = [f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES]
     done = counted((ledger.num_steps - total.num_skipped) // num_parts, noun)
     if every is not None:
         done += f" of {counted(every, 'step')}"
+    since = f" since {noun} {first // num_parts}, when the ranks changed" if first else ""
     lines = [
         f"{title}: {done} on {counted(num_workers, 'worker')}{since}; this rank:",
         f"  sent      {sent}; {total.num_entries / steps:.0f} entries per {noun}",
         f"  dense     {dense}",
-        f"  time      {' · '.join(f'{name[:-2]} {ms:.2f}' for name, ms in times.items())} ms per {noun};",
+        f"  time      {' · '.join(times)} ms per {noun};",
         "            collective includes waiting for the slowest rank",
         f"  residual  norm {residual_norm:.4g}",
     ]
-    slowest = ledger.slowest()
-    if slowest is not None and slowest[1] >= LEAST_SHARE_TOLD:
-        percent = 100 * slowest[1]
-        lines.append(
-            f"  slowest   {peer} {slowest[0]} kept the others waiting for {percent:.0f} % of the time"
-        )
+    slow, share = ledger.slowest()
+    if share >= LEAST_SHARE_TOLD:
+        lines.append(f"  slowest   {peer} {slow} kept the others waiting for {100 * share:.0f} % of the time")
     if total.lost_residual:
-        lines.append(
-            f"  lost      weighted residuals of norm {total.lost_residual:.4g}, with ranks that are gone"
-        )
+        norm = f"{total.lost_residual:.4g}"
+        lines.append(f"  lost      weighted residuals of norm {norm}, with ranks that are gone")
     if total.num_skipped:
-        vectors = "gradients" if every is None else "updates"
         lines.append(f"  skipped   {counted(total.num_skipped, noun)} whose {vectors} were not finite")
     return "\n".join(lines)
 
 
 def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while num_bytes >= 1000 and len(units) > 1:
         num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+        units.pop(0)
+    return f"{num_bytes:.3g} {units[0]}"

@@ -18,13 +18,13 @@ def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> lis
 
     Messages that are gathered travel together.
     """
-    are_split = [_is_split(rank, request) for request, _ in asked]
-    gathered = iter(
-        gather_sparse(
-            rank,
-            [request.sparse for (request, _), is_split in zip(asked, are_split, strict=True) if not is_split],
-        )
-    )
+    collective = rank.options.collective
+    are_split = [
+        split_moves_less(rank, request) if collective == "auto" else collective == "split"
+        for request, _ in asked
+    ]
+    whole = [request.sparse for (request, _), is_split in zip(asked, are_split, strict=True) if not is_split]
+    gathered = iter(gather_sparse(rank, whole))
     return [
         _split_sum(rank, request, sums) if is_split else _sum(rank, request, sums, next(gathered))
         for (request, sums), is_split in zip(asked, are_split, strict=True)
@@ -47,17 +47,8 @@ def _split_sum(rank: Rank, request: SparseSum, sums: SumBuffer) -> Tensor | OfSe
     return totals.unsqueeze(1)
 
 
-def _is_split(rank: Rank, request: SparseSum) -> bool:
-    if rank.collective == "auto":
-        return split_moves_less(rank, request)
-    return rank.collective == "split"
-
-
 def _sum(rank: Rank, request: SparseSum, sums: SumBuffer, rows: SparseGradient) -> Tensor | OfSenders:
-    """The sum of everybody's sparse vectors, (N, m).
-
-    Of a batch, (U, N, m), the sums are (U, 1, J), as the simulator answers for U clusters.
-    """
+    """The sum of everybody's sparse vectors, (N, m); of a batch, (U, N, m), the sums are (U, 1, J)."""
     sparse = request.sparse
     rank.count_entries(sparse)
     with rank.timer.phase("decode_s"):

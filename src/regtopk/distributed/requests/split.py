@@ -4,7 +4,6 @@ Bit for bit the sum that an all_gather of everything gives: every region is adde
 """
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,22 +36,14 @@ def split_moves_less(rank: Rank, request: SparseSum) -> bool:
         dtype=sparse.values.dtype,
         value_code=sparse.code,
         index_code=rank.index_code,
-        sender_code=sender_code(rank.weights.tolist()) if isinstance(request, SenderSum) else None,
+        sender_code=_sender_code(rank, request),
     )
     return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
 
 
-class _Region(NamedTuple):
-    """One rank's part of the sum."""
-
-    sums: SparseGradient  # on the union of the supports
-    senders: Tensor | None  # of each: how many they are, or the sum of their weights
-    refused: WireFormatError | None
-
-
 def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfSenders:
     """sum_n w_n x_n, dense (J,), by all_to_all and all_gather; with what its senders are if asked."""
-    sparse = request.sparse
+    sparse, code = request.sparse, _sender_code(rank, request)
     bounds = [sparse.numel * n // rank.num_workers for n in range(rank.num_workers + 1)]
     longest = longest_message_bytes(sparse.numel)
     with rank.timer.phase("encode_s"):
@@ -60,21 +51,23 @@ def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfS
     with rank.timer.phase("collective_s"):
         received = rank.collectives.all_to_all_ragged(messages, longest)
     with rank.timer.phase("decode_s"):
-        region = _sum_region(rank, received, request, bounds)
-    with rank.timer.phase("encode_s"):
-        parts = _encoded(rank, region, request)
+        parts, refused = _sum_region(rank, received, sparse, code, bounds)
     with rank.timer.phase("collective_s"):
         gathered = rank.collectives.all_gather_ragged(parts, longest)
-    if region.refused is not None:
-        raise region.refused
-    with rank.timer.phase("decode_s"):
-        answer = _joined(rank, gathered, request, bounds, buffer)
+    if refused is not None:
+        raise refused
     rank.count_all_to_all(messages, received)
     own = sum(part.numel() for part in parts)
     everyones = sum(part.numel() for theirs in gathered for part in theirs)
     rank.count(0, own * (rank.num_workers - 1), everyones - own)
     rank.count_entries(sparse)
-    return answer
+    with rank.timer.phase("decode_s"):
+        return _joined(rank, gathered, request, bounds, buffer)
+
+
+def _sender_code(rank: Rank, request: SparseSum) -> str | None:
+    """How the senders of each entry are coded, if they are asked for: by their number or summed weights."""
+    return sender_code(rank.weights.tolist()) if isinstance(request, SenderSum) else None
 
 
 def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
@@ -97,20 +90,19 @@ def _pieces(sparse: SparseGradient, bounds: list[int]) -> list[SparseGradient]:
     return pieces
 
 
-def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: list[int]) -> _Region:
-    """This rank's region of the sum, in rank order from zero.
+def _sum_region(
+    rank: Rank, received: list[Tensor], sparse: SparseGradient, code: str | None, bounds: list[int]
+) -> tuple[list[Tensor], WireFormatError | None]:
+    """This rank's region of the sum, in rank order from zero, and the senders of each entry: as messages.
 
     After a bad piece the sum is NaN, which every rank refuses: to raise here, before the sums are gathered,
     would leave the others waiting for this rank.
     """
-    sparse = request.sparse
     low, high = bounds[rank.index], bounds[rank.index + 1]
     start, numel = (low, sparse.numel) if sparse.code in NUM_SCALES else (0, high - low)
     total = sparse.values.new_zeros(high - low)
-    is_touched = torch.zeros(high - low, dtype=torch.bool, device=total.device)
+    senders, is_touched = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.bool)
     weights, refused = rank.weights.to(total), None
-    senders = torch.zeros_like(total) if isinstance(request, SenderSum) else None
-    are_counted = senders is not None and sender_code(rank.weights.tolist()) == "int8"
     for n, message in enumerate(received):
         if message.numel() == 0:
             continue
@@ -126,28 +118,20 @@ def _sum_region(rank: Rank, received: list[Tensor], request: SparseSum, bounds: 
         at, values = at[is_ours], piece.values.to(total.dtype)[is_ours]
         total.scatter_add_(0, at, weights[n] * values)
         is_touched[at] = True
-        if senders is not None:
-            senders[at] += 1 if are_counted else weights[n]
+        senders[at] += 1 if code == "int8" else weights[n]
     indices = is_touched.nonzero().flatten()
-    sums = SparseGradient(indices, total[indices], high - low)
-    return _Region(sums, None if senders is None else senders[indices], refused)
-
-
-def _encoded(rank: Rank, region: _Region, request: SparseSum) -> list[Tensor]:
-    """What a rank sends to all: its sums and their senders."""
-    parts = [encode(region.sums, rank.index_code)]
-    if isinstance(request, SenderSum):
-        assert region.senders is not None
-        parts.append(encode_segment(region.senders, sender_code(rank.weights.tolist())))
-    return parts
+    with rank.timer.phase("encode_s"):
+        parts = [encode(SparseGradient(indices, total[indices], high - low), rank.index_code)]
+        if code is not None:
+            parts.append(encode_segment(senders[indices], code))
+    return parts, refused
 
 
 def _joined(
     rank: Rank, gathered: list[list[Tensor]], request: SparseSum, bounds: list[int], buffer: SumBuffer
 ) -> Tensor | OfSenders:
     """The regions' sums as one vector, and what is to say of its senders."""
-    sparse = request.sparse
-    total = buffer.zeros_for(sparse)
+    total, code = buffer.zeros_for(request.sparse), _sender_code(rank, request)
     everywhere = []
     for n, (message, *_) in enumerate(gathered):
         sums = decode(message, bounds[n + 1] - bounds[n])
@@ -155,25 +139,24 @@ def _joined(
         total[everywhere[n]] = sums.values
     indices = torch.cat(everywhere)
     buffer.keep(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
-    if not isinstance(request, SenderSum):
+    if code is None:
         return total
-    status = torch.zeros(rank.num_workers, dtype=torch.int64, device=total.device)
-    code, dtype = sender_code(rank.weights.tolist()), total.dtype
-    senders = []
-    for n, (_, message, *_) in enumerate(gathered):
-        found, status[n] = decode_segment(message, everywhere[n].numel(), code, dtype)
-        senders.append(found)
-    raise_for_status(status, rank.collectives.ranks)
-    sent_weight = torch.zeros_like(total).index_copy_(0, indices, _weight_of(rank, torch.cat(senders)))
+    found = [
+        decode_segment(message, at.numel(), code, total.dtype)
+        for (_, message), at in zip(gathered, everywhere, strict=True)
+    ]
+    raise_for_status(torch.stack([status for _, status in found]), rank.collectives.ranks)
+    senders = torch.cat([senders for senders, _ in found])
+    if code == "int8":
+        senders = _weight_of(rank, senders)
+    sent_weight = torch.zeros_like(total).index_copy_(0, indices, senders)
     return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))
 
 
-def _weight_of(rank: Rank, senders: Tensor) -> Tensor:
-    """The summed weights of senders, from their number if weights are equal, as adding them one by one."""
-    if sender_code(rank.weights.tolist()) == "float32":
-        return senders
-    weight = rank.weights.max().to(senders.dtype)
+def _weight_of(rank: Rank, num_senders: Tensor) -> Tensor:
+    """The summed weights of so many senders of equal weight, as adding them one by one gives them."""
+    weight = rank.weights.max().to(num_senders.dtype)
     sums = [torch.zeros_like(weight)]
     for _ in rank.active:
         sums.append(sums[-1] + weight)
-    return torch.stack(sums).to(senders.device)[senders.round().long()]
+    return torch.stack(sums).to(num_senders.device)[num_senders.round().long()]

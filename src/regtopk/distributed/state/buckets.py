@@ -15,7 +15,7 @@ from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Rank, SumBuffer
-from regtopk.distributed.state.layout import as_flat, flat_dtype, layout_of, write_
+from regtopk.distributed.state.layout import as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters
 
 Names = tuple[str, ...]
@@ -28,23 +28,20 @@ class Bucket:
 
     New memory of the vector's size costs more than most of the work on it. So a step keeps what it no longer
     needs for the next one: the vector itself, and the aggregate (in `sums`).
-
-    Attributes:
-        state_before: the state before a step that may still be taken back.
-        is_joined: whether the vector holds a copy of the gradients.
-        cleared: the gradients, if they are zero already.
     """
 
     names: Names
-    layout: Layout
     algorithm: Algorithm[Any]
     worker: Worker
     state: State
     flat: Tensor | None = None
     sums: SumBuffer = dataclasses.field(default_factory=SumBuffer)
-    state_before: State | None = None
-    is_joined: bool = False
-    cleared: list[Tensor] | None = None
+    state_before: State | None = None  # before a step that may still be taken back
+
+    @property
+    def layout(self) -> Layout:
+        """Where each parameter is in the vector."""
+        return self.worker.layout
 
     @property
     def settled_state(self) -> State:
@@ -63,34 +60,19 @@ class Bucket:
         """The gradients as one vector, in at least float32; and whether it is finite, if they were copied."""
         tensors = [grads[name] for name in self.names]
         flat = as_flat(tensors, self.worker.weight.dtype)
-        self.is_joined, self.cleared = flat is None, None
         if flat is not None:
             return flat, None
         self.flat = self.worker.zeros() if self.flat is None else self.flat
         return self.flat, kernels.join_(self.flat, tensors)
 
-    def clear(self, grads: Mapping[str, Tensor]) -> None:
-        """Clear the gradients, if they were copied."""
-        if self.is_joined:
-            self.cleared = [grads[name] for name in self.names]
-            kernels.clear_(self.cleared)
-
-    def put_back(self, loss_scale: float) -> None:
-        """Undo `clear`."""
-        if self.cleared is not None:
-            assert self.flat is not None
-            write_(self.cleared, self.flat.mul_(loss_scale))
-            self.cleared = None
-
     def entries(self) -> Entries:
         """The per-entry state, cut by parameter (views)."""
-        return {
-            layer.name: {
-                field: getattr(self.settled_state, field)[layer.start : layer.start + layer.numel]
-                for field in self.entry_fields()
-            }
-            for layer in self.layout.layers
-        }
+        sizes = [layer.numel for layer in self.layout.layers]
+        entries: Entries = {name: {} for name in self.names}
+        for field in self.entry_fields():
+            for name, part in zip(self.names, getattr(self.settled_state, field).split(sizes), strict=True):
+                entries[name][field] = part
+        return entries
 
     def entry_fields(self) -> list[str]:
         """State fields with one number for each entry of the vector."""
@@ -117,7 +99,7 @@ class Buckets:
     Args:
         parameters: what is exchanged.
         skipped: the names of those that go dense; the algorithm is run on the others.
-        parts: the names of parameters that are exchanged together; all of them if None.
+        parts: the names of parameters that are exchanged together; all of them if empty.
     """
 
     def __init__(
@@ -126,17 +108,14 @@ class Buckets:
         skipped: frozenset[str],
         algorithm: Algorithm[Any],
         rank: Rank,
-        residual_dtype: str = "float32",
-        parts: Sequence[Names] | None = None,
+        parts: Sequence[Names],
     ) -> None:
-        self._residual_dtype = residual_dtype
         self.parameters = parameters
         self.skipped = skipped
         self.algorithm = algorithm
         self.rank = rank
-        self.all = [
-            self.make(part) for names in parts or [tuple(parameters.named)] for part in self.cut(names)
-        ]
+        together = parts or [tuple(parameters.named)]
+        self.all = [self.make(part) for names in together for part in self.cut(names)]
 
     def cut(self, names: Names) -> list[Names]:
         """Parameters that arrive together, divided into those exchanged sparsely and those sent dense."""
@@ -155,34 +134,29 @@ class Buckets:
             index=torch.tensor(rank.index, device=device),
             num_workers=rank.num_workers,
             step=0,
-            layout=layout_of(names, self.parameters),
+            layout=self.parameters.layout_of(names),
             idle=rank.idle,
             index_code=rank.index_code,
         )
         if names[0] in self.skipped:
-            algorithm: Algorithm[Any] = Dense()
-            return Bucket(names, worker.layout, algorithm, worker, algorithm.init(worker))
-        state = initial_state(self.algorithm, worker, self._residual_dtype)
-        return Bucket(names, worker.layout, self.algorithm, worker, state)
+            return Bucket(names, Dense(), worker, Dense().init(worker))
+        state = initial_state(self.algorithm, worker, rank.options.residual_dtype)
+        return Bucket(names, self.algorithm, worker, state)
 
     def regroup(self, rank: Rank) -> None:
         """Go on among other ranks: every worker keeps its residual; its last selection starts anew."""
         self.rank = rank
-        self.all = [self._among_others(bucket) for bucket in self.all]
-
-    def _among_others(self, old: Bucket) -> Bucket:
-        new = self.make(old.names)
-        for field, rule in old.state.rules().items():
-            if rule != "reset":
-                setattr(new.state, field, getattr(old.settled_state, field))
-        return new
+        old, self.all = self.all, [self.make(bucket.names) for bucket in self.all]
+        for before, after in zip(old, self.all, strict=True):
+            for field, rule in before.state.rules().items():
+                if rule != "reset":
+                    setattr(after.state, field, getattr(before.settled_state, field))
 
     def shared(self) -> list[dict[str, Tensor]]:
         """What all ranks know alike, bucket by bucket (not copied)."""
-        states = [bucket.settled_state for bucket in self.all]
         return [
-            {field: getattr(state, field) for field, rule in state.rules().items() if rule == "shared"}
-            for state in states
+            {field: t for field, t in state.state_dict().items() if state.rules()[field] == "shared"}
+            for state in (bucket.settled_state for bucket in self.all)
         ]
 
     def begin_from(self, shared: list[dict[str, Tensor]]) -> None:

@@ -1,32 +1,20 @@
 """Gradients of several parameters as one flat vector."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
 from regtopk import kernels
-from regtopk.core.state import accumulation_dtype
-from regtopk.core.worker import Layout
-from regtopk.distributed.state.parameters import Parameters
 
 # What is done with a vector of some parameters, by name; it is zero outside of its support, if it has one.
-# The last one says whether what is written to is known to be zero.
-Write = Callable[[Sequence[str], Tensor, kernels.Support | None, bool], None]
-
-
-def layout_of(names: Iterable[str], parameters: Parameters) -> Layout:
-    """The layout of some parameters, one after another."""
-    kinds, shapes = parameters.kinds, parameters.shapes
-    return Layout.of_shapes((name, shapes[name], kinds.get(name, "other")) for name in names)
+Write = Callable[[Sequence[str], Tensor, kernels.Support | None], None]
 
 
 def flat_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    """What a flat gradient of these parameters is kept in."""
-    dtype = torch.float32
-    for p in parameters:
-        dtype = torch.promote_types(dtype, accumulation_dtype(p.dtype))
-    return dtype
+    """What a flat gradient of these parameters is kept in: at least float32."""
+    return reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
 
 
 def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -47,20 +35,16 @@ def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None
     return lambda names, *vector: write([targets[name] for name in names], *vector)
 
 
-def write_(
-    tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None, are_zero: bool = False
-) -> None:
+def write_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
     """Write a vector into tensors, one after another; it is zero outside of its support, if there is one."""
     if support is None:
         torch._foreach_copy_(tensors, kernels.parts_of(vector, tensors))
         return
     flat = as_flat(tensors, vector.dtype)
-    kernels.spread_(tensors if flat is None else [flat], vector, support, are_zero)
+    kernels.spread_(tensors if flat is None else [flat], vector, support)
 
 
-def subtract_(
-    tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None, are_zero: bool = False
-) -> None:
+def subtract_(tensors: list[Tensor], vector: Tensor, support: kernels.Support | None = None) -> None:
     """Subtract a vector from tensors, one after another; it is zero outside of its support."""
     flat = as_flat(tensors, vector.dtype)
     if support is None or flat is None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk.core.worker import layer_kinds
+from regtopk.core.worker import Layout, layer_kinds
 from regtopk.errors import ArgumentError, ClusterError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[nn.Parameter]  # as optimizers take them
@@ -16,9 +16,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[nn.Parameter]  #
 class Parameters:
     """The parameters that required a gradient when this was made, in the module's order.
 
-    Args:
-        source: a module, (name, parameter) pairs, or parameters, which are then named by their place.
-        ignored: names to leave out.
+    Those that are given without names are named by their place. `ignored` are names to leave out.
     """
 
     takes_dtensors = False
@@ -26,8 +24,8 @@ class Parameters:
     def __init__(self, source: nn.Module | NamedParameters, ignored: Iterable[str] = ()) -> None:
         self._module = source if isinstance(source, nn.Module) else None
         self._ignored = frozenset(ignored)
-        if isinstance(source, nn.Module):
-            _refuse_modules(source)
+        if self._module is not None and not self.takes_dtensors:
+            _refuse_modules(self._module)
         self.whole = _trainable(source, self._ignored, self.takes_dtensors)
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
         self.kinds = {} if self._module is None else layer_kinds(self._module)
@@ -41,6 +39,10 @@ class Parameters:
     def device(self) -> torch.device:
         """Where they all are."""
         return next(iter(self.named.values())).device
+
+    def layout_of(self, names: Iterable[str]) -> Layout:
+        """The layout of some of them, one after another."""
+        return Layout.of_shapes((name, self.shapes[name], self.kinds.get(name, "other")) for name in names)
 
     def describe(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, shape and dtype of each: what ranks compare."""
@@ -76,10 +78,8 @@ def named_pairs(source: nn.Module | NamedParameters) -> list[tuple[str, nn.Param
     for place, each in enumerate(given):
         pair = (str(place), each) if isinstance(each, torch.Tensor) else each
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
-            raise ArgumentError(
-                "parameters must be a module, parameters or (name, parameter) pairs, got "
-                f"{type(each).__name__}"
-            )
+            rule = "a module, parameters or (name, parameter) pairs"
+            raise ArgumentError(f"parameters must be {rule}, got {type(each).__name__}")
         pairs.append(pair)
     return pairs
 
@@ -112,20 +112,13 @@ def _trainable(
 
 def _refuse_modules(module: nn.Module) -> None:
     if isinstance(module, DistributedDataParallel):
-        raise ClusterError(
-            "module must not be wrapped in DistributedDataParallel: use regtopk.attach for that"
-        )
+        raise ClusterError("module must not be in DistributedDataParallel: use regtopk.attach for that")
     for name, part in module.named_modules():
-        where = f"module {name!r}" if name else "the model"
+        what = f"{f'module {name!r}' if name else 'the model'} is {type(part).__name__}"
         if is_fsdp(part):
-            raise ClusterError(
-                f"{where} is {type(part).__name__}: FSDP shards its gradients, which is not supported"
-            )
+            raise ClusterError(f"{what}: FSDP shards its gradients, which is not supported")
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            raise ClusterError(
-                f"{where} is {type(part).__name__} with sparse=True: sparse-layout gradients are "
-                "not supported"
-            )
+            raise ClusterError(f"{what} with sparse=True: sparse-layout gradients are not supported")
 
 
 def uncompiled(model: object) -> object:
@@ -149,10 +142,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Run a callback when this backward is over, and DDP or FSDP has finished with it.
-
-    DDP queues its own end after the last hook returns, and FSDP its own, in which some hooks run, before. A
-    callback that queues another comes later than all of them.
-    """
+    """Run a callback when this backward is over, and DDP or FSDP has finished with it."""
+    # both queue their own ends; a callback that queues another comes later than all of them
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(callback))

@@ -24,23 +24,31 @@ Of a sharded model this is what each part has, under ``shards["1 of 2"]``.
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, fields
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regtopk.core.options import check_number
 from regtopk.core.state import OnResize
-from regtopk.core.worker import Report
+from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.requests.record import Ledger, StepRecord
 from regtopk.distributed.state.buckets import Bucket, Buckets, Entries
-from regtopk.distributed.state.checks import FORMAT, check_facts, check_keys, check_workers
 from regtopk.errors import StateError
 
+FORMAT = 1
+KEYS = frozenset({"format", "algorithm", "num_steps", "weights", "parameters", "skip", "groups", "workers"})
 _OPTIONAL = frozenset({"updates", "shard", "lost"})
-Worker = dict[str, Any]  # one rank's part of a state dict
+_SELECTION = ("indices", "own", "aggregate")  # where and what an algorithm sent last
+_MOST_STEPS = 1 << 31  # what the ranks can compare in a step
+_log = logging.getLogger("regtopk")
 
 
 class Progress(NamedTuple):
@@ -55,14 +63,14 @@ class Progress(NamedTuple):
 def state_dict(buckets: Buckets, num_steps: int, ledger: Ledger, report: Report | None) -> dict[str, Any]:
     """One rank's state after the last finished step, tensors copied."""
     shapes, rank = buckets.parameters.shapes, buckets.rank
-    entries: Entries = {}
-    for bucket in buckets.all:
-        for name, parts in bucket.entries().items():
-            entries[name] = {f: part.to("cpu", copy=True).view(shapes[name]) for f, part in parts.items()}
     worker = {
-        "entries": entries,
+        "entries": {
+            name: {field: part.to("cpu", copy=True).view(shapes[name]) for field, part in parts.items()}
+            for bucket in buckets.all
+            for name, parts in bucket.entries().items()
+        },
         "groups": tuple(
-            {f: tensor.to("cpu", copy=True) for f, tensor in bucket.other_fields().items()}
+            {field: tensor.to("cpu", copy=True) for field, tensor in bucket.other_fields().items()}
             for bucket in buckets.all
         ),
         "total": ledger.total.as_dict(),
@@ -92,7 +100,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
             shards.setdefault(place, []).append(state)
         return {"shards": {place: merge_state_dicts(states) for place, states in shards.items()}}
     for part in parts:
-        check_keys(part, may_hold=_OPTIONAL)
+        _check_keys(part, may_hold=_OPTIONAL)
         for key in sorted({*part, *parts[0]} - {"workers"}):
             if not _same(part.get(key), parts[0].get(key)):
                 raise StateError(
@@ -102,7 +110,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[0], "workers": workers}
 
 
-def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
+def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
     """What an exchange goes on with from a saved state: in the saved buckets, or the whole model as one.
 
     Raises:
@@ -113,34 +121,36 @@ def loaded(buckets: Buckets, saved: object, *, keeps_buckets: bool) -> Progress:
             "the saved state must be of an exchange of gradients, got one of updates: load it into an "
             "UpdateExchange, which needs a process group"
         )
-    check_keys(saved, may_hold=frozenset({"lost"}))
+    _check_keys(saved, may_hold=frozenset({"lost"}))
+    with malformed():
+        _check_facts(buckets, saved)
+        rank, weights = buckets.rank.index, buckets.rank.weights.tolist()
+        saved_parts = [tuple(names) for names in saved["groups"]]
+        parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
+        new, is_same_cut = [buckets.make(part) for part in parts], parts == saved_parts
+        is_same_cluster = saved["weights"] == weights and not saved.get("lost")
+        needed = [rank] if is_same_cluster else kept_ranks(saved)
+        _check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
+        if is_same_cluster:
+            worker = saved["workers"][str(rank)]
+        else:
+            rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
+            worker = _resized(saved, weights, rank, rules)
+        for i, bucket in enumerate(new):
+            bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
+        report = Report(*map(float, worker["report"])) if worker["report"] else None
+        return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
+
+
+@contextmanager
+def malformed() -> Iterator[None]:
+    """Turn whatever a damaged state leads to into one error: there is no end to the ways it can be wrong."""
     try:
-        return _loaded(buckets, saved, keeps_buckets)
+        yield
     except StateError:
         raise
-    except Exception as error:  # there is no end to the ways in which a file can be wrong
+    except Exception as error:
         raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
-
-
-def _loaded(buckets: Buckets, saved: Any, keeps_buckets: bool) -> Progress:
-    check_facts(buckets, saved)
-    rank, weights = buckets.rank.index, buckets.rank.weights.tolist()
-    saved_parts = [tuple(names) for names in saved["groups"]]
-    parts = saved_parts if keeps_buckets else buckets.cut(tuple(buckets.parameters.named))
-    new = [buckets.make(part) for part in parts]
-    is_same_cut = parts == saved_parts
-    is_same_cluster = saved["weights"] == weights and not saved.get("lost")
-    needed = [rank] if is_same_cluster else kept_ranks(saved)
-    check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
-    if is_same_cluster:
-        worker = saved["workers"][str(rank)]
-    else:
-        rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
-        worker = _resized(saved, weights, rank, rules)
-    for i, bucket in enumerate(new):
-        bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
-    report = Report(*map(float, worker["report"])) if worker["report"] else None
-    return Progress(new, saved["num_steps"], _ledger(buckets.rank, saved), report)
 
 
 def kept_ranks(saved: dict[str, Any]) -> list[int]:
@@ -158,23 +168,18 @@ def _ledger(rank: Rank, saved: dict[str, Any]) -> Ledger:
     if len(saved["weights"]) != rank.num_workers or str(rank.index) not in saved["workers"]:
         return Ledger(first_step=num_steps)
     worker = saved["workers"][str(rank.index)]
-    known = [f.name for f in fields(StepRecord) if f.name in worker["total"]]
-    total = StepRecord(**{name: _number(worker["total"][name]) for name in known})
-    first_step = _number(worker.get("first_step", 0))
-    if first_step > num_steps:
-        raise StateError(f"first_step of the saved state must be at most {num_steps}, got {first_step}")
-    return Ledger(total, num_steps - first_step + total.num_skipped, first_step)
-
-
-def _number(saved: Any) -> Any:
-    if type(saved) not in (int, float) or not 0 <= saved < math.inf:
-        raise StateError(f"counters of the saved state must be finite numbers >= 0, got {saved!r}")
-    return saved
+    total = {f.name: worker["total"][f.name] for f in fields(StepRecord) if f.name in worker["total"]}
+    first_step = worker.get("first_step", 0)
+    for name, number in total.items():
+        check_number(name, number, "finite and >= 0", lambda x: 0 <= x < math.inf)
+    check_number("first_step", first_step, f"in [0, {num_steps}]", lambda x: 0 <= x <= num_steps)
+    record = StepRecord(**total)
+    return Ledger(record, num_steps - first_step + record.num_skipped, first_step)
 
 
 def _resized(
     saved: dict[str, Any], new_weights: list[float], rank: int, rules: dict[str, OnResize]
-) -> Worker:
+) -> dict[str, Any]:
     """What a rank starts from on other ranks or with other weights, so that sum_n w_n e_n stays what it was.
 
     weighted_sum   e'_m = sum of w_n e_n over the old ranks n given to m, over w'_m
@@ -186,29 +191,20 @@ def _resized(
     """
     old_weights, kept = saved["weights"], kept_ranks(saved)
     old = {n: saved["workers"][str(n)] for n in kept}
-    first_worker = old[kept[0]]
+    first = old[kept[0]]  # of what all ranks share
     active = [m for m, weight in enumerate(new_weights) if weight > 0]
     given = [n for i, n in enumerate(kept) if active[i * len(active) // len(kept)] == rank]
-
-    def weighted_sum(name: str, field: str, like: Tensor) -> Tensor:
-        total = torch.zeros_like(like, dtype=torch.float64)
-        for n in given:
-            total += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[rank]
-        return total
-
-    entries = {
-        name: {
-            field: first if rules[field] == "shared" else weighted_sum(name, field, first)
-            for field, first in parts.items()
-        }
-        for name, parts in first_worker["entries"].items()
-    }
+    entries: Entries = {name: dict(parts) for name, parts in first["entries"].items()}
+    for name, parts in entries.items():
+        for field in [field for field in parts if rules[field] != "shared"]:
+            parts[field] = torch.zeros_like(parts[field], dtype=torch.float64)
+            for n in given:
+                parts[field] += old_weights[n] * old[n]["entries"][name][field].double() / new_weights[rank]
     shared = tuple(
         {field: tensor for field, tensor in others.items() if rules[field] == "shared"}
-        for others in first_worker["groups"]
+        for others in first["groups"]
     )
-    report = first_worker["report"]  # which all ranks share
-    return {"entries": entries, "groups": shared, "report": report}
+    return {"entries": entries, "groups": shared, "report": first["report"]}
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -220,3 +216,94 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right))
     return bool(left == right)
+
+
+# What must be true before anything is used.
+
+
+def _check_keys(saved: object, may_hold: frozenset[str] = frozenset()) -> None:
+    """It holds what a state dict holds, in the format that is read here."""
+    if not isinstance(saved, dict) or set(saved) - may_hold - {"options"} != KEYS:
+        found = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        raise StateError(f"a saved exchange must hold {sorted(KEYS)}, got {found}")
+    if saved["format"] != FORMAT:
+        raise StateError(f"format of the saved state must be {FORMAT}, got {saved['format']!r}")
+
+
+def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
+    """It is of this model and this algorithm, and its numbers can be."""
+    shapes = buckets.parameters.shapes
+    found = [(name, tuple(shape)) for name, shape in saved["parameters"]]
+    for mine, theirs in zip_longest(shapes.items(), found):
+        if mine != theirs:
+            raise StateError(f"parameters of the saved state must be this model's: {mine}, got {theirs}")
+    for key, expected in (("algorithm", buckets.algorithm.name), ("skip", sorted(buckets.skipped))):
+        if saved[key] != expected:
+            raise StateError(f"{key} must be that of the saved state, {saved[key]!r}, got {expected!r}")
+    options = repr(buckets.algorithm.options())
+    if saved.get("options", options) != options and buckets.rank.index == 0:
+        _log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
+    rule = f"an integer in 0..{_MOST_STEPS - 1}"
+    check_number("num_steps", saved["num_steps"], rule, lambda n: type(n) is int and 0 <= n < _MOST_STEPS)
+    check_weights(saved["weights"], len(saved["weights"]))
+    names = sorted(name for part in saved["groups"] for name in part)
+    is_whole = names == sorted(name for part in buckets.cut(tuple(shapes)) for name in part)
+    if not is_whole or any(len(buckets.cut(tuple(part))) != 1 for part in saved["groups"]):
+        raise StateError(
+            f"groups of the saved state must hold each of the {len(shapes)} parameters once, got "
+            f"{len(saved['groups'])} groups of {len(names)} names"
+        )
+
+
+def _check_workers(
+    rank: Rank, saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
+) -> None:
+    """The ranks this one needs are there, and hold what the buckets ask for."""
+    missing = [n for n in needed if str(n) not in saved["workers"]]
+    if missing:
+        raise StateError(
+            f"the saved state of {len(saved['weights'])} ranks must hold rank(s) {missing} to be loaded on "
+            f"rank {rank.index} of {rank.num_workers} with these weights: gather it, or merge the rank "
+            "files (regtopk.merge_state_dicts)"
+        )
+    for n in needed:
+        worker = saved["workers"][str(n)]
+        for i, bucket in enumerate(buckets):
+            of_vector = {field: getattr(bucket.state, field) for field in bucket.entry_fields()}
+            for layer in bucket.layout.layers:
+                shapes = dict.fromkeys(of_vector, layer.shape)
+                where = f"parameter {layer.name!r} of rank {n}"
+                _check_fields(worker["entries"].get(layer.name, {}), of_vector, shapes, where)
+            if is_same_cut:
+                _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {n}")
+
+
+def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
+    """The fields that belong to a whole bucket; only those of the last selection may change in length."""
+    expected = bucket.other_fields()
+    shapes = {field: tuple(tensor.shape) for field, tensor in expected.items()}
+    has_selection = all(field in expected and field in saved for field in _SELECTION)
+    if has_selection:
+        shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))
+    _check_fields(saved, expected, shapes, where)
+    if has_selection:
+        indices, numel = saved["indices"], bucket.layout.numel
+        is_inside = indices.dim() == 1 and bool(((indices >= 0) & (indices < numel)).all())
+        if not is_inside or not bool((indices.diff() > 0).all()):
+            rule = f"ascending, distinct and in 0..{numel - 1}"
+            raise StateError(f"indices of {where} must be {rule}, got {indices.tolist()[:9]}")
+
+
+def _check_fields(
+    saved: dict[str, Tensor], like: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], where: str
+) -> None:
+    """They are there, of these shapes and kinds, and finite in the dtype they are loaded into."""
+    found = {field: tuple(tensor.shape) for field, tensor in saved.items()}
+    if found != shapes:
+        raise StateError(f"state of {where} must hold {shapes}, got {found}")
+    for field, tensor in saved.items():
+        dtype = like[field].dtype
+        if (tensor.is_floating_point(), tensor.is_complex()) != (dtype.is_floating_point, dtype.is_complex):
+            raise StateError(f"{field} of {where} must be of {dtype}, got {tensor.dtype}")
+        if not bool(torch.isfinite(tensor.to(dtype)).all()):  # a float64 may be too large for its place
+            raise StateError(f"{field} of {where} must be finite in {dtype}, got a NaN or inf")

@@ -13,17 +13,19 @@ small, is kept as it is, with the tensors' dtypes in their places::
     outer     {parameter: {key: DTensor}}               the outer optimizer's state
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from regtopk.distributed.state.buckets import Buckets
 from regtopk.distributed.state.saved import merge_state_dicts
-from regtopk.distributed.state.shards import local
+from regtopk.distributed.state.shards import like, local
 from regtopk.errors import StateError
 
 Load = Callable[[dict[str, Any]], None]  # fills in what a checkpoint holds under these keys
@@ -39,19 +41,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the state of an exchange belongs to sharded parameters.
+    """How the state of an exchange belongs to sharded parameters."""
 
-    Args:
-        wholes: the DTensors, by name.
-        pieces: of all vectors; what lies between them is padding.
-        inner: the parameter of each index of the optimizer's state; None: it is frozen.
-        outer: the same of the outer optimizer.
-    """
-
-    wholes: dict[str, Any]
-    pieces: list[Piece]
-    inner: tuple[str | None, ...] = ()
-    outer: tuple[str | None, ...] = ()
+    wholes: dict[str, Any]  # the DTensors, by name
+    pieces: list[Piece]  # of all vectors; what lies between them is padding
+    inner: tuple[str | None, ...] = ()  # the parameter of each index of the optimizer's state; None: frozen
+    outer: tuple[str | None, ...] = ()  # the same of the outer optimizer
 
 
 class _Slot(NamedTuple):
@@ -68,17 +63,21 @@ def under_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any
     return saved if shard is None else {"shards": {_place(shard): saved}}
 
 
-def from_shard(saved: dict[str, Any], shard: list[int] | None) -> dict[str, Any]:
+def from_shard(saved: Any, shard: list[int] | None) -> Any:
     """This part's of what `under_shard` gave, or of all parts of that."""
-    if isinstance(saved, dict) and "replicas" in saved:
-        raise StateError("what sharded_state_dict() gave must be loaded by load_sharded(folder)")
-    if not isinstance(saved, dict) or not isinstance(saved.get("shards"), dict):
+    if not isinstance(saved, dict):
         return saved
-    key = "of no sharded model" if shard is None else _place(shard)
-    if key not in saved["shards"]:
-        raise StateError(f"the saved state must hold part {key}, got parts {sorted(saved['shards'])}")
-    part: dict[str, Any] = saved["shards"][key]
-    return part
+    if "replicas" in saved:
+        raise StateError("what sharded_state_dict() gave must be loaded by load_sharded(folder)")
+    parts = saved.get("shards")
+    if isinstance(parts, dict):
+        key = "of no sharded model" if shard is None else _place(shard)
+        if key not in parts:
+            raise StateError(f"the saved state must hold part {key}, got parts {sorted(parts)}")
+        saved = parts[key]
+    if saved.get("shard") != shard:
+        raise StateError(f"shard of the saved state must be {shard}, got {saved.get('shard')}")
+    return {key: part for key, part in saved.items() if key != "shard"}
 
 
 def _place(shard: list[int]) -> str:
@@ -93,7 +92,7 @@ def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
     for slot in _slots(saved, replica, sharding):
         tensor, whole = slot.holder[slot.key], sharding.wholes[slot.parameter]
         if isinstance(tensor, Tensor) and tensor.shape == local(whole).shape:
-            _put(tree, slot.path, _on_cpu(tensor, whole))
+            _put(tree, slot.path, like(tensor, whole, "cpu"))
             slot.holder[slot.key] = tensor.dtype
     _put(tree, ("replicas", replica, "rest", str(saved["shard"][0])), (saved,))
     return tree
@@ -104,26 +103,34 @@ def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[i
 
     `load` reads the checkpoint, and is called equally often on every rank.
     """
-    first = _rests(load, {"0": 0})["0"]
+    first = _rests(load, ["0"], 0)["0"]
     weights, num_parts = first["weights"], first["shard"][1]
     mine, is_same_cluster = buckets.rank.index, weights == buckets.rank.weights.tolist()
     replicas = [str(mine)] if is_same_cluster else [str(n) for n in range(len(weights))]
     part = shard[0] if num_parts == shard[1] else 0
-    states = _rests(load, {replica: part for replica in replicas})
+    states = _rests(load, replicas, part)
     tree: dict[str, Any] = {}
     filled: list[_Slot] = []
     for replica, state in states.items():
-        _check_names(sharding, state["workers"][replica]["entries"])
+        found = state["workers"][replica]["entries"]
+        if found.keys() != sharding.wholes.keys():
+            only = sorted(found.keys() ^ sharding.wholes.keys())
+            raise StateError(
+                f"parameters of the saved state must be this model's, got a difference in {only}"
+            )
         for slot in _slots(state, replica, sharding):
             dtype, whole = slot.holder[slot.key], sharding.wholes[slot.parameter]
             if isinstance(dtype, torch.dtype):
-                _put(tree, slot.path, _on_cpu(torch.zeros(local(whole).shape, dtype=dtype), whole))
+                _put(tree, slot.path, like(torch.zeros(local(whole).shape, dtype=dtype), whole, "cpu"))
                 filled.append(slot)
-            elif num_parts != shard[1]:
-                _check_number(dtype, slot)
+            elif num_parts != shard[1] and isinstance(dtype, Tensor) and dtype.numel() > 1:
+                raise StateError(
+                    f"{slot.key} of parameter {slot.parameter!r} must have the parameter's shape, or be one "
+                    f"number, to be loaded on another number of shards, got shape {tuple(dtype.shape)}"
+                )
     load(tree)
     for slot in filled:
-        slot.holder[slot.key] = local(_get(tree, slot.path))
+        slot.holder[slot.key] = local(reduce(getitem, slot.path, tree))
     for replica, state in states.items():
         _fit(state, state["workers"][replica], buckets, shard)
         _by_vector(state["workers"][replica], sharding, buckets)
@@ -152,31 +159,15 @@ def _of_optimizer(
 ) -> Iterator[_Slot]:
     for index, state in saved.get("state", {}).items():
         name = names[index]
-        for key in state if name is not None else ():
-            assert name is not None
-            yield _Slot(state, key, (*path, name, key), name)
+        if name is not None:
+            yield from (_Slot(state, key, (*path, name, key), name) for key in state)
 
 
-def _rests(load: Load, parts: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """What some replicas have kept whole, by replica."""
-    tree: dict[str, Any] = {"replicas": {n: {"rest": {str(part): ()}} for n, part in parts.items()}}
+def _rests(load: Load, replicas: list[str], part: int) -> dict[str, dict[str, Any]]:
+    """What some replicas have kept whole of a part, by replica."""
+    tree: dict[str, Any] = {"replicas": {n: {"rest": {str(part): ()}} for n in replicas}}
     load(tree)
-    rests = {n: tree["replicas"][n]["rest"][str(part)] for n, part in parts.items()}
-    return {n: rest for n, (rest,) in rests.items()}
-
-
-def _check_number(saved: object, slot: _Slot) -> None:
-    if isinstance(saved, Tensor) and saved.numel() > 1:
-        raise StateError(
-            f"{slot.key} of parameter {slot.parameter!r} must have the parameter's shape, or be one number, "
-            f"to be loaded on another number of shards, got shape {tuple(saved.shape)}"
-        )
-
-
-def _check_names(sharding: Sharding, found: dict[str, Any]) -> None:
-    if found.keys() != sharding.wholes.keys():
-        only = sorted(found.keys() ^ sharding.wholes.keys())
-        raise StateError(f"parameters of the saved state must be this model's, got a difference in {only}")
+    return {n: tree["replicas"][n]["rest"][str(part)][0] for n in replicas}
 
 
 def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard: list[int]) -> None:
@@ -190,26 +181,20 @@ def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard:
     worker["groups"] = tuple(buckets.make(bucket.names).other_fields() for bucket in buckets.all)
 
 
-# Vectors and the parameters in them.
-
-
 def _by_parameter(worker: dict[str, Any], sharding: Sharding) -> None:
     """Cut the vectors' entries by parameter; the padding is kept for a mesh of as many shards."""
-    vectors = worker["entries"]
-    fields_of = {name: list(fields) for name, fields in vectors.items()}
+    vectors = {name: {f: t.flatten() for f, t in of.items()} for name, of in worker["entries"].items()}
+    padding = {name: {f: flat.clone() for f, flat in of.items()} for name, of in vectors.items()}
     entries: dict[str, Any] = {name: {} for name in sharding.wholes}
-    padding = {
-        name: {f: tensor.flatten().clone() for f, tensor in of.items()} for name, of in vectors.items()
-    }
     for piece in sharding.pieces:
         part = local(sharding.wholes[piece.parameter])
-        for field in fields_of.get(piece.vector, []):
-            flat = vectors[piece.vector][field].flatten()
-            entries[piece.parameter][field] = flat[piece.start : piece.start + part.numel()].view(part.shape)
-            padding[piece.vector][field][piece.start : piece.start + part.numel()] = 0
+        place = slice(piece.start, piece.start + part.numel())
+        for field, flat in vectors.get(piece.vector, {}).items():
+            entries[piece.parameter][field] = flat[place].view(part.shape)
+            padding[piece.vector][field][place] = 0
     worker["entries"] = entries
     worker["padding"] = {
-        name: {field: tensor.to_sparse() for field, tensor in of.items() if tensor.any()}
+        name: {field: flat.to_sparse() for field, flat in of.items() if flat.any()}
         for name, of in padding.items()
     }
 
@@ -220,37 +205,17 @@ def _by_vector(worker: dict[str, Any], sharding: Sharding, buckets: Buckets) -> 
     vectors: dict[str, Any] = {}
     for piece in sharding.pieces:
         shape = shapes[piece.vector]
-        if torch.Size(shape).numel() == 0:
-            continue
-        of_vector = vectors.setdefault(piece.vector, {})
-        for field, part in entries[piece.parameter].items():
-            if field not in of_vector:
-                of_vector[field] = torch.zeros(shape, dtype=part.dtype)
-                if field in padding.get(piece.vector, {}):
-                    of_vector[field].view(-1).copy_(padding[piece.vector][field].to_dense())
-            of_vector[field].view(-1)[piece.start : piece.start + part.numel()] = part.flatten()
+        for field, part in entries[piece.parameter].items() if math.prod(shape) else ():
+            fields = vectors.setdefault(piece.vector, {})
+            if field not in fields:
+                kept = padding.get(piece.vector, {}).get(field)
+                flat = torch.zeros(shape, dtype=part.dtype) if kept is None else kept.to_dense()
+                fields[field] = flat.view(shape)
+            fields[field].view(-1)[piece.start : piece.start + part.numel()] = part.flatten()
     worker["entries"] = vectors
-
-
-# Trees.
-
-
-def _on_cpu(part: Tensor, whole: Any) -> Tensor:
-    """A part as this rank's of a DTensor that is cut like another, in the CPU's memory."""
-    mesh = DeviceMesh("cpu", whole.device_mesh.mesh, _init_backend=False)  # no process group: nothing is sent
-    dtensor: Tensor = type(whole).from_local(
-        part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    return dtensor
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf
-
-
-def _get(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from regtopk.core.worker import layer_kinds
 from regtopk.distributed.state.parameters import (
     NamedParameters,
     Parameters,
@@ -24,10 +23,7 @@ from regtopk.errors import ArgumentError, ClusterError
 
 
 class Shards:
-    """The ranks that hold the other parts of this rank's replica: the shard axis.
-
-    `replicas` is the process group of the other axis.
-    """
+    """The ranks that hold the other parts of this rank's replica: the shard axis."""
 
     def __init__(self, named: Mapping[str, Any], replicas: dist.ProcessGroup) -> None:
         group = _mesh_of(named).get_group()
@@ -55,22 +51,15 @@ class DenseMean:
 
 
 class ShardedParameters(Parameters):
-    """This rank's parts of the sharded parameters that require a gradient.
-
-    Args:
-        source: a module of fully_shard's, (name, parameter) pairs, or parameters.
-    """
+    """This rank's parts of the sharded parameters that require a gradient."""
 
     takes_dtensors = True
 
     def __init__(self, source: nn.Module | NamedParameters) -> None:
-        self._sharded = source if isinstance(source, nn.Module) else None
+        self._module = source if isinstance(source, nn.Module) else None
         self.reshard()
-        pairs = named_pairs(source)
-        check_placements(pairs)
-        super().__init__([(name, p) for name, p in pairs if p.requires_grad])
-        self._module = self._sharded
-        self.kinds = {} if self._sharded is None else layer_kinds(self._sharded)
+        check_placements(named_pairs(source))
+        super().__init__(source)
 
     def check(self) -> None:
         """Refuse parameters that were added, replaced or reshaped since."""
@@ -95,7 +84,7 @@ class ShardedParameters(Parameters):
 
     def _units(self) -> list[tuple[str, Any]]:
         """The FSDP units of the module, by name."""
-        return [] if self._sharded is None else units_by_name(self._sharded)
+        return [] if self._module is None else units_by_name(self._module)
 
 
 def is_sharded(pairs: Iterable[tuple[str, Tensor]]) -> bool:
@@ -112,10 +101,13 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def like(part: Tensor, whole: Any) -> Tensor:
-    """A part as this rank's of a DTensor like another."""
+def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:
+    """A part as this rank's of a DTensor that is cut like another, on the same or another kind of device."""
+    mesh = whole.device_mesh
+    if device is not None:
+        mesh = DeviceMesh(device, mesh.mesh, _init_backend=False)  # no process group: nothing is sent
     dtensor: Tensor = type(whole).from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return dtensor
 
@@ -193,9 +185,7 @@ def _mesh_of(named: Mapping[str, Any]) -> DeviceMesh:
     mesh: DeviceMesh = named[first].device_mesh
     for name in others:
         if named[name].device_mesh != mesh:
-            ranks, others_ranks = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
-            raise ClusterError(
-                f"parameters must be on one mesh, got {first!r} on ranks {ranks} and {name!r} on ranks "
-                f"{others_ranks}"
-            )
+            here, there = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
+            told = f"{first!r} on ranks {here} and {name!r} on ranks {there}"
+            raise ClusterError(f"parameters must be on one mesh, got {told}")
     return mesh

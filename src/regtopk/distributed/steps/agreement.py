@@ -5,6 +5,7 @@ Where collectives run on the device, it may go on without them (`go_on`). The de
 step counts, and undoes what it must. The host reads the answers after the step (`hear_late`).
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 from zlib import crc32
 
@@ -21,17 +22,11 @@ AGREEMENT_BYTES = 7 * 8  # what a rank tells every other one: seven int64
 
 
 class Question(NamedTuple):
-    """What a rank is about to exchange, which must be the same on all ranks.
+    """What a rank is about to exchange, which must be the same on all ranks."""
 
-    Attributes:
-        num_steps: how many steps it has done.
-        names: the parameters, in order.
-        num_selected: how many entries of each bucket it is about to send; -1 where that is not known before.
-    """
-
-    num_steps: int
-    names: list[str]
-    num_selected: list[int]
+    num_steps: int  # done so far
+    names: list[str]  # the parameters, in order
+    num_selected: list[int]  # entries to send of each bucket; -1 where that is not known before
 
     @property
     def what(self) -> tuple[int, ...]:
@@ -57,21 +52,12 @@ class OnItsWay:
 class Agreement:
     """What all ranks say of one step. To make it is to ask them.
 
-    What the caller launches until it hears the answers does not hold them up.
-
     Args:
         collectives: the ranks to agree with.
         shards: those that hold the rest of the model, if it is sharded: no part may make a step alone.
         question: what this rank is about to exchange.
         is_finite: (), whether it holds no NaN or inf.
         waited_s: how long this rank has been in collectives so far.
-
-    Attributes:
-        is_finite: whether no rank had a NaN or inf, as far as the host knows.
-        is_bad: (), on the device: whether one had, if the host goes on without the answers.
-        is_spoilt: the same, or whether a message was damaged.
-        waits: how long every rank has been in collectives, in seconds, if the host knows.
-        is_on_device: whether the host can go on without the answers.
     """
 
     def __init__(
@@ -83,10 +69,10 @@ class Agreement:
         waited_s: float = 0.0,
     ) -> None:
         self.question = question
-        self.is_finite = True
-        self.is_bad: Tensor | None = None
-        self.is_spoilt: Tensor | None = None
-        self.waits: dict[int, float] = {}
+        self.is_finite = True  # whether no rank had a NaN or inf, as far as the host knows
+        self.is_bad: Tensor | None = None  # (), on the device: whether one had, if the host goes on
+        self.is_spoilt: Tensor | None = None  # the same, or whether a message was damaged
+        self.waits: dict[int, float] = {}  # how long every rank has been in collectives, in seconds
         self._ranks, self._shards = collectives.ranks, shards
         self._device = is_finite.device
         self._late: list[OnItsWay] = []  # is_bad, and the status of messages if there were any
@@ -99,20 +85,14 @@ class Agreement:
         self.is_on_device = collectives.is_on_device(self._answers.device)
 
     def hear(self) -> None:
-        """Wait for the answers.
-
-        Raises:
-            ClusterError: the ranks are at different steps (resumed from different checkpoints, say), or about
-                to send different numbers of entries (by a density of their own).
-        """
+        """Wait for the answers. Ranks at different steps, or about to send other numbers, are refused."""
         self.is_finite = not any(self._read())
         if self._shards is not None:
             there = self._shards.device_for_flags(self._device)
             mine = torch.tensor([int(not self.is_finite), self.question.num_steps], device=there)
             are_bad, steps = self._shards.all_gather(mine).T.tolist()
-            if len(set(steps)) > 1:
-                told = by_rank(map("step {}".format, steps), self._shards.ranks)
-                raise ClusterError(f"all parts of a model must be at the same step, got {told}")
+            rule = "all parts of a model must be at the same step"
+            _check_same(rule, steps, map("step {}".format, steps), self._shards.ranks)
             self.is_finite = not any(are_bad)
 
     def go_on(self) -> None:
@@ -135,11 +115,7 @@ class Agreement:
             self._late.append(OnItsWay(status))
 
     def hear_late(self) -> None:
-        """Hear what the step went on without.
-
-        Raises:
-            ClusterError, WireFormatError: it should not have: ranks differ, or a message is damaged.
-        """
+        """Hear what the step went on without, and should not have if ranks differ or a message is damaged."""
         self._read()
         is_bad, *statuses = self._late
         for status in statuses:
@@ -147,25 +123,25 @@ class Agreement:
         self.is_finite = not bool(is_bad.read())
 
     def _read(self) -> tuple[int, ...]:
-        """Which ranks have a NaN or inf. Ranks that differ are refused.
-
-        They cannot be asked for more then: some may have gone on.
-        """
-        rows = self._for_the_host.read().tolist()
+        """Which ranks have a NaN or inf. Ranks that differ are refused by what is known: some may be gone."""
+        rows, ranks = self._for_the_host.read().tolist(), self._ranks
         are_bad, waited_us, steps, num_names, num_entries, names, selected = zip(*rows, strict=True)
         rule = "all ranks must exchange the same parameters at the same step"
-        if len(set(steps)) > 1:
-            raise ClusterError(f"{rule}, got {by_rank(map('step {}'.format, steps), self._ranks)}")
-        if len(set(names)) > 1:
-            told = by_rank(map("{} parameters".format, num_names), self._ranks)
-            first = self.question.names[:1]
-            raise ClusterError(f"{rule}, got {told}, which differ; this rank's begin with {first}")
-        if len(set(selected)) > 1:
-            told = by_rank(map(str, num_entries), self._ranks)
-            rule = "all ranks must select equally many entries of every bucket"
-            raise ClusterError(f"{rule}, got {told} in all; this rank {self.question.num_selected}")
-        self.waits = {n: waited / 1e6 for n, waited in zip(self._ranks, waited_us, strict=True)}
+        _check_same(rule, steps, map("step {}".format, steps), ranks)
+        first = f", which differ; this rank's begin with {self.question.names[:1]}"
+        _check_same(rule, names, map("{} parameters".format, num_names), ranks, first)
+        rule = "all ranks must select equally many entries of every bucket"
+        own = f" in all; this rank {self.question.num_selected}"
+        _check_same(rule, selected, map(str, num_entries), ranks, own)
+        self.waits = {n: waited / 1e6 for n, waited in zip(ranks, waited_us, strict=True)}
         return are_bad
+
+
+def _check_same(
+    rule: str, values: Iterable[int], told: Iterable[str], ranks: list[int], more: str = ""
+) -> None:
+    if len(set(values)) > 1:
+        raise ClusterError(f"{rule}, got {by_rank(told, ranks)}{more}")
 
 
 def share_report(collectives: Collectives, report: Report | None, device: torch.device) -> Report | None:

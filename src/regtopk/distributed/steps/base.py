@@ -9,9 +9,8 @@ import torch
 from regtopk.core.options import check_positive
 from regtopk.core.worker import Report
 from regtopk.distributed.requests.record import StepRecord, summarise
-from regtopk.distributed.state import saved_shards as sharded_checkpoint
 from regtopk.distributed.state.saved import merge_state_dicts
-from regtopk.distributed.state.saved_shards import Sharding
+from regtopk.distributed.state.saved_shards import Sharding, from_shard, put_together, take_apart, under_shard
 from regtopk.distributed.steps.handshake import roll_call
 from regtopk.distributed.steps.step import Steps
 from regtopk.errors import ClusterError, StateError
@@ -100,8 +99,9 @@ class ExchangeBase(Counted):
         """What this rank sent, against dense, and where the time went, as a few lines of text."""
         steps, norm = self._steps, self.total.residual_norm
         text = summarise(steps.ledger, self.num_workers, steps.algorithm.name, norm)
-        dense = "\n  detached  the residual was dropped; the dense steps since are not counted here"
-        return text + (dense if self._is_detached else "")
+        if self._is_detached:
+            text += "\n  detached  the residual was dropped; the dense steps since are not counted here"
+        return text
 
     def report(self, *, loss: float, time_s: float) -> None:
         """Tell adaptive algorithms the loss and the time of a step. All ranks use what rank 0 reports."""
@@ -113,7 +113,7 @@ class ExchangeBase(Counted):
         `torch.load(path, weights_only=True)` reads it. Tensors are under ``workers[rank]``, so that
         checkpoints that merge equal keys keep every rank's. Of a sharded model all is under ``shards[part]``.
         """
-        return sharded_checkpoint.under_shard(self._saved(), self._steps.shard)
+        return under_shard(self._saved(), self._steps.shard)
 
     def _saved(self) -> dict[str, Any]:
         """This rank's state, of its part of the model."""
@@ -125,9 +125,7 @@ class ExchangeBase(Counted):
         The result loads on any number of ranks. Of a sharded model every part has a state of its own, on rank
         `dst` of the replicas that hold it: `sharded_state_dict` is meant for those.
 
-        Args:
-            dst: the rank that gets it.
-            timeout_s: how long to wait for the last rank, which may be evaluating.
+        It waits `timeout_s` for the last rank, which may be evaluating.
 
         Raises:
             ClusterError: a rank has not called it by then. Nothing was changed: all ranks may call it again.
@@ -150,7 +148,7 @@ class ExchangeBase(Counted):
 
     def _loaded(self, state_dict: dict[str, Any]) -> Any:
         """What a saved state holds, checked as a whole; nothing changes yet."""
-        return self._loaded_part(sharded_checkpoint.from_shard(state_dict, self._steps.shard))
+        return self._loaded_part(from_shard(state_dict, self._steps.shard))
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
         return self._steps.loaded(saved)
@@ -169,7 +167,7 @@ class ExchangeBase(Counted):
 
         Residuals are DTensors, cut as their parameters are, under keys that name the replica.
         """
-        return sharded_checkpoint.take_apart(self._saved(), self._known_sharding())
+        return take_apart(self._saved(), self._known_sharding())
 
     def load_sharded(
         self, checkpoint_id: str | PathLike[str], *, key: str = "exchange", storage_reader: Any = None
@@ -177,9 +175,8 @@ class ExchangeBase(Counted):
         """Go on from what `sharded_state_dict` gave and torch.distributed.checkpoint saved. On every rank.
 
         On the same mesh training continues bit for bit. On another number of replicas, or with other weights,
-        sum_n w_n e_n is conserved as by `load_state_dict`; this takes room on the CPU for the parts of all
-        saved replicas. On another number of shards everything that has an entry for each of a parameter's is
-        cut anew, and what belonged to a part as a whole (the last selection, counts) starts anew.
+        sum_n w_n e_n is conserved; this takes room on the CPU for the parts of all saved replicas. On another
+        number of shards what has an entry for each of a parameter's is cut anew, and the rest starts anew.
 
         Args:
             checkpoint_id: the folder that was saved to.
@@ -199,7 +196,7 @@ class ExchangeBase(Counted):
             load({key: tree}, checkpoint_id=checkpoint_id, storage_reader=storage_reader)
 
         try:
-            saved = sharded_checkpoint.put_together(fill, sharding, steps.buckets, steps.shard)
+            saved = put_together(fill, sharding, steps.buckets, steps.shard)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             first_line = f"{cause}".partition("\n")[0]

@@ -5,7 +5,6 @@ least float32, as in the simulator. `deterministic=False` lets the backend add u
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.precision import exchange
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Request, SparseSum
 from regtopk.core.state import State
 from regtopk.core.worker import Report, Worker
 from regtopk.distributed.requests.broadcast import broadcast
@@ -39,11 +38,10 @@ class Turn(NamedTuple):
     number: int  # how many steps were made before
     report: Report | None
     is_dense: bool  # whether everything is sent
-    is_bad: Tensor | None  # (), on the device: whether the states must stay as they are; None: they change
+    is_bad: Tensor | None = None  # (), on the device: whether the states must stay as they are
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """What one conversation is about: a bucket, or several that are alike."""
 
     places: list[int]  # which of the buckets of a step they are
@@ -80,8 +78,6 @@ class Driver:
                 for places in groups
             ]
             kept = [_kept(part.state, rank, turn) for part in parts]
-            for part in parts:
-                part.sums.total = None
             if turn.is_bad is not None:  # what algorithms make of a NaN is not known
                 kernels.overwrite_if_(turn.is_bad, [part.flat for part in parts], 0.0)
             conversations = [exchange(p.algorithm, p.flat, p.state, p.worker) for p in parts]
@@ -91,26 +87,24 @@ class Driver:
         aggregates: dict[int, Aggregate] = {}
         for part, support, total in zip(parts, supports, totals, strict=True):
             if part.rows is not None:
-                part.rows.show([buckets[place] for place in part.places])
+                part.rows.show(part.state)
             part.sums.recycle(total, part.flat, *part.state.state_dict().values())
             rows = [total] if part.rows is None else total.squeeze(1).unbind()
             aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
         return [aggregates[place] for place in range(len(buckets))]
 
-    def _part(
-        self, places: list[int], buckets: Sequence[Bucket], flats: Sequence[Tensor], turn: Turn
-    ) -> Part:
-        bucket = buckets[0]
+    def _part(self, places: list[int], buckets: list[Bucket], flats: list[Tensor], turn: Turn) -> Part:
+        bucket, flat, rows = buckets[0], flats[0], None
+        algorithm, state, worker, sums = bucket.algorithm, bucket.state, bucket.worker, bucket.sums
         if len(places) > 1:
             rows = self.alike.rows_of(buckets)
-            flat, worker = _as_rows(flats).unsqueeze(1), rows.worker.at(turn.number, turn.report)
-            return Part(places, bucket.algorithm, flat, rows.state_of(buckets), worker, rows.sums, rows)
-        algorithm, state = bucket.algorithm, bucket.state
-        worker = bucket.worker.at(turn.number, turn.report)
-        if turn.is_dense:
+            flat, state, worker, sums = _as_rows(flats).unsqueeze(1), rows.state(), rows.worker, rows.sums
+        elif turn.is_dense:
             algorithm = Dense()
             state = algorithm.init(worker)
-        return Part(places, algorithm, flats[0], state, worker, bucket.sums)
+        sums.total = None
+        worker = worker.at(turn.number, turn.report)
+        return Part(places, algorithm, flat, state, worker, sums, rows)
 
 
 def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[SumBuffer]) -> list[Tensor]:
@@ -120,23 +114,18 @@ def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[S
     before anything else is sent, or by `rank.raise_refusals()` when the caller has nothing left to launch.
     """
     aggregates: dict[int, Tensor] = {}
-    requests: dict[int, Request] = {}
-
-    def go_on(number: int, given: Any) -> None:
-        try:
-            requests[number] = conversations[number].send(given)
-        except StopIteration as done:
-            aggregates[number] = done.value
-            requests.pop(number, None)
-
-    for number in range(len(conversations)):
-        go_on(number, None)
-    while requests:
-        numbers = list(requests)
-        answers = answer(rank, list(requests.values()), [sums[number] for number in numbers])
-        for number, given in zip(numbers, answers, strict=True):
-            go_on(number, given)
-    return [aggregates[number] for number in range(len(conversations))]
+    answers: dict[int, Any] = dict.fromkeys(range(len(conversations)))
+    while True:
+        requests: dict[int, Request] = {}
+        for number, given in answers.items():
+            try:
+                requests[number] = conversations[number].send(given)
+            except StopIteration as done:
+                aggregates[number] = done.value
+        if not requests:
+            return [aggregates[number] for number in range(len(conversations))]
+        found = answer(rank, list(requests.values()), [sums[number] for number in requests])
+        answers = dict(zip(requests, found, strict=True))
 
 
 def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -> list[Any]:
@@ -148,13 +137,13 @@ def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -
 
 
 def _answer(rank: Rank, request: Request) -> Any:
-    if isinstance(request, DenseSum):
-        return dense_sum(rank, request)
-    if isinstance(request, Gather):
-        return gather(rank, request)
-    if isinstance(request, Broadcast):
-        return broadcast(rank, request)
-    assert isinstance(request, Peek)
+    match request:
+        case DenseSum():
+            return dense_sum(rank, request)
+        case Gather():
+            return gather(rank, request)
+        case Broadcast():
+            return broadcast(rank, request)
     raise OracleError(
         "algorithm peeks at the sum of all workers' vectors before anything is sent: only a simulator can "
         "answer that (regtopk.simulate.Cluster), a real cluster cannot"

@@ -3,6 +3,7 @@
 import logging
 import math
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.worker import Layout, Worker, check_weights
 from regtopk.distributed.options import Options
@@ -26,13 +26,9 @@ _num_calls: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()  #
 
 
 def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float) -> None:
-    """See that every rank has made a call, before a collective that would wait for a missing one.
+    """See that every rank has made a call: each leaves its name in the group's store.
 
-    Such a collective ends with the process group's timeout (half an hour unless it was set), and does not say
-    who is missing. So every rank first leaves its name in the group's store.
-
-    Raises:
-        ClusterError: some ranks have not called after `timeout_s`; they are named.
+    A collective would wait for a missing rank until the process group's timeout, and not say who is missing.
     """
     store = collectives.store
     if store is None:
@@ -45,15 +41,14 @@ def roll_call(collectives: Collectives, call: str, option: str, timeout_s: float
         try:
             store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError:  # a timeout; if the store itself is gone, so is its answer to this
-            missing = [
-                str(rank) for rank, key in zip(collectives.ranks, keys, strict=True) if not store.check([key])
-            ]
+            ranks = zip(collectives.ranks, keys, strict=True)
+            missing = [str(rank) for rank, key in ranks if not store.check([key])]
             if missing:
                 store.delete_key(keys[collectives.rank])  # all ranks may try again
     if missing:
-        ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(missing)} have"
+        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(missing)} have"
         raise ClusterError(
-            f"did every rank call {call}? {ranks} not after {timeout_s:g} s; if all do, and one is only "
+            f"did every rank call {call}? {who} not after {timeout_s:g} s; if all do, and one is only "
             f"slow, give them a longer {option}"
         )
     _num_calls[collectives.group] = number + 1
@@ -72,26 +67,14 @@ def end_group(collectives: Collectives) -> None:
 
 
 def meet(
-    collectives: Collectives,
-    shards: Shards | None,
-    algorithm: Algorithm[Any],
-    options: Options,
-    settings: dict[str, Any],
-    call: str,
-) -> tuple[Tensor, dict[str, Any]]:
-    """Compare the settings of all ranks; all their weights, (N,) float64, and what was compared.
-
-    Raises:
-        ClusterError: a rank is missing, or the ranks differ; every rank says in what and which.
-        ArgumentError: the weights are not weights.
-    """
-    mine = described(algorithm, settings)
+    collectives: Collectives, shards: Shards | None, mine: dict[str, Any], options: Options, call: str
+) -> Tensor:
+    """Compare the settings of all ranks; all their weights, (N,) float64."""
     if shards is not None:
         _meet_shards(shards, collectives, mine, options, call)
     roll_call(collectives, call, "handshake_timeout_s", options.handshake_timeout_s)
-    everyone = collectives.all_gather_objects((mine, options.weight))
-    _refuse_difference([theirs for theirs, _ in everyone], collectives.ranks)
-    return _shares([weight for _, weight in everyone], collectives.ranks), mine
+    compare(collectives, mine)
+    return _shares(collectives.all_gather_objects(options.weight), collectives.ranks)
 
 
 def _shares(weights: list[Any], ranks: list[int]) -> Tensor:
@@ -118,7 +101,7 @@ def _meet_shards(
     axis = "along the replicate axis (one may still wait for another shard)"
     roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
     mine = {**mine, "weight": options.weight, "parameters": shards.whole, "shard": None}  # their parts differ
-    difference = _difference(shards.collectives.all_gather_objects(mine), shards.collectives.ranks)
+    difference = _difference(shards.collectives, mine)
     for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
         if theirs is not None:
             raise ClusterError(
@@ -127,55 +110,31 @@ def _meet_shards(
 
 
 def compare(collectives: Collectives, mine: dict[str, Any]) -> None:
-    """Compare what all ranks must have the same.
-
-    Raises:
-        ClusterError: the ranks differ; every rank says in what and which.
-    """
-    _refuse_difference(collectives.all_gather_objects(mine), collectives.ranks)
-
-
-def _refuse_difference(everyone: list[dict[str, Any]], ranks: list[int]) -> None:
-    difference = _difference(everyone, ranks)
+    """Refuse ranks that differ in what all must have the same: every rank says in what and which."""
+    difference = _difference(collectives, mine)
     if difference is not None:
         raise ClusterError(f"all ranks must have the same {difference}")
 
 
-def described(algorithm: Algorithm[Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """All that ranks must have the same, by name."""
-    options = {f"{algorithm.name} {key}": value for key, value in algorithm.options().items()}
-    return {"regtopk version": __version__, "algorithm": algorithm.name, **options, **settings}
-
-
-def _difference(everyone: list[dict[str, Any]], ranks: list[int]) -> str | None:
+def _difference(collectives: Collectives, mine: dict[str, Any]) -> str | None:
     """The first setting that is not the same on all ranks, and what each has; None if there is none."""
+    everyone, ranks = collectives.all_gather_objects(mine), collectives.ranks
     for key in {key: None for theirs in everyone for key in theirs}:  # in order
         values: list[Any] = [theirs.get(key) for theirs in everyone]
-        if any(value != values[0] for value in values):
-            is_long = key == "parameters"
-            told = _first_difference(values, ranks) if is_long else by_rank(map(repr, values), ranks)
-            return f"{key}, got {told}"
+        other = next((place for place, value in enumerate(values) if value != values[0]), None)
+        if other is not None and key == "parameters":  # long: the first that differs is enough
+            pairs = zip_longest(values[0], values[other])
+            first, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            return f"{key}, got {first} on rank {ranks[0]}, {theirs} on rank {ranks[other]}"
+        if other is not None:
+            return f"{key}, got {by_rank(map(repr, values), ranks)}"
     return None
-
-
-def _first_difference(values: list[list[Any]], ranks: list[int]) -> str:
-    other = next(place for place, value in enumerate(values) if value != values[0])
-    here, there = f"on rank {ranks[0]}", f"on rank {ranks[other]}"
-    for mine, theirs in zip(values[0], values[other], strict=False):
-        if mine != theirs:
-            return f"{mine} {here}, {theirs} {there}"
-    return f"{len(values[0])} parameters {here}, {len(values[other])} {there}"
 
 
 def refuse_oracles(
     algorithm: Algorithm[Any], layout: Layout | None = None, device: torch.device | None = None
 ) -> None:
-    """Run the algorithm as a cluster of one would, on zeros, and see whether it peeks.
-
-    Raises:
-        OracleError: it does.
-        ArgumentError: its options do not fit the layout.
-    """
+    """Run the algorithm as a cluster of one would, on zeros: it must not peek, and its options must fit."""
     worker = Worker(
         weight=torch.tensor(1.0, device=device),
         index=torch.tensor(0, device=device),

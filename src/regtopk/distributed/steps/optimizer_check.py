@@ -17,29 +17,30 @@ _log = logging.getLogger("regtopk")
 
 def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
     """Say on rank 0 that the momenta of an algorithm and of an optimizer multiply."""
-    momentum = _momentum_of(optimizer) if _has_own_momentum(algorithm) else None
-    if momentum and (not dist.is_initialized() or dist.get_rank() == 0):
+    if optimizer is None or not _has_own_momentum(algorithm):
+        return
+    found = [
+        f"{name}={group[name]}"
+        for group in optimizer.param_groups
+        for name in ("momentum", "betas")
+        if group.get(name) and (name == "momentum" or group[name][0])
+    ]
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
         _log.warning(
             "%s keeps a momentum of its own, and the optimizer has one, too (%s with %s): steps become many "
             "times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK",
             algorithm.name,
             type(optimizer).__name__,
-            momentum,
+            found[0],
         )
 
 
 def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
-    """Warn of two momenta, now or, if no optimizer is given, in the first step of one that trains the model.
-
-    Raises:
-        ArgumentError: that is no optimizer.
-    """
-    if optimizer is not None:
-        if not hasattr(optimizer, "param_groups"):
-            raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        warn_of_two_momenta(algorithm, optimizer)
-        return
-    if not _has_own_momentum(algorithm):
+    """Warn of two momenta, now or, if no optimizer is given, when one first trains the model."""
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    warn_of_two_momenta(algorithm, optimizer)
+    if optimizer is not None or not _has_own_momentum(algorithm):
         return
     watched = weakref.WeakSet([model])  # emptied when the model is gone, or an optimizer was found
 
@@ -54,13 +55,3 @@ def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Opti
 
 def _has_own_momentum(algorithm: Algorithm[Any]) -> bool:
     return getattr(algorithm, "has_own_momentum", False) and getattr(algorithm, "momentum", 1.0) != 0
-
-
-def _momentum_of(optimizer: Optimizer | None) -> str | None:
-    """What an optimizer's momentum is set by; None: it has none."""
-    for group in [] if optimizer is None else optimizer.param_groups:
-        if group.get("momentum"):
-            return f"momentum={group['momentum']}"
-        if "betas" in group and group["betas"][0]:
-            return f"betas={group['betas']}"
-    return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regtopk import kernels
-from regtopk.algorithms.dense import Dense
+from regtopk._version import __version__
 from regtopk.core.algorithm import Algorithm, WithDensity, check_is_algorithm
 from regtopk.core.codes import check_index_code
 from regtopk.core.traffic import all_reduce_bytes
@@ -29,9 +29,9 @@ from regtopk.distributed.steps.agreement import Agreement, Question, share_repor
 from regtopk.distributed.steps.driver import Driver, Turn
 from regtopk.distributed.steps.handshake import end_group, meet, refuse_oracles
 from regtopk.distributed.transport.collectives import Collectives, new_group_like
-from regtopk.errors import ClusterError, StateError
+from regtopk.errors import ClusterError
 
-_MOST_KNOWN = 64  # of what all ranks have agreed on
+_MOST_KNOWN = 64  # of what all ranks have agreed on: a density may change with every step
 _log = logging.getLogger("regtopk")
 Vectors = tuple[list[Tensor], Tensor]  # of the buckets of a step; and (), whether all of them are finite
 Take = Callable[[], Vectors]
@@ -39,38 +39,29 @@ Take = Callable[[], Vectors]
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells one kind of exchange from another.
+    """What tells one kind of exchange from another."""
 
-    Args:
-        call: what users called to get here, for the error when some rank did not.
-        warning: what to log when a step is skipped for the first time; it gets the number of steps so far.
-        settings: what all ranks must have the same, beside the options.
-        parts: the names of parameters that are exchanged together; empty: all of them.
-        takes_turns: whether a step exchanges one part, not all of them.
-        has_thread: whether steps are made beside training: they need a process group of their own.
-    """
-
-    call: str
-    warning: str = (
+    call: str  # what users called to get here, for the error when some rank did not
+    warning: str = (  # logged when a step is skipped for the first time
         "after step %d a rank's gradients were not finite, so all ranks get NaN: look at "
         "last_step.num_skipped before optimizer.step()"
     )
-    settings: tuple[tuple[str, Any], ...] = ()
-    parts: tuple[tuple[str, ...], ...] = ()
-    takes_turns: bool = False
-    has_thread: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()  # what all ranks must have the same, beside the options
+    parts: tuple[tuple[str, ...], ...] = ()  # the names of parameters that are exchanged together; none: all
+    takes_turns: bool = False  # whether a step exchanges one part, not all of them
+    has_thread: bool = False  # whether steps are made beside training: they need a process group of their own
 
 
+@dataclass(eq=False)
 class Step:
     """A step that has begun: all ranks are here, and exchange the same. See `Steps.step`."""
 
-    def __init__(
-        self, buckets: list[Bucket], agreement: Agreement, exchange: Callable[[layout.Write], None]
-    ) -> None:
-        self.buckets = buckets
-        self.agreement = agreement
-        self.exchange = exchange  # turns the vectors into the aggregate, which it hands to `write`
-        self.is_taken_back = False
+    steps: "Steps"
+    buckets: list[Bucket]
+    flats: list[Tensor]  # the buckets' vectors
+    turn: Turn
+    agreement: Agreement
+    is_taken_back: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -82,6 +73,21 @@ class Step:
         """(), on the device: whether the step does not count, if the host does not know yet."""
         return self.agreement.is_spoilt
 
+    def exchange(self, write: layout.Write) -> None:
+        """Turn the vectors into the aggregate, or into NaN if some rank's are not finite, and write it."""
+        steps, agreement, scaler = self.steps, self.agreement, self.steps._options.grad_scaler
+        if agreement.is_finite:
+            turn = self.turn._replace(is_bad=agreement.is_bad)
+            aggregates = steps._driver.run(steps.rank, steps.buckets.all, self.buckets, self.flats, turn)
+            if scaler is not None:  # not in place: the algorithm may have kept it
+                aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
+        else:
+            aggregates = [(flat.fill_(math.nan), None) for flat in self.flats]
+        with steps.rank.timer.phase("decode_s"):
+            for bucket, aggregate in zip(self.buckets, aggregates, strict=True):
+                write(bucket.names, *aggregate)
+            agreement.check_messages(steps.rank)  # last: the host may wait here, and all is launched
+
     def take_back(self) -> None:
         """Give the buckets their state from before the step, which then does not count."""
         self.is_taken_back = True
@@ -92,10 +98,8 @@ class Step:
 class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
-    `step` makes one, as a `with` block. `run` is the usual one.
-
-    Args:
-        shards: the ranks that hold the rest of the model, if it is sharded: they must step alike.
+    `step` makes one, as a `with` block. `run` is the usual one. `shards` are the ranks that hold the rest of
+    the model, if it is sharded: they must step alike.
     """
 
     def __init__(
@@ -118,25 +122,15 @@ class Steps:
         self._others = None if shards is None or shards.place[1] == 1 else shards.collectives
         named, skip = parameters.named, options.skip
         skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
-        sparse = layout.layout_of(
-            (name for name, p in named.items() if name not in skipped and p.numel() > 0), parameters
-        )
+        sparse = parameters.layout_of(n for n, p in named.items() if n not in skipped and p.numel() > 0)
         check_index_code(options.index_code, sparse.numel)
         refuse_oracles(algorithm, sparse if sparse.numel else None, self.device)
-        compared = self._compared(skipped)
-        weights, self.settings = meet(collectives, shards, algorithm, options, compared, kind.call)
+        self.settings = self._compared(skipped)
+        weights = meet(collectives, shards, self.settings, options, kind.call)
         if kind.has_thread:
             collectives = Collectives(new_group_like(collectives.group, self.device))
-        self._rank_in = partial(
-            Rank,
-            index_code=options.index_code,
-            collective=options.collective,
-            deterministic=options.deterministic,
-        )
-        self.rank = self._rank_in(collectives, weights)
-        self.buckets = Buckets(
-            parameters, skipped, algorithm, self.rank, options.residual_dtype, kind.parts or None
-        )
+        self.rank = Rank(collectives, weights, options)
+        self.buckets = Buckets(parameters, skipped, algorithm, self.rank, kind.parts)
         self.pending_report: Report | None = None
         self.is_closed = False
         self.lock = threading.RLock()  # keeps savers, readers of counts and a thread's steps apart
@@ -146,14 +140,17 @@ class Steps:
         self._known: set[tuple[int, ...]] = set()  # what all ranks have agreed on
         self._unheard: Agreement | None = None  # of a step of which the host does not know if it counts
         self._obstacle: str | None = None  # why no step can be made
-        self._shared_report: Report | None = None
         self._writer = options.writer
 
     def _compared(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
         same = ("index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
+        name = self.algorithm.name
         return {
-            **{name: getattr(self._options, name) for name in same},
+            "regtopk version": __version__,
+            "algorithm": name,
+            **{f"{name} {option}": value for option, value in self.algorithm.options().items()},
+            **{option: getattr(self._options, option) for option in same},
             "skip": sorted(skipped),
             "grad_scaler": self._options.grad_scaler is not None,
             "parameters": self.parameters.describe(),
@@ -167,7 +164,7 @@ class Steps:
         if collectives.rank == self.rank.index and torch.equal(weights, self.rank.weights):
             self.rank.collectives = collectives
             return
-        self.rank = self._rank_in(collectives, weights)
+        self.rank = Rank(collectives, weights, self._options)
         self.buckets.regroup(self.rank)
         self._forget()
 
@@ -184,7 +181,6 @@ class Steps:
         vectors: Vectors | Take,
         buckets: list[Bucket] | None = None,
         *,
-        meanwhile: Callable[[], None] | None = None,
         num_dense: int = 1,
         may_go_on: bool = False,
         can_be_taken_back: bool = False,
@@ -201,7 +197,6 @@ class Steps:
         Args:
             vectors: of the buckets, which the algorithm may change; or what makes them, in the step's time.
             buckets: what is exchanged; all if None.
-            meanwhile: is called when the other ranks are asked, and have not answered yet.
             num_dense: how many all_reduces of a dense run the step stands for.
             may_go_on: whether the host may go on without the answers, where collectives run on the device.
                 Then `step.is_spoilt` says on the device whether the step counts. The host hears of it before
@@ -210,7 +205,7 @@ class Steps:
         """
         buckets = self.buckets.all if buckets is None else buckets
         with self.lock:
-            step = self._begin(vectors, buckets, meanwhile, may_go_on)
+            step = self._begin(vectors, buckets, may_go_on)
             for bucket in buckets if can_be_taken_back else ():
                 bucket.keep_state()
             try:
@@ -226,76 +221,39 @@ class Steps:
 
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
-        is_cuda = self.device.type == "cuda"
-        clear = partial(self._clear, grads) if is_cuda else None  # while a GPU has nothing to do
-        with self.step(partial(self._join, grads), meanwhile=clear) as step:
+        with self.step(partial(self._join, grads)) as step:
             step.exchange(layout.into(grads))
 
-    def _begin(
-        self,
-        vectors: Vectors | Take,
-        buckets: list[Bucket],
-        meanwhile: Callable[[], None] | None,
-        may_go_on: bool,
-    ) -> Step:
+    def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], may_go_on: bool) -> Step:
         """See that all ranks are here, exchange the same, and have finite vectors."""
         self.settle()
         self.check_usable()
         self.rank.begin(self.device)
-        timer, listens = self.rank.timer, self.algorithm.listens
-        if listens:
-            self._shared_report = share_report(self.rank.collectives, self.pending_report, self.device)
+        timer, report = self.rank.timer, None
+        if self.algorithm.listens:
+            report = share_report(self.rank.collectives, self.pending_report, self.device)
+        turn = Turn(self.num_turns, report, self.num_turns < self._options.dense_steps)
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
         names = [name for bucket in buckets for name in bucket.names]
-        question = Question(self._num_steps, names, [self._num_selected(bucket) for bucket in buckets])
-        try:
-            with timer.phase("collective_s"):
-                waited_s = self._ledger.waited_s
-                agreement = Agreement(self.rank.collectives, self._others, question, is_finite, waited_s)
-            if meanwhile is not None:
-                meanwhile()
-            # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
-            # A rank that now asks for something else hears of it, and raises.
-            is_safe = question.what in self._known and not self.rank.idle and not listens
-            with timer.phase("collective_s"):
-                if may_go_on and is_safe and agreement.is_on_device:
-                    agreement.go_on()
-                else:
-                    agreement.hear()
-                    if len(self._known) >= _MOST_KNOWN:  # a density that changes with every step
-                        self._known = set()
-                    self._known.add(question.what)
-        except BaseException:
-            for bucket in buckets:
-                bucket.put_back(self._loss_scale)
-            raise
-        return Step(buckets, agreement, partial(self._exchange, buckets, flats, agreement))
-
-    def _num_selected(self, bucket: Bucket) -> int:
-        """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
-        algorithm = bucket.algorithm
-        if self._is_dense or not isinstance(algorithm, WithDensity):
-            return -1
-        if algorithm.k is None and algorithm.density is None:  # a threshold decides
-            return -1
-        return algorithm.num_selected(bucket.worker.at(self.num_turns, self._shared_report))
+        question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
+        # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
+        # A rank that now asks for something else hears of it, and raises.
+        is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
+        with timer.phase("collective_s"):
+            waited_s = self._ledger.waited_s
+            agreement = Agreement(self.rank.collectives, self._others, question, is_finite, waited_s)
+            if may_go_on and is_safe and agreement.is_on_device:
+                agreement.go_on()
+            else:
+                agreement.hear()
+                self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
+        return Step(self, buckets, flats, turn, agreement)
 
     def _join(self, grads: dict[str, Tensor]) -> Vectors:
         joined = [bucket.join(grads) for bucket in self.buckets.all]
         are_finite = [self.unscale_(*each) for each in joined]
         return [flat for flat, _ in joined], torch.stack(are_finite).all()
-
-    def _clear(self, grads: dict[str, Tensor]) -> None:
-        """Clear the gradients that a sparse aggregate will be written to."""
-        for bucket in self.buckets.all:
-            if not self._is_dense and not isinstance(bucket.algorithm, Dense):
-                bucket.clear(grads)
-
-    @property
-    def _loss_scale(self) -> float:
-        scaler = self._options.grad_scaler
-        return 1.0 if scaler is None else scaler.get_scale()
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
         """Take the loss scale out of a gradient, which an exchange puts back; is it finite?
@@ -303,26 +261,9 @@ class Steps:
         `is_finite` says whether it is finite with the scale, if that is known.
         """
         if self._options.grad_scaler is not None:
-            flat.div_(self._loss_scale)
+            flat.div_(self._options.grad_scaler.get_scale())
             is_finite = None  # a scale below one may have made it overflow
         return kernels.is_finite(flat) if is_finite is None else is_finite
-
-    def _exchange(
-        self, buckets: list[Bucket], flats: list[Tensor], agreement: Agreement, write: layout.Write
-    ) -> None:
-        """Turn the buckets' vectors into the aggregate, or into NaN if some rank's are not finite."""
-        if agreement.is_finite:
-            turn = Turn(self.num_turns, self._shared_report, self._is_dense, agreement.is_bad)
-            aggregates = self._driver.run(self.rank, self.buckets.all, buckets, flats, turn)
-            if self._options.grad_scaler is not None:  # not in place: the algorithm may have kept it
-                aggregates = [(total * self._loss_scale, None) for total, _ in aggregates]
-        else:
-            aggregates = [(flat.fill_(math.nan), None) for flat in flats]
-        with self.rank.timer.phase("decode_s"):
-            for bucket, aggregate in zip(buckets, aggregates, strict=True):
-                write(bucket.names, *aggregate, bucket.cleared is not None)
-                bucket.cleared = None
-            agreement.check_messages(self.rank)  # last: the host may wait here, and all is launched
 
     @contextmanager
     def half_way(self) -> Iterator[None]:
@@ -401,11 +342,6 @@ class Steps:
         return self.num_steps // (len(self._kind.parts) if self._kind.takes_turns else 1)
 
     @property
-    def _is_dense(self) -> bool:
-        """Whether this is one of the first steps, which send everything."""
-        return self.num_turns < self._options.dense_steps
-
-    @property
     def ledger(self) -> Ledger:
         """What the steps sent and how long they took."""
         self.settle()
@@ -449,12 +385,6 @@ class Steps:
         with self.lock:
             if self.is_closed:
                 self.check_usable()
-            if isinstance(state, dict):
-                if state.get("shard") != self.shard:
-                    raise StateError(
-                        f"shard of the saved state must be {self.shard}, got {state.get('shard')}"
-                    )
-                state = {key: part for key, part in state.items() if key != "shard"}
             return saved.loaded(self.buckets, state, keeps_buckets=bool(self._kind.parts))
 
     def go_on_from(self, progress: saved.Progress) -> None:
@@ -463,3 +393,13 @@ class Steps:
             self.buckets.all, self._num_steps, self._ledger, self.pending_report = progress
             self._obstacle = None
             self._forget()
+
+
+def _num_selected(bucket: Bucket, turn: Turn) -> int:
+    """How many entries this rank will send of a bucket; -1 if only the algorithm can tell."""
+    algorithm = bucket.algorithm
+    if turn.is_dense or not isinstance(algorithm, WithDensity):
+        return -1
+    if algorithm.k is None and algorithm.density is None:  # a threshold decides
+        return -1
+    return algorithm.num_selected(bucket.worker.at(turn.number, turn.report))

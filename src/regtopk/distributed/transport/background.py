@@ -17,8 +17,7 @@ from regtopk import kernels
 class Background:
     """A thread that starts with the first call; what it is handed must not raise.
 
-    Args:
-        device: where the calls work; on CUDA they have a stream of their own.
+    On a CUDA device the calls have a stream of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +30,8 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="regtopk-exchange", daemon=True)
             self._thread.start()
-            atexit.register(self._close_at_exit)
+            # a thread that outlives Python, after an error in backward say, ends the process by SIGABRT
+            atexit.register(self.close, 10)
         self._calls.put(call)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -40,11 +40,7 @@ class Background:
             self._calls.put(None)
             self._thread.join(timeout_s)
             self._thread = None
-            atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        """A thread that outlives Python, after an error in backward say, ends the process by SIGABRT."""
-        self.close(timeout_s=10)
+            atexit.unregister(self.close)
 
     @torch.no_grad()
     def _run(self) -> None:

@@ -1,6 +1,7 @@
 """The few collectives the driver needs, over torch.distributed, with errors that say what to do."""
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from regtopk.core.traffic import LONGEST_BYTES_OF_TWO, LONGEST_DIRECT_BYTES
 from regtopk.errors import ArgumentError, ClusterError
 
 EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+LONGEST_OBJECT_BYTES = 1 << 24  # of one rank, in a group that torch.distributed does not know
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
 
 # torch 2.13 renamed it, and warns of the old name
@@ -43,23 +45,20 @@ class Collectives:
         """(m,) of equal length on all ranks -> (N, m); of one rank a view of the same memory."""
         if self.num_workers == 1:
             return tensor.unsqueeze(0)
-        with clear_errors("all_gather"):
-            if self._goes_directly(tensor):
-                return self._send_directly(tensor)
-            gathered = tensor.new_empty(self.num_workers, tensor.numel())
-            _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
+        gathered = tensor.new_empty(self.num_workers, tensor.numel())
+        if self._goes_directly(tensor):
+            copies = as_bytes(tensor).repeat(self.num_workers)
+            self._send("all_gather", as_bytes(gathered).view(-1), copies)
+        else:
+            with clear_errors("all_gather"):
+                _all_gather_single(gathered.view(-1), tensor.contiguous(), group=self.group)
         return gathered
-
-    def all_gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        """A few integers of every rank, in rank order; read by the host."""
-        everyone: list[list[int]] = self.all_gather(torch.tensor(numbers, device=device)).tolist()
-        return everyone
 
     def all_gather_sizes(
         self, sizes: Sequence[int], limits: Sequence[int], device: torch.device
     ) -> list[list[int]]:
         """Every rank's sizes; refused on all ranks if beyond the limits, before memory is taken for them."""
-        everyone = self.all_gather_numbers(*sizes, device=device)
+        everyone: list[list[int]] = self.all_gather(torch.tensor(sizes, device=device)).tolist()
         for rank, theirs in zip(self.ranks, everyone, strict=True):
             for size, limit in zip(theirs, limits, strict=True):
                 check_size(rank, size, limit)
@@ -86,25 +85,28 @@ class Collectives:
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """parts[r] goes to rank r; returns what all ranks had for this one, of these sizes, in rank order."""
+        if self.num_workers == 1:
+            return list(parts)
         received = parts[0].new_empty(sum(sizes))
-        with clear_errors("all_to_all"):
-            lengths = [part.numel() for part in parts]
-            dist.all_to_all_single(received, torch.cat(list(parts)), sizes, lengths, group=self.group)
+        lengths = [part.numel() for part in parts]
+        self._send("all_to_all", received, torch.cat(list(parts)), sizes, lengths)
         return list(received.split(sizes))
+
+    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
+        """all_to_all of pieces of equal sizes, or of these: those that come in, and those that go out."""
+        with clear_errors(call):
+            dist.all_to_all_single(received, sent, *sizes, group=self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in whatever order the backend adds."""
-        with clear_errors("all_reduce"):
-            dist.all_reduce(tensor, group=self.group)
+        if self.num_workers > 1:
+            with clear_errors("all_reduce"):
+                dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The largest of the ranks' values, entry by entry."""
-        with clear_errors("all_reduce"):
-            if self._goes_directly(tensor):
-                return self._send_directly(tensor).amax(0)
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return tensor
+        """The largest of the ranks' values, entry by entry, of a short vector."""
+        return self.all_gather(tensor).amax(0)
 
     def _goes_directly(self, tensor: Tensor) -> bool:
         """Whether a vector is sent to every rank directly: the same on all ranks, as their lengths are."""
@@ -127,67 +129,80 @@ class Collectives:
         except RuntimeError:
             return None
 
-    def _send_directly(self, tensor: Tensor) -> Tensor:
-        """`all_gather` in one trip over the network."""
-        gathered = tensor.new_empty(self.num_workers, tensor.numel())
-        copies = as_bytes(tensor).repeat(self.num_workers)
-        dist.all_to_all_single(as_bytes(gathered).view(-1), copies, group=self.group)
-        return gathered
-
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source` of this group."""
-        with clear_errors("broadcast"):
-            dist.broadcast(tensor, group_src=source, group=self.group)
+        if self.num_workers > 1:
+            with clear_errors("broadcast"):
+                dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
     def all_gather_objects(self, thing: Any) -> list[Any]:
         """Every rank's small Python object, in rank order."""
-        things: list[Any] = [None] * self.num_workers
-        with clear_errors("all_gather_object"):
-            dist.all_gather_object(things, thing, group=self.group)
+        things = [thing] * self.num_workers
+        if self.num_workers > 1:
+            with clear_errors("all_gather_object"):
+                dist.all_gather_object(things, thing, group=self.group)
         return things
 
     def gather_objects(self, thing: Any, destination: int) -> list[Any] | None:
         """Every rank's Python object, in rank order, on one rank; None on the others."""
-        things = [None] * self.num_workers if self.rank == destination else None
-        with clear_errors("gather_object"):
-            dist.gather_object(thing, things, group_dst=destination, group=self.group)
+        things = [thing] * self.num_workers if self.rank == destination else None
+        if self.num_workers > 1:
+            with clear_errors("gather_object"):
+                dist.gather_object(thing, things, group_dst=destination, group=self.group)
         return things
 
 
 class Alone(Collectives):
     """The collectives of one process without a process group."""
 
-    rank = 0
-    num_workers = 1
     store = None
 
     def __init__(self) -> None:
-        """There is no group."""
-        self.ranks = [0]
+        self.rank, self.num_workers, self.ranks = 0, 1, [0]
 
     def _backend_for(self, device: str) -> None:
         """There is none."""
 
-    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
-        """This process's."""
-        return list(parts)
+
+class BareCollectives(Collectives):
+    """Collectives over a group that torch.distributed does not know by name, by the group's own methods.
+
+    Failures stay what they are, for the caller.
+    """
+
+    store = None
+
+    def __init__(self, group: Any, rank: int, num_workers: int) -> None:
+        self.group, self.rank, self.num_workers = group, rank, num_workers
+        self.ranks = list(range(num_workers))
+
+    def _backend_for(self, device: str) -> None:
+        """It cannot be asked."""
+
+    def _goes_directly(self, tensor: Tensor) -> bool:
+        return True
+
+    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
+        sizes = sizes or ([], [])
+        self.group.alltoall_base(received, sent, *sizes, dist.AllToAllOptions()).wait()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """This process's."""
-        return tensor
+        """The sum over ranks, in rank order."""
+        return tensor.copy_(self.all_gather(tensor.flatten()).sum(0).view_as(tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """This process's."""
+        """The tensor of rank `source` of this group."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self.group.broadcast([tensor], options).wait()
         return tensor
 
     def all_gather_objects(self, thing: Any) -> list[Any]:
-        """This process's."""
-        return [thing]
-
-    def gather_objects(self, thing: Any, destination: int) -> list[Any] | None:
-        """This process's."""
-        return [thing]
+        """Every rank's small Python object, in rank order."""
+        message = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        everyone = self.all_gather_ragged([message], LONGEST_OBJECT_BYTES)
+        return [pickle.loads(theirs.numpy().tobytes()) for (theirs,) in everyone]
 
 
 def by_rank(texts: Iterable[str], ranks: Sequence[int]) -> str:
@@ -217,11 +232,7 @@ def clear_errors(collective: str) -> Iterator[None]:
 
 
 def group_or_default(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group that users hand over, as such, as a mesh, or as None, the default group.
-
-    Raises:
-        ClusterError: there is none, or this rank is not in it.
-    """
+    """The process group that users hand over, as such, as a mesh, or as None, the default group."""
     if not dist.is_initialized():
         raise ClusterError("torch.distributed must be initialised first: call init_process_group()")
     if isinstance(given, DeviceMesh):
@@ -261,11 +272,10 @@ def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
 
 
 def _even_out_groups(group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group equally many process groups.
+    """Give all ranks of a group equally many process groups, by groups of one rank.
 
-    A group that only its own ranks make is named by torch after them and the number of groups that a process
-    has. Where ranks differ in that number, they would wait for one another under different names. A group of
-    one rank, which nobody else takes part in, adds to the number.
+    torch names a group that only its own ranks make after the number of groups that a process has. Ranks that
+    differ in that number would wait for one another under different names.
     """
     num_groups = len(dist.distributed_c10d._world.pg_names)
     most = max(Collectives(group).all_gather_objects(num_groups))

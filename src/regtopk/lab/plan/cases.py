@@ -23,6 +23,7 @@ from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSu
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.transport.collectives import Collectives
@@ -60,7 +61,7 @@ class Echo(Collectives):
 def echo_rank(collectives: Collectives) -> Rank:
     """A rank of such a cluster."""
     N = collectives.num_workers
-    return Rank(collectives, torch.full((N,), 1 / N, dtype=torch.float64), collective="all_gather")
+    return Rank(collectives, torch.full((N,), 1 / N, dtype=torch.float64), Options(collective="all_gather"))
 
 
 def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
