@@ -160,12 +160,10 @@ def test_attached_twice() -> None:
         refused = refusal(lambda: regtopk.attach(model, TOPK))
         loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
-    expected = (
-        "ClusterError",
-        "attach must be called once for a model: this one has been attached already (after detach(), wrap "
-        "the network in a new DistributedDataParallel)",
+    assert refused[1].startswith(
+        "attach must be called once, for a model without another communication hook (after detach(), wrap "
+        "the network in a new DistributedDataParallel): "
     )
-    assert refused == expected
 
 
 @on_ranks(2)
@@ -175,9 +173,7 @@ def test_another_hook() -> None:
     refused = refusal(lambda: regtopk.attach(model, TOPK))
     loss_of(model, 0).backward()  # the other hook still works
     assert flat_gradients(model).count_nonzero() == 3363
-    kind, text = refused
-    assert kind == "ClusterError"
-    assert text.startswith("the model must not have another communication hook: ")
+    assert refused[0] == "ClusterError" and "another communication hook" in refused[1]
 
 
 @on_ranks(2)

@@ -269,7 +269,7 @@ def test_hooks_of_users_on_gradients() -> None:
     torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
     assert refusal(loss_of(other, 0).backward) == (
         "ClusterError",
-        "gradients of FSDP unit 'middle' must not be replaced or removed before backward is over",
+        "gradients of FSDP unit 'middle' must not be removed before backward is over",
     )
 
 

@@ -154,7 +154,7 @@ def test_compiled_models_train_as_others_do() -> None:
                 compiled = torch.compile(model, backend="eager")
             results.append((train(compiled, 4), algorithm_state(exchange)))
         if when == "before":
-            with pytest.raises(ClusterError, match=r"^attach must be called once for a model"):
+            with pytest.raises(ClusterError, match=r"^attach must be called once"):
                 regtopk.attach(model, ALGORITHM)
     assert same(results[1], results[0]) and same(results[2], results[0])
 

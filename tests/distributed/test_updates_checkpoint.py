@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
-from regtopk.distributed.updates.optimizers import average_optimizer_states
+from regtopk.distributed.updates.optimizers import weighted_mean
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_checkpoint import relative_change, weighted_sum
 from tests.distributed.test_updates import nesterov
@@ -221,22 +221,12 @@ def save_and_load_with_dcp(folder: Path) -> None:
 
 
 def test_the_mean_of_optimizer_states() -> None:
-    def state(m: float, step: float, extra: dict[str, Any]) -> dict[str, Any]:
-        first = {
-            "m": torch.tensor([m, 1.0]),
-            "step": torch.tensor(step),
-            "k": 3,
-            "n": torch.tensor(2),
-            **extra,
-        }
-        return {"state": {0: first}, "param_groups": [{"lr": m, "params": [0, 1]}]}
+    def state(m: float, **extra: Any) -> dict[int, Any]:
+        moments = {"m": torch.tensor([m, 1.0]), "step": torch.tensor(5.0), "k": 3, "n": torch.tensor(2)}
+        return {0: {**moments, **extra}}
 
-    states = [state(1.0, 5.0, {}), state(3.0, 5.0, {"late": torch.tensor(8.0)}), state(100.0, 5.0, {})]
-    states[1]["state"][1] = {"m": torch.tensor([7.0], dtype=torch.bfloat16)}
-    mean = average_optimizer_states(states, [0.5, 0.5, 0.0])
-    assert same(mean["state"][0]["m"], torch.tensor([2.0, 1.0]))
-    assert same(mean["state"][0]["step"], torch.tensor(5.0)) and mean["state"][0]["k"] == 3
-    assert same(mean["state"][0]["n"], torch.tensor(2)) and same(mean["state"][0]["late"], torch.tensor(8.0))
-    assert same(mean["state"][1]["m"], torch.tensor([7.0], dtype=torch.bfloat16))
-    assert mean["param_groups"] == states[0]["param_groups"]
-    assert same(average_optimizer_states(states, [0.0, 0.0, 1.0])["state"][1], states[1]["state"][1])
+    states = [state(1.0), state(3.0, late=torch.tensor(8.0)), state(100.0)]
+    states[1][1] = {"m": torch.tensor([7.0], dtype=torch.bfloat16)}
+    expected = state(2.0, late=torch.tensor(8.0)) | {1: states[1][1]}
+    assert same(weighted_mean(states, [0.5, 0.5, 0.0]), expected)
+    assert same(weighted_mean(states, [0.0, 0.0, 1.0])[1], states[1][1])

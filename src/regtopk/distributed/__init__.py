@@ -22,11 +22,10 @@ users. options.py has what they may choose. checkpoints/ keeps checkpoints of a 
 """
 
 from regtopk.distributed.checkpoints.folder import Checkpoints
-from regtopk.distributed.gradients.attach import attach
+from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.gradients.loop import Exchange
-from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.options import ExchangeOptions
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.state.saved import merge_state_dicts

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
+from regtopk.distributed.gradients.attach import OneProcess
 from regtopk.distributed.gradients.ddp import SparseHookState
-from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.updates.exchange import UpdateExchange
 from regtopk.errors import ArgumentError

@@ -27,8 +27,8 @@ from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.bare_group import BareCollectives
 from regtopk.distributed.transport.collectives import Alone
-from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
+from regtopk.distributed.updates.exchange import UpdatesBase, kind_of
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rounds import RankRounds
@@ -52,11 +52,6 @@ class QuorumRounds(RankRounds):
 
     A round begins with a quorum, and counts only if the Manager says so. If not, all is as before it, and the
     same fragment has the next turn. So the number of rounds that count tells whose turn it is.
-
-    Args:
-        manager: of this replica.
-        weight: how much this replica counts.
-        steps, model, rounds: see `RankRounds`.
     """
 
     def __init__(
@@ -78,8 +73,7 @@ class QuorumRounds(RankRounds):
         self.problem, self._has_senders = None, False
         self._manager.start_quorum()
         with self._reporting():
-            if self._manager.errored() is None:
-                self._has_senders = self._compare()
+            self._has_senders = self._manager.errored() is None and self._compare()
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         return self._rounds.next_send(self.turn_at)
 
@@ -91,10 +85,10 @@ class QuorumRounds(RankRounds):
 
     def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
-        self._flights[fragment] = None
+        self._flights.pop(fragment, None)
         with self._reporting():
             super().send(fragment, num_steps)
-        if self._flights[fragment] is None:
+        if fragment not in self._flights:
             self.is_committed = bool(self._manager.should_commit())  # which it is not
 
     @contextmanager
@@ -105,9 +99,9 @@ class QuorumRounds(RankRounds):
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
         model, steps = self._model, self._steps
-        for own, theirs in ((model.start, given["start"]), (model.frozen, given["frozen"])):
-            for name, tensor in theirs.items():
-                own[name].copy_(tensor)
+        own = {**model.start, **model.frozen}
+        for name, tensor in (given["start"] | given["frozen"]).items():
+            own[name].copy_(tensor)
         model.write_back()
         model.buffers.load(given["buffers"])
         model.optimizer.load_state_dict(deepcopy(given["optimizer"]))
@@ -115,13 +109,17 @@ class QuorumRounds(RankRounds):
             model.outer.load_state_dict(deepcopy(given["outer"]))
         steps.buckets.begin_from(given["shared"])
         steps.num_steps = given["num_rounds"]
-        self.turn_at = given.get("turn_at", 0)
+        self.turn_at = given["turn_at"]
         self.given = None
 
     def _compare(self) -> bool:
         """Compare settings, and share the weights. Whether anybody has something to send."""
-        steps = self._steps
-        group = _group_of(self._manager)
+        steps, manager = self._steps, self._manager
+        rank, num_replicas = manager.participating_rank(), manager.num_participants()
+        bare = ManagedProcessGroup(manager)
+        if rank is None or num_replicas != bare.parent.size():
+            raise ClusterError("manager must have world_size_mode=DYNAMIC: some replicas are spare")
+        group = BareCollectives(bare, rank, num_replicas)  # as it is in this quorum
         stamp = crc32(repr(steps.settings).encode())
         mine = [0.0 if self.is_new else self._weight, float(stamp)]
         everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
@@ -129,21 +127,21 @@ class QuorumRounds(RankRounds):
             compare(group, steps.settings)
         if self.given is not None:
             self.begin_from(self.given)
-        weights = everyone[:, 0] / everyone[:, 0].sum().clamp(min=torch.finfo(torch.float64).tiny)
+        weights = everyone[:, 0]
         if not bool(weights.any()):
             return False
-        steps.regroup(group, weights)
+        steps.regroup(group, weights / weights.sum())
         return True
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
         model, steps = self._model, self._steps
         step: Step | None = None
+        buckets, num_dense = self._buckets_of(fragment), self._rounds.every
         with ExitStack() as stack:
             with self._reporting():
                 if self._has_senders:
-                    buckets, every = self._buckets_of(fragment), self._rounds.every
-                    counted = steps.step(vectors, buckets, num_dense=every, can_be_taken_back=True)
+                    counted = steps.step(vectors, buckets, num_dense=num_dense, can_be_taken_back=True)
                     step = stack.enter_context(counted)
                     if step.is_finite:
                         step.exchange(into(model.update))
@@ -316,18 +314,6 @@ class TorchftExchange(UpdatesBase):
         """Called by the Manager in a quorum: go on from it when the settings have been compared."""
         self._maker.given, self._maker.is_new = state_dict, True
         self._num_steps = state_dict["num_steps"]
-
-
-UpdateExchange = TorchftExchange  # its name before, for one release
-
-
-def _group_of(manager: Manager) -> BareCollectives:
-    """Collectives over the Manager's process group, as it is in this quorum."""
-    rank, num_replicas = manager.participating_rank(), manager.num_participants()
-    group = ManagedProcessGroup(manager)
-    if rank is None or num_replicas != group.parent.size():
-        raise ClusterError("manager must have world_size_mode=DYNAMIC: some replicas are spare")
-    return BareCollectives(group, rank, num_replicas)
 
 
 def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:
