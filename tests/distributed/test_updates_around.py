@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import regtopk
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.test_updates import (
     TOPK,
     adamw,
@@ -20,11 +20,8 @@ from tests.distributed.test_updates import (
 from tests.distributed.training import closing, flat_parameters, loss_of, make_net
 
 
-def test_what_users_have_around_it(two_ranks: Ranks) -> None:
-    two_ranks.run(train_with_all_that)
-
-
-def train_with_all_that() -> None:
+@on_ranks(2)
+def test_what_users_have_around_it() -> None:
     start_from_rank_0()
     weigh_ranks_and_skip_layers()
     schedule_clip_and_accumulate()

@@ -167,8 +167,8 @@ def test_unequally_many_steps_end_with_an_error() -> None:
         ranks.stop()
     assert fine == ("fine", "3 steps") and kind == "ClusterError"
     assert text.startswith("all_gather failed: ") and text.endswith(
-        "Round 1 did not begin. If no rank has stopped: did every rank call optimizer.step() equally often? A "
-        "step that a GradScaler skips does not count: count by num_steps, not by batches"
+        "Round 1 did not begin. If no rank has stopped: did every rank call optimizer.step() equally often? "
+        "A step that a GradScaler skips does not count: count by num_steps, not by batches"
     )
 
 

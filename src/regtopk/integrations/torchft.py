@@ -6,7 +6,6 @@ torchft has wheels for x86_64 Linux alone: ``pip install regtopk[torchft]``.
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from regtopk.distributed.updates.exchange import UpdatesBase, kind_of
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rounds import RankRounds
-from regtopk.distributed.updates.saved import copied
+from regtopk.distributed.updates.saved import LoadedModel, copied, load_into
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
 from regtopk.rounds import Rounds
 
@@ -98,17 +97,12 @@ class QuorumRounds(RankRounds):
 
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
-        model, steps = self._model, self._steps
-        own = {**model.start, **model.frozen}
-        for name, tensor in (given["start"] | given["frozen"]).items():
-            own[name].copy_(tensor)
-        model.write_back()
-        model.buffers.load(given["buffers"])
-        model.optimizer.load_state_dict(deepcopy(given["optimizer"]))
-        if model.outer is not None:
-            model.outer.load_state_dict(deepcopy(given["outer"]))
-        steps.buckets.begin_from(given["shared"])
-        steps.num_steps = given["num_rounds"]
+        for name, tensor in given["frozen"].items():
+            self._model.frozen[name].copy_(tensor)
+        same = {name: given[name] for name in ("num_steps", "start", "optimizer", "buffers")}
+        load_into(self._model, LoadedModel(outer_state=given["outer"], **same))
+        self._steps.buckets.begin_from(given["shared"])
+        self._steps.num_steps = given["num_rounds"]
         self.turn_at = given["turn_at"]
         self.given = None
 

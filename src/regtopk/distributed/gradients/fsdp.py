@@ -63,8 +63,7 @@ class ShardedHookState(ExchangeBase):
         self._model, self._modules = model, modules_of(model)
         self._are_compared = False  # whether the replicas have begun alike
         for unit in self._everything:
-            hook = self._on_gradient if unit.members else self._on_frozen
-            unit.module.set_all_reduce_hook(partial(hook, unit.name))
+            unit.module.set_all_reduce_hook(partial(self._on_gradient, unit.name))
 
     def detach(self) -> None:
         """Go back to dense: from the next backward on, gradients are the plain mean over the replicas.
@@ -83,12 +82,13 @@ class ShardedHookState(ExchangeBase):
     def _on_gradient(self, name: str, flat: Tensor) -> None:
         """Take a unit's vector, and leave zeros: FSDP makes the gradients of them, or adds them."""
         self._steps.check_usable()
-        own = self._flats[name]
+        own = self._flats.get(name, flat[:0])
         if flat.numel() != own.numel():
             raise ClusterError(
                 f"gradient of FSDP unit {name!r} must have {own.numel()} entries, of all its parameters that "
                 f"required a gradient when it was attached, got {flat.numel()}: a backward must use all of a "
-                "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros)"
+                "unit's parameters or none (torch's set_reduce_scatter_unused_params(True) fills in zeros); "
+                "to unfreeze some, call detach(), and attach again"
             )
         self._units[name].check_division(flat.dtype)
         backward = torch._C._current_graph_task_id()
@@ -103,12 +103,6 @@ class ShardedHookState(ExchangeBase):
             stream = torch.cuda.current_stream(flat.device)
             self._streams.add(stream)
             flat.record_stream(stream)  # FSDP may use its memory again
-
-    def _on_frozen(self, name: str, _: Tensor) -> None:
-        raise ClusterError(
-            f"parameters of FSDP unit {name!r} must have required a gradient when it was attached, got "
-            "gradients of them now: call detach(), and attach again"
-        )
 
     def _check_model(self) -> None:
         """Refuse a model that has changed; and replicas that do not begin alike, which would stay apart."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regtopk.distributed.state.saved_shards import Piece, Sharding
-from regtopk.distributed.state.shards import DenseMean, check_placements, groups_of, local, units_by_name
+from regtopk.distributed.state.shards import check_placements, groups_of, local, refuse_hooks, units_by_name
 from regtopk.errors import ClusterError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,11 +46,6 @@ class Unit(NamedTuple):
 
     def check(self) -> None:
         """Refuse what cannot be exchanged."""
-        if not isinstance(self.group._all_reduce_hook, (DenseMean, type(None))):
-            raise ClusterError(
-                f"attach must be called once for a model: FSDP unit {self.name!r} has an all-reduce hook "
-                "already; call detach() of what the first call gave"
-            )
         if type(self.group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ClusterError(
                 f"offload_policy of FSDP unit {self.name!r} must not be CPUOffloadPolicy, whose gradients "
@@ -62,13 +57,9 @@ class Unit(NamedTuple):
     def check_division(self, dtype: torch.dtype) -> None:
         """FSDP must have divided the gradients by the number of shards before the hook gets them."""
         is_sum = getattr(self.group, "force_sum_reduction_for_comms", False)
-        if dtype in (torch.float32, torch.bfloat16) and not is_sum:
-            return
-        left = getattr(self.group, "gradient_divide_factor", None) or self.trainable[0].device_mesh.size()
-        before = 1
-        while not is_sum and left % before == 0 and left / before > before:  # as FSDP does against overflow
-            before *= 2
-        if left / before != 1:
+        factor = getattr(self.group, "gradient_divide_factor", None)
+        is_one_factor = factor is None and self.trainable[0].device_mesh.size() <= 2
+        if is_sum or not (is_one_factor or dtype in (torch.float32, torch.bfloat16)):
             raise ClusterError(
                 f"gradients of FSDP unit {self.name!r} must be divided by the number of shards before the "
                 f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "
@@ -78,6 +69,7 @@ class Unit(NamedTuple):
 
 def units_of(model: nn.Module) -> list[Unit]:
     """All units of a model; refused if something to train in them cannot be exchanged."""
+    refuse_hooks(model)
     modules = units_by_name(model)
     for _, module in modules:
         module.reshard()  # after an evaluation some are whole
@@ -97,8 +89,6 @@ def units_of(model: nn.Module) -> list[Unit]:
 def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
     """Every parameter to train must be in a unit, sharded over the one axis of its mesh."""
     pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not pairs:
-        raise ClusterError("model must hold at least one parameter that requires a gradient, got none")
     check_placements(pairs)
     held = {id(p) for unit in units for p in unit.trainable}
     for name, p in pairs:

@@ -74,7 +74,8 @@ class LocalModel:
         check_choice("anchors", anchors, ("device", "cpu"))
         source = _plain(source)
         self._module = source if isinstance(source, nn.Module) else None
-        self.is_sharded = _is_sharded(source)
+        has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
+        self.is_sharded = has_units or is_sharded(named_pairs(source))  # units may show whole parameters
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
         self.shards: Shards | None = None
         self.optimizer = optimizer
@@ -248,10 +249,3 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
             )
     refuse_hooks(inner)
     return inner
-
-
-def _is_sharded(source: nn.Module | list[tuple[str, nn.Parameter]]) -> bool:
-    """Whether ranks hold parts of the parameters; after an evaluation FSDP may show whole ones."""
-    if isinstance(source, nn.Module) and any(map(is_fsdp2, source.modules())):
-        return True
-    return is_sharded(named_pairs(source))

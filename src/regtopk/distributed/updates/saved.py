@@ -17,8 +17,9 @@
 Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +40,14 @@ _TIMES = ("every", "delay", "fragments")
 class LoadedModel(NamedTuple):
     """What to go on with: see above."""
 
-    num_steps: int
     start: dict[str, Tensor]
     outer_state: dict[str, Any]
+    num_steps: int
     optimizer: dict[str, Any]
-    parameters: dict[str, Tensor]
     buffers: dict[str, dict[str, Tensor]]
-    sent: dict[str, Tensor]
-    skipped: list[bool]
+    parameters: Mapping[str, Tensor] = MappingProxyType({})
+    sent: Mapping[str, Tensor] = MappingProxyType({})
+    skipped: Sequence[bool] = ()
 
 
 def add_to(
@@ -59,9 +60,9 @@ def add_to(
     mine = {
         "num_steps": rounds.clock,
         "optimizer": copied(model.optimizer.state_dict()),
-        "parameters": {} if rounds.is_start else _finite(dict(model.parameters.named), model.start),
+        "parameters": {} if rounds.is_start else copied(dict(model.parameters.named)),
         "buffers": copied(model.buffers.saved()),
-        "sent": _finite(sent, model.start),
+        "sent": copied(sent),
         "skipped": skipped if sent else [],
     }
     for worker in saved["workers"].values():
@@ -122,7 +123,8 @@ def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, An
 
 def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
     (mine,) = worker["updates"]
-    if any(mine["skipped"]):  # what it has learned is taken back
+    is_spoiled = not all(bool(torch.isfinite(own).all()) for own in mine["parameters"].values())
+    if is_spoiled or any(mine["skipped"]):  # what it has learned is taken back
         return worker
     entries = {}
     for name, parts in worker["entries"].items():
@@ -146,10 +148,7 @@ def _mean_of_ranks(saved: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_steps": workers[0]["num_steps"],
         "optimizer": {**workers[0]["optimizer"], "state": weighted_mean(states, weights)},
-        "parameters": {},
         "buffers": weighted_mean([worker["buffers"] for worker in workers], weights),
-        "sent": {},
-        "skipped": [],
     }
 
 
@@ -197,23 +196,13 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for what, expected, found in facts:
         if expected != found:
             raise StateError(f"{what} in the saved state must be {expected!r}, got {found!r}")
-    for what, tensors in (("start", new.start), ("parameters", new.parameters)):
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise StateError(f"{what} of {name!r} in the saved state must be finite, got a NaN or inf")
+    for name, tensor in new.start.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _finite(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies; of parameters that a NaN has spoiled, of theta_start, which they will return to."""
-    found = {}
-    for name, tensor in parameters.items():
-        is_finite = bool(torch.isfinite(local(tensor)).all())
-        found[name] = copied(tensor if is_finite else start[name]).to(tensor.dtype)
-    return found
 
 
 def copied(thing: Any) -> Any:
