@@ -1,9 +1,8 @@
 """What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
-`Rounds` are written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
-"dense:exchange=updates:every=16:outer=nesterov". `LocalRounds` decides which fragment of a model is sent
-when, what is applied when, and what is kept. Ranks, torchft's replicas and the simulator are each a
-`RoundMaker`: they say how an update is sent and how its aggregate arrives.
+`Rounds` are written as words of a method, DiLoCo as "dense:exchange=updates:every=16:outer=nesterov".
+`LocalRounds` decides which fragment of a model is sent when, what is applied when, and what is kept. Ranks,
+torchft's replicas and the simulator are each a `RoundMaker`.
 """
 
 from abc import ABC, abstractmethod
@@ -133,10 +132,7 @@ class Rounds(NamedTuple):
         return self.sends_at(fragment, step - self.delay)
 
     def last_send(self, fragment: int, step: int) -> int:
-        """After how many steps, at most so many, a fragment was last sent; 0: not yet.
-
-        The first fragment is sent after every // fragments steps, the last one after `every`.
-        """
+        """After how many steps, at most so many, a fragment was last sent; 0: not yet."""
         offset = (fragment + 1) * self.every // self.fragments
         return max(0, step - (step - offset) % self.every)
 
@@ -151,8 +147,7 @@ GRADIENTS = Rounds()
 class RoundMaker(ABC):
     """How workers of one kind send an update, and how its aggregate gets into theta_start.
 
-    An outcome says whether all workers' updates were finite. None: the round does not count, nothing has
-    changed, and the worker trains on.
+    An outcome says whether all updates were finite. None: the round does not count, and nothing has changed.
     """
 
     @abstractmethod

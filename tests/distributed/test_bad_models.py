@@ -87,8 +87,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "attach to FSDP": (
         lambda: regtopk.attach(sharded(), TOPK),
-        "ClusterError: model must be a DistributedDataParallel, got FullyShardedDataParallel: use "
-        "fully_shard (FSDP2) instead, and regtopk.attach",
+        "ClusterError: model must be a DistributedDataParallel, got FullyShardedDataParallel: ",
     ),
     "state for FSDP2": (
         lambda: regtopk.SparseHookState(sharded_in_place(), TOPK),

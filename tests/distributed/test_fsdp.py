@@ -22,6 +22,7 @@ from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import (
     GRIDS,
     UNITS,
+    attached,
     grid,
     sharded,
     used_twice,
@@ -130,8 +131,8 @@ def test_it_equals_replicas_that_exchange_in_the_same_parts(
     with threads_for(1):  # as the ranks have
         by_hand = [train_by_hand(algorithm, *shape) for algorithm in ALGORITHMS]
     for results in four_ranks.wait_for(waiting):
-        for algorithm, attached, expected in zip(ALGORITHMS, results, by_hand, strict=True):
-            assert torch.equal(attached, expected), algorithm
+        for algorithm, found, expected in zip(ALGORITHMS, results, by_hand, strict=True):
+            assert torch.equal(found, expected), algorithm
 
 
 def train_attached(shape: tuple[int, int]) -> list[Tensor]:
@@ -189,10 +190,7 @@ def padded_parts(grads: Tensor, p: Tensor, shards: int) -> Tensor:
 
 @on_ranks(4)
 def test_accumulation_is_one_step_of_the_sum() -> None:
-    mesh = grid(2, 2)
-    model, other = sharded(mesh["shard"]), sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
-    regtopk.attach(other, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
+    (model, exchange), (other, _) = (attached(regtopk.TopK(density=0.2)) for _ in range(2))
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
     assert exchange.num_steps == 0 and exchange.total.sent_bytes == 0
@@ -205,9 +203,7 @@ def test_accumulation_is_one_step_of_the_sum() -> None:
 
 @on_ranks(4)
 def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual() -> None:
-    mesh = grid(2, 2)
-    model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
+    model, exchange = attached(regtopk.RegTopK(density=0.05))
     place = str(exchange.rank)
     loss_of(model, 0).backward()
     with_extra, before = exchange.last_step.num_entries, exchange.state_dict()
@@ -226,9 +222,7 @@ def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual() -> None:
 @on_ranks(4)
 def test_a_unit_that_arrives_twice_in_a_backward(set_to_none: bool) -> None:
     """Gradients of two steps whose unit "middle" arrives once more, with one more in every entry."""
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
+    (model, exchange), native = attached(regtopk.Dense()), sharded(grid(2, 2))
 
     def hook(flat: Tensor) -> None:
         again = torch.ones_like(flat)
@@ -256,15 +250,12 @@ def drop_the_gradient(p: Any) -> None:
 
 @on_ranks(4)
 def test_hooks_of_users_on_gradients() -> None:
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
+    (model, _), native = attached(regtopk.Dense()), sharded(grid(2, 2))
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(twice_the_gradient)
     for net in (model, native):
         loss_of(net, 0).backward()
-    other = sharded(mesh["shard"])
-    regtopk.attach(other, regtopk.Dense(), process_group=mesh["replicate"])
+    other, _ = attached(regtopk.Dense())
     other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
     # they come before the exchange, and see zeros
     torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
@@ -305,17 +296,14 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
 
 @on_ranks(4)
 def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit() -> None:
-    mesh = grid(2, 2)
     algorithm = regtopk.RegTopK(density=0.05)
-    model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, algorithm, process_group=mesh["replicate"])
+    model, exchange = attached(algorithm)
     train(model, range(3))
     net = make_net()
     saved = exchange.state_dict()
     nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
     straight = train(model, range(3, 6))
-    again = sharded(mesh["shard"], net)
-    resumed = regtopk.attach(again, algorithm, process_group=mesh["replicate"])
+    again, resumed = attached(algorithm, net)
     ((_, part),) = saved["shards"].items()
     mine, other = part["shard"][0], 1 - part["shard"][0]
     of_another_part = [{"shards": {f"{other} of 2": part}}, {**part, "shard": [other, 2]}]
@@ -330,9 +318,7 @@ def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit() -> None:
 
 @on_ranks(4)
 def test_detached_it_is_native_hsdp() -> None:
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
+    (model, exchange), native = attached(regtopk.TopK(density=0.05)), sharded(grid(2, 2))
     loss_of(model, 0).backward()
     exchange.detach()
     model.zero_grad()
@@ -340,7 +326,7 @@ def test_detached_it_is_native_hsdp() -> None:
         loss_of(each, 1).backward()
     assert torch.equal(whole_gradients(model), whole_gradients(native))
     assert exchange.summary().endswith("the dense steps since are not counted here")
-    regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])  # again
+    regtopk.attach(model, regtopk.TopK(density=0.05), process_group=grid(2, 2)["replicate"])  # again
 
 
 @on_ranks(4)
@@ -356,8 +342,7 @@ def test_one_replica_sends_nothing_and_says_so() -> None:
 
 @on_ranks(4)
 def test_gradients_are_zero_where_an_exchange_failed() -> None:
-    model = sharded(grid(2, 2)["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), process_group=grid(2, 2)["replicate"])
+    model, exchange = attached(regtopk.TopK(density=0.1))
     with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
         found = refusal(loss_of(model, 0).backward)
     is_cleared = not whole_gradients(model).any()

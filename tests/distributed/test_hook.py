@@ -161,21 +161,14 @@ def test_closed_exchanges_refuse_to_go_on() -> None:
     exchange = regtopk.attach(model, ALGORITHM)
     loss_of(model, 0).backward()
     exchange.close()
-    for act in (exchange.state_dict, lambda: exchange.load_state_dict({})):
-        assert refusal(act)[0] == "ClusterError"
-    expected = "ClusterError", "the exchange must not be used after close()"
-    assert refusal(lambda: loss_of(model, 1).backward()) == expected
+    for act in (exchange.state_dict, lambda: exchange.load_state_dict({}), loss_of(model, 1).backward):
+        assert refusal(act) == ("ClusterError", "the exchange must not be used after close()")
 
 
 @on_ranks(2)
 def test_errors_of_an_algorithm_keep_their_kind() -> None:
     model = ddp()
-    exchange = regtopk.attach(model, regtopk.TopK(density=growing))
-    loss_of(model, 0).backward()
-    refused = refusal(lambda: loss_of(model, 1).backward())
-    exchange.close()
+    with closing(regtopk.attach(model, regtopk.TopK(density=lambda step: 0.5 + step))):
+        loss_of(model, 0).backward()
+        refused = refusal(lambda: loss_of(model, 1).backward())
     assert refused == ("ArgumentError", "density must be in (0, 1], got 1.5")
-
-
-def growing(step: int) -> float:
-    return 0.5 + step

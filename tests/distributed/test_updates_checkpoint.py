@@ -137,7 +137,7 @@ def reshape_buffer(when: str, saved: Any, mine: Any) -> None:
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"every": 2}, "every in the saved state must be 4, got 2"),
-    ({"outer": None}, "outer in the saved state must be 'SGD', got 'None'"),
+    ({"outer": None}, "class of outer in the saved state must be 'SGD', got 'None'"),
     ({"outer": partial(nesterov, lr=0.5)}, "lr of outer in the saved state must be 0.7, got 0.5"),
     ({"algorithm": regtopk.TopK(density=0.1)}, "algorithm must be that of the saved state, 'topk'"),
 ]

@@ -13,7 +13,7 @@ The way of a gradient, from backward to the wire and back (a test traces it)::
 The way of an update, from the optimizer's step to the next round::
 
     updates/exchange              the optimizer has made a step
-    updates/turns                 is a round due? what has changed since it began is the update
+    updates/rounds                is a round due? what has changed since it began is the update
     steps/step                    and so on as above; the aggregate is subtracted from where the round began
 
 Beside the ways: state/ has the model as flat vectors and what an algorithm remembers for each, saved and

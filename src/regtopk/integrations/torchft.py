@@ -183,21 +183,18 @@ class TorchftExchange(UpdatesBase):
     A round begins with a quorum: the replicas that are there take part, and the weights are theirs. It counts
     only when `manager.should_commit()` says so. Otherwise the residual, theta_start and the outer optimizer
     are as before it, the replica trains on from where it is, and the next round sends what this one did not.
-
-    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training. With
-    `delay` or `fragments`, the replicas' models differ also after a round: `with exchange.agreed():` shows
-    theta_start, which is the same on all replicas that have made equally many rounds.
+    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training.
 
     A replica that is new, or was left behind, gets theta_start, both optimizers' states and what the
     algorithm knows on all replicas from another one. It has no residual and weight zero in that round. It
     waits for that round when it makes this object, at most the Manager's `quorum_timeout`.
 
-    The settings of all replicas are compared in every round. What goes wrong in a round is told to
-    `manager.report_error`, and no error leaves `optimizer.step()` but the Manager's own: that there is no
-    quorum within `quorum_timeout`, or that `max_retries` is exceeded.
+    What goes wrong in a round, settings that differ included, is told to `manager.report_error`. No error
+    leaves `optimizer.step()` but the Manager's own: that there is no quorum within `quorum_timeout`, or that
+    `max_retries` is exceeded. Nothing else may call `start_quorum` and `should_commit`.
 
-    The exchange calls `start_quorum` and `should_commit`: nothing else may. For checkpoints on disk save
-    `state_dict()` with `manager.state_dict()` on one replica, and load both on every one before training.
+    For checkpoints on disk save `state_dict()` with `manager.state_dict()` on one replica, and load both on
+    every one before training.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
@@ -206,10 +203,6 @@ class TorchftExchange(UpdatesBase):
         delay: 0 to every // fragments - 1, as one round is under way at a time.
         options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
             replicas that take part; None: 1. There is no `process_group`: the Manager has one.
-
-    Raises:
-        ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
-        ClusterError: the replicas differ.
     """
 
     _peer = "replica"

@@ -28,9 +28,8 @@ _log = logging.getLogger("regtopk")
 class OneProcess(ExchangeBase):
     """What `attach` returns for a model that is not wrapped because there is one process.
 
-    Accelerate and Lightning wrap a model in DDP only for several processes. With this, the same script runs
-    on one: gradients are left as they are, and nothing is sent. A checkpoint of several ranks can be loaded
-    and saved again; what its ranks had not sent is kept.
+    The script of many processes runs on one then: gradients are left as they are, and nothing is sent. A
+    checkpoint of several ranks can be loaded and saved again; what its ranks had not sent is kept.
     """
 
     def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
@@ -83,9 +82,8 @@ def attach(
     entry that is sent rarely carries the gradients of many steps at once. So `clip_grad_norm_` after backward
     clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
 
-    Nothing is exchanged before backward is over, so your own code cannot interrupt it. If the exchange itself
-    fails (a lost rank), the state is no longer whole: the exchange refuses to be saved or to go on until a
-    checkpoint is loaded.
+    Nothing is exchanged before backward is over. If the exchange fails then (a lost rank), its state is no
+    longer whole: it refuses to be saved or to go on until a checkpoint is loaded.
 
     Args:
         model: wrapped in DistributedDataParallel, without another communication hook; torch.compile may be
@@ -102,8 +100,7 @@ def attach(
 
     Raises:
         ArgumentError: an option breaks its rule, or does not fit the model.
-        ClusterError: not a DDP or fully_shard'ed model, attached twice, the ranks differ, or a rank did not
-            make this call; nothing was changed.
+        ClusterError: a model that is not wrapped, a second call, ranks that differ or that did not call.
         OracleError: the algorithm asks what only a simulator can answer.
     """
     checked = Options(grad_scaler=grad_scaler, **options)

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
-from regtopk.distributed.state.parameters import Parameters, after_backward, is_fsdp, uncompiled
+from regtopk.distributed.state.parameters import Parameters, after_backward, uncompiled
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
@@ -67,9 +67,8 @@ class SparseHookState(ExchangeBase):
     def detach(self) -> None:
         """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
 
-        Every gradient is then the plain mean over the ranks, whatever their weights were. What was not sent
-        yet is dropped: save `state_dict()` before, to go on from it later. Call it on every rank, between two
-        steps.
+        What was not sent yet is dropped: save `state_dict()` before, to go on from it later. Call it on every
+        rank, between two steps.
         """
         self.close()
         self._steps.drop()
@@ -137,10 +136,10 @@ def _wrapped(model: object) -> DistributedDataParallel:
     inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    hint = "wrap it first, or use regtopk.Exchange"
-    if is_fsdp(inner):
-        hint = "use fully_shard (FSDP2) instead, and regtopk.attach"
-    raise ClusterError(f"model must be a DistributedDataParallel, got {type(inner).__name__}: {hint}")
+    raise ClusterError(
+        f"model must be a DistributedDataParallel, got {type(inner).__name__}: wrap it first, or use "
+        "regtopk.Exchange; or shard it by fully_shard (FSDP2)"
+    )
 
 
 def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]:

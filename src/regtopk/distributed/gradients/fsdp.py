@@ -123,15 +123,13 @@ class ShardedHookState(ExchangeBase):
 
     def _find_difference(self) -> str | None:
         """The first parameter that another replica has other values of, and where; None if there is none."""
-        parameters = [p.sharded_param for unit in self._everything for p in unit.group.fsdp_params]
-        everyone = self._collectives.all_gather(bits_of(parameters)).cpu()
-        differences = (everyone != everyone[0]).nonzero().tolist()
-        if not differences:
-            return None
-        replica, which = differences[0]
-        (name,) = (name for name, p in self._model.named_parameters() if p is parameters[which])
         ranks = self._collectives.ranks
-        return f"{name!r} differs between ranks {ranks[0]} and {ranks[replica]}"
+        everyone = self._collectives.all_gather_objects(bits_of(self._model))
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            for name, bits in theirs.items():
+                if bits != everyone[0][name]:
+                    return f"{name!r} differs between ranks {ranks[0]} and {rank}"
+        return None
 
     @torch.no_grad()
     def _end_step(self) -> None:

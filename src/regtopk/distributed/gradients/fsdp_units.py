@@ -103,11 +103,11 @@ def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
 def sharding_of(model: nn.Module, units: Iterable[Unit]) -> Sharding:
     """Where the parameters are in the units' vectors."""
     wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = {id(p): name for name, p in wholes.items()}
+    names: dict[Any, str] = {p: name for name, p in wholes.items()}
     pieces = []
     for unit in units:
-        for p, start in zip(unit.trainable, unit.places(), strict=True):
-            pieces.append(Piece(unit.name, names[id(p)], start))
+        starts = zip(unit.trainable, unit.places(), strict=True)
+        pieces += [Piece(unit.name, names[p], start) for p, start in starts]
     return Sharding(wholes, pieces)
 
 
@@ -125,7 +125,10 @@ def modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
     return found, sum(len(module._parameters) for module in found)
 
 
-def bits_of(parameters: list[Tensor]) -> Tensor:
-    """A sum over the bits of this rank's part of each parameter, (P,) int64."""
-    parts = [local(p).contiguous() for p in parameters]
-    return torch.stack([part.view(_INTEGERS[part.itemsize]).sum(dtype=torch.int64) for part in parts])
+def bits_of(model: nn.Module) -> dict[str, int]:
+    """A sum over the bits of this rank's part of each parameter."""
+    sums = {}
+    for name, p in model.named_parameters():
+        bits = local(p).contiguous().view(_INTEGERS[p.itemsize])
+        sums[name] = int(bits.sum(dtype=torch.int64))
+    return sums

@@ -158,26 +158,24 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
 
-    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the parameters are cut in their
-    order into parts of about the same size. The first part is sent after every // fragments steps, the last
-    one after `every`, and so on. Every local step is part of exactly one update. With either option the
-    ranks' parameters always differ: call `finish()` where they must not, at the end of training say.
+    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the first is sent after
+    every // fragments steps, the last one after `every`. With either option the ranks' parameters always
+    differ: call `finish()` where they must not, at the end of training say.
 
     All ranks start from rank 0's parameters and buffers. Load weights before you make the exchange: whatever
     else changes parameters counts as part of the update.
 
-    A step that a GradScaler skips does not count. That rank reaches the end of the round one batch later, and
-    the others wait for it. So count by `num_steps`, not by batches, where a loop ends and where it saves. If
-    a rank makes fewer steps, the others raise an error after the process group's timeout.
+    A step that a GradScaler skips does not count: that rank reaches the end of the round one batch later, and
+    the others wait for it, at most the process group's timeout. So count by `num_steps`, not by batches,
+    where a loop ends and where it saves.
 
     If any rank's update is not finite, all ranks return to where the round began, and `num_skipped` counts
     the round. If a NaN has reached the optimizer's state of a parameter, that state starts anew.
 
-    `state_dict()` holds all that this rank needs: also theta_start, buffers and both optimizers' states, and,
-    inside a round, its own parameters and what is under way. With the ranks and weights that were saved,
-    `load_state_dict` continues bit for bit. With others it conserves sum_n w_n e_n, keeps the outer
-    optimizer's state, and gives every rank's own optimizer the weighted mean of the saved states. Inside a
-    round, what each rank has learned since it began goes into its residual first.
+    `state_dict()` holds the model and both optimizers, too; it may be called inside a round. With the ranks
+    and weights that were saved, `load_state_dict` continues bit for bit. With others it conserves
+    sum_n w_n e_n, what ranks have learned inside a round included, and gives every rank's own optimizer the
+    weighted mean of the saved states.
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
@@ -200,8 +198,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
-        ClusterError: a model in DDP or FSDP1, an optimizer that has an exchange already, ranks that differ,
-            or a rank that did not make this call; nothing was changed.
+        ClusterError: a wrapped model, a second exchange, ranks that differ or that did not make this call.
     """
 
     @names_typos
@@ -284,9 +281,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     def finish(self) -> None:
         """Give all ranks the same model now. Call it on every rank, after equally many steps.
 
-        First it applies the rounds that are under way. Then it exchanges every fragment, even one that was
-        exchanged just before; but nothing if the model is theta_start, as it is after a round without `delay`
-        and `fragments`. Residuals stay unsent.
+        It applies the rounds that are under way, and exchanges every fragment, unless the model is
+        theta_start, as it is after a round without `delay` and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
         self._steps.check_usable()

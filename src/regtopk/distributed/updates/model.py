@@ -26,15 +26,8 @@ from regtopk.distributed.state.parameters import (
 from regtopk.distributed.state.saved_shards import Piece, Sharding
 from regtopk.distributed.state.shards import ShardedParameters, Shards, is_sharded, local, refuse_hooks
 from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
-from regtopk.distributed.updates.optimizers import (
-    Outer,
-    check_inner,
-    describe_outer,
-    make_outer,
-    names_in,
-    restart_spoiled,
-)
 from regtopk.errors import ClusterError
 from regtopk.rounds import cut_evenly
 
@@ -66,7 +59,7 @@ class LocalModel:
         self,
         source: nn.Module | NamedParameters,
         optimizer: Optimizer,
-        outer: Outer | None,
+        outer: optimizers.Outer | None,
         buffers: How,
         anchors: Anchors = "device",
         fragments: int = 1,
@@ -80,7 +73,7 @@ class LocalModel:
         self.shards: Shards | None = None
         self.optimizer = optimizer
         named = self.parameters.named
-        check_inner(optimizer, self.parameters.whole)
+        optimizers.check_inner(optimizer, self.parameters.whole)
         sizes = {name: p.numel() for name, p in named.items() if p.numel() > 0}
         parts = cut_evenly(list(sizes.values()), fragments)
         self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
@@ -95,16 +88,16 @@ class LocalModel:
             self._put_start(self._kept)
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
-        self.outer = make_outer(outer, list(self.start.values()))
+        self.outer = optimizers.make_outer(outer, list(self.start.values()))
         self.notice = LoadNotice()
         self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
-        names = names_in(self.optimizer, self.parameters.whole)
+        names = optimizers.names_in(self.optimizer, self.parameters.whole)
         return {
             "optimizer": (type(self.optimizer).__name__, names),
-            "outer": describe_outer(self.outer),
+            "outer": optimizers.describe_outer(self.outer),
             "buffers": self.buffers.how,
             "buffers of the model": _described(self.buffers.named),
             "frozen parameters": _described(self.frozen),
@@ -114,8 +107,8 @@ class LocalModel:
         """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
         wholes = self.parameters.whole
         pieces = [Piece(name, name, 0) for name in wholes]
-        inner = names_in(self.optimizer, wholes)
-        outer = [] if self.outer is None else names_in(self.outer, self.start)
+        inner = optimizers.names_in(self.optimizer, wholes)
+        outer = [] if self.outer is None else optimizers.names_in(self.outer, self.start)
         return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
@@ -160,9 +153,6 @@ class LocalModel:
         """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
 
         Parameters of a lower precision began this round rounded, and the rounding is no update.
-
-        Raises:
-            ClusterError: parameters were added, replaced, reshaped or frozen since.
         """
         self.parameters.check()
         self.parameters.check_trainable()
@@ -188,10 +178,7 @@ class LocalModel:
             start.grad = None
 
     def outer_as_it_is(self) -> Optimizer | None:
-        """The outer optimizer with the options it has now: users may change them while a round is under way.
-
-        It shares its state with the original.
-        """
+        """The outer optimizer with the options it has now, which users may change; the state is shared."""
         if self.outer is None:
             return None
         frozen: Optimizer = object.__new__(type(self.outer))
@@ -218,7 +205,8 @@ class LocalModel:
     def take_back(self) -> None:
         """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
         self.buffers.take_back()
-        restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
+        shards = None if self.shards is None else self.shards.collectives
+        optimizers.restart_spoiled(self.optimizer, shards)
 
     def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""

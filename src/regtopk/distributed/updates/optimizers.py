@@ -20,20 +20,17 @@ def check_inner(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, p in parameters.items():
-        if p not in held:
-            raise ArgumentError(
-                f"optimizer must hold every parameter that is exchanged, got one without {name!r}: was it "
-                "made from another model?"
-            )
-    exchanged = set(parameters.values())
-    for i, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if p.requires_grad and p not in exchanged:
-                raise ArgumentError(
-                    "optimizer must hold no parameter that is not exchanged, got one of shape "
-                    f"{tuple(p.shape)} in its group {i}"
-                )
+    missing = [name for name, p in parameters.items() if p not in held]
+    if missing:
+        raise ArgumentError(
+            f"optimizer must hold every parameter that is exchanged, got one without {missing[0]!r}: was it "
+            "made from another model?"
+        )
+    others = [tuple(p.shape) for p in held - set(parameters.values()) if p.requires_grad]
+    if others:
+        raise ArgumentError(
+            f"optimizer must hold no parameter that is not exchanged, got one of shape {others[0]}"
+        )
 
 
 def names_in(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
@@ -46,14 +43,12 @@ def make_outer(factory: Outer | None, parameters: list[nn.Parameter]) -> Optimiz
     """The outer optimizer of these parameters."""
     if factory is None:
         return None
-    if not callable(factory):
+    outer = factory(parameters) if callable(factory) else factory
+    if not callable(factory) or not isinstance(outer, Optimizer):
         raise ArgumentError(
-            "outer must be None or a function of a list of parameters that returns a torch optimizer, got "
-            f"{type(factory).__name__}"
+            "outer must be None or a function of a list of parameters that returns a torch.optim.Optimizer, "
+            f"got {type(outer).__name__}"
         )
-    outer = factory(parameters)
-    if not isinstance(outer, Optimizer):
-        raise ArgumentError(f"outer must return a torch.optim.Optimizer, got {type(outer).__name__}")
     held = [id(p) for group in outer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, parameters)):
         raise ArgumentError(

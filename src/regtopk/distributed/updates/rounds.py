@@ -23,13 +23,7 @@ from regtopk.rounds import RoundMaker, Rounds
 
 
 class RankRounds(RoundMaker):
-    """The rounds of a rank's model.
-
-    Args:
-        steps: what makes them.
-        model: whose updates are exchanged.
-        rounds: when they are sent, and when they are applied.
-    """
+    """The rounds of a rank's model."""
 
     def __init__(self, steps: Steps, model: LocalModel, rounds: Rounds) -> None:
         self._steps, self._model, self._rounds = steps, model, rounds

@@ -85,9 +85,6 @@ def loaded(
     On other ranks, or with other weights, than were saved, all begin from theta_start. What a rank has
     learned inside a round goes into its residual, e_n := e_n + theta_start - theta_n, so that nothing is
     lost. Every rank gets the weighted mean of the saved ranks' optimizer states and buffers.
-
-    Raises:
-        StateError: it does not fit, or is damaged.
     """
     if not isinstance(saved, dict) or "updates" not in saved:
         raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
@@ -182,8 +179,7 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
     facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
-        what = "outer" if option == "class" else f"{option} of outer"
-        facts += [(what, outer[option], updates["outer"][option])]
+        facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
     groups = model.optimizer.param_groups, new.optimizer["param_groups"]
     sizes = [[len(group["params"]) for group in given] for given in groups]
     facts += [
