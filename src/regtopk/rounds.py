@@ -1,9 +1,8 @@
 """What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
-`Rounds` are written as words of a method: "topk:exchange=updates:every=2", or, as DiLoCo,
-"dense:exchange=updates:every=16:outer=nesterov". `LocalRounds` decides which fragment of a model is sent
-when, what is applied when, and what is kept. Ranks, torchft's replicas and the simulator are each a
-`RoundMaker`: they say how an update is sent and how its aggregate arrives.
+`Rounds` are written as words of a method, DiLoCo as "dense:exchange=updates:every=16:outer=nesterov".
+`LocalRounds` decides which fragment of a model is sent when, what is applied when, and what is kept. Ranks,
+torchft's replicas and the simulator are each a `RoundMaker`.
 """
 
 from abc import ABC, abstractmethod
@@ -33,11 +32,7 @@ OUTER = {"none": Outer(), "sgd": Outer(), "nesterov": Outer(lr=0.7, momentum=0.9
 
 
 def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[range]:
-    """Parameters of these sizes in fragments of about the same size: neighbours, at least one in each.
-
-    Raises:
-        ArgumentError: there are fewer parameters than fragments.
-    """
+    """Parameters of these sizes in fragments of about the same size: neighbours, at least one in each."""
     if num_parts > len(sizes):
         raise ArgumentError(
             f"fragments must be at most the number of parameters, {len(sizes)}, got {num_parts}"
@@ -57,11 +52,7 @@ class Rounds(NamedTuple):
     """What a worker sends, and after how many steps.
 
     With gradients, the aggregate of every step goes to one optimizer. With updates, every worker has its own
-    parameters and its own optimizer. After `every` steps the workers exchange theta_start - theta_n, and all
-    go on from theta_start - outer(aggregate).
-
-    With a delay, workers go on by themselves while the aggregate is under way, and add to it what they have
-    learned meanwhile. With fragments, parts of the model take turns.
+    parameters and its own optimizer: see `LocalRounds`.
 
     Args:
         exchange: gradients or updates.
@@ -101,11 +92,7 @@ class Rounds(NamedTuple):
         return torch.optim.SGD(parameters, **self.outer_settings._asdict())
 
     def check(self, label: str) -> None:
-        """Refuse values that break their rule.
-
-        Args:
-            label: the words of the method, for messages.
-        """
+        """Refuse values that break their rule; `label` has the words of the method, for messages."""
         check_choice("exchange", self.exchange, EXCHANGES)
         if not self.has_updates and self != GRADIENTS:
             given = [name for name in self._fields if getattr(self, name) != getattr(GRADIENTS, name)]
@@ -145,10 +132,7 @@ class Rounds(NamedTuple):
         return self.sends_at(fragment, step - self.delay)
 
     def last_send(self, fragment: int, step: int) -> int:
-        """After how many steps, at most so many, a fragment was last sent; 0: not yet.
-
-        The first fragment is sent after every // fragments steps, the last one after `every`.
-        """
+        """After how many steps, at most so many, a fragment was last sent; 0: not yet."""
         offset = (fragment + 1) * self.every // self.fragments
         return max(0, step - (step - offset) % self.every)
 
@@ -163,8 +147,7 @@ GRADIENTS = Rounds()
 class RoundMaker(ABC):
     """How workers of one kind send an update, and how its aggregate gets into theta_start.
 
-    An outcome says whether all workers' updates were finite. None: the round does not count, nothing has
-    changed, and the worker trains on.
+    An outcome says whether all updates were finite. None: the round does not count, and nothing has changed.
     """
 
     @abstractmethod
@@ -211,10 +194,6 @@ class LocalRounds:
     theta_n     := theta_start + mix (theta_n - sent)   `delay` steps after it was sent
 
     If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
-
-    Args:
-        rounds: when updates are sent, and when they are applied.
-        maker: sends them, and receives their aggregates.
 
     Attributes:
         clock: how many steps the optimizer has made.

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import regtopk
 from tests.distributed.training import Net, make_net
 
 UNITS = ("first", "extra", "middle", "<root>")  # the last layer, of 3 x 20, is the root's own
@@ -33,6 +34,12 @@ def sharded(mesh: DeviceMesh, net: Net | None = None, **options: Any) -> Any:
     for part in (net.first, net.extra, net.middle):
         fully_shard(part, mesh=mesh, **options)
     return fully_shard(net, mesh=mesh, **options)
+
+
+def attached(algorithm: Any, net: Net | None = None, **options: Any) -> tuple[Any, Any]:
+    """A net on two replicas of two shards, and its exchange of gradients."""
+    model = sharded(grid(2, 2)["shard"], net)
+    return model, regtopk.attach(model, algorithm, process_group=grid(2, 2)["replicate"], **options)
 
 
 class Twice(nn.Module):

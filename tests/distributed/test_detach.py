@@ -1,33 +1,25 @@
 """Back to dense: a detached model trains as plain DDP does, bit for bit."""
 
 import torch
-from torch import Tensor
 
 import regtopk
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.training import SMALL_BUCKETS, ddp, flat_parameters, loss_of, refusal
 
 
-def test_two_ranks(two_ranks: Ranks) -> None:
-    for detached, plain in two_ranks.run(train_detached_and_plain):
-        assert torch.equal(detached, plain)
+@on_ranks(2)
+def test_two_ranks() -> None:
+    train_detached_and_plain()
 
 
-def test_three_ranks_where_a_third_is_no_float(four_ranks: Ranks) -> None:
-    found = [pair for pair in four_ranks.run(train_detached_in_a_subgroup) if pair is not None]
-    assert len(found) == 3
-    for detached, plain in found:
-        assert torch.equal(detached, plain)
-
-
-def train_detached_in_a_subgroup() -> tuple[Tensor, Tensor] | None:
+@on_ranks(4)
+def test_three_ranks_where_a_third_is_no_float() -> None:
     group = torch.distributed.new_group([0, 1, 2])
-    if torch.distributed.get_rank() == 3:
-        return None
-    return train_detached_and_plain(process_group=group)
+    if torch.distributed.get_rank() < 3:
+        train_detached_and_plain(process_group=group)
 
 
-def train_detached_and_plain(**options: object) -> tuple[Tensor, Tensor]:
+def train_detached_and_plain(**options: object) -> None:
     """Three sparse steps; from the parameters they lead to, detached and plain training side by side."""
     model, plain = ddp(**SMALL_BUCKETS, **options), ddp(**SMALL_BUCKETS, **options)
     exchange = regtopk.attach(model, regtopk.RegTopK(density=0.1))
@@ -45,7 +37,7 @@ def train_detached_and_plain(**options: object) -> tuple[Tensor, Tensor]:
     )
     refused = "ClusterError", "the exchange must not be used after detach()"
     assert refusal(exchange.state_dict) == refused
-    return flat_parameters(model), flat_parameters(plain)
+    assert torch.equal(flat_parameters(model), flat_parameters(plain))
 
 
 def train(model: torch.nn.Module, first: int, last: int) -> None:

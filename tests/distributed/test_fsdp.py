@@ -22,13 +22,25 @@ from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import (
     GRIDS,
     UNITS,
+    attached,
     grid,
     sharded,
     used_twice,
     whole_gradients,
     whole_parameters,
 )
-from tests.distributed.training import Net, batch, listening, loss_of, make_net, refusal, same
+from tests.distributed.test_updates import is_same_on_all_ranks
+from tests.distributed.training import (
+    Net,
+    batch,
+    flat_gradients,
+    flat_parameters,
+    listening,
+    loss_of,
+    make_net,
+    refusal,
+    same,
+)
 
 NUM_STEPS = 3
 LR = 0.5
@@ -47,48 +59,46 @@ def train(model: nn.Module, steps: range = range(NUM_STEPS), **arguments: Any) -
 # Everything sent: what torch does by itself on a mesh of two dimensions.
 
 
-@pytest.mark.parametrize("algorithm", [regtopk.Dense(), regtopk.TopK(density=1)], ids=["dense", "topk"])
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
-def test_all_entries_equal_native_hsdp(
-    four_ranks: Ranks, shape: tuple[int, int], algorithm: Algorithm[Any]
-) -> None:
-    results = four_ranks.run(train_native_and_attached, shape, algorithm)
-    for native, attached in results:
-        torch.testing.assert_close(attached, native)  # they add in another order
-        assert torch.equal(attached, results[0][1])
-
-
-def train_native_and_attached(shape: tuple[int, int], algorithm: Algorithm[Any]) -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_all_entries_equal_native_hsdp(shape: tuple[int, int]) -> None:
     mesh = grid(*shape)
-    model = sharded(mesh["shard"])
-    regtopk.attach(model, algorithm, process_group=mesh["replicate"])
-    return train(sharded(mesh)), train(model)
+    native = train(sharded(mesh))
+    for algorithm in (regtopk.Dense(), regtopk.TopK(density=1)):
+        model = sharded(mesh["shard"])
+        regtopk.attach(model, algorithm, process_group=mesh["replicate"])
+        attached = train(model)
+        torch.testing.assert_close(attached, native)  # they add in another order
+        assert is_same_on_all_ranks(attached)
 
 
-def checkpointed(net: Net) -> Net:
+def checkpointed() -> Net:
+    net = make_net()
     checkpoint(net.extra)
     return net
 
 
-def partly_frozen(net: Net) -> Net:
+def partly_frozen() -> Net:
+    net = make_net()
     net.extra.requires_grad_(False)
     net.last.bias.requires_grad_(False)
     return net
 
 
-KINDS: dict[str, Callable[[DeviceMesh], Any]] = {
-    "not resharded after forward": lambda mesh: sharded(mesh, reshard_after_forward=False),
-    "activation checkpointing": lambda mesh: sharded(mesh, checkpointed(make_net())),
-    "frozen parameters": lambda mesh: sharded(mesh, partly_frozen(make_net())),
-    "one unit": lambda mesh: fully_shard(make_net(), mesh=mesh),
-    "a group of modules": lambda mesh: with_a_group(make_net(), mesh),
-    "a unit used twice": used_twice,
-}
-
-
-def with_a_group(net: Net, mesh: DeviceMesh) -> Any:
+def with_a_group(mesh: DeviceMesh) -> Any:
+    net = make_net()
     fully_shard([net.first, net.extra], mesh=mesh)
     return fully_shard(net, mesh=mesh)
+
+
+KINDS: dict[str, Callable[[DeviceMesh], Any]] = {
+    "not resharded after forward": lambda mesh: sharded(mesh, reshard_after_forward=False),
+    "activation checkpointing": lambda mesh: sharded(mesh, checkpointed()),
+    "frozen parameters": lambda mesh: sharded(mesh, partly_frozen()),
+    "one unit": lambda mesh: fully_shard(make_net(), mesh=mesh),
+    "a group of modules": with_a_group,
+    "a unit used twice": used_twice,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,8 +131,8 @@ def test_it_equals_replicas_that_exchange_in_the_same_parts(
     with threads_for(1):  # as the ranks have
         by_hand = [train_by_hand(algorithm, *shape) for algorithm in ALGORITHMS]
     for results in four_ranks.wait_for(waiting):
-        for algorithm, attached, expected in zip(ALGORITHMS, results, by_hand, strict=True):
-            assert torch.equal(attached, expected), algorithm
+        for algorithm, found, expected in zip(ALGORITHMS, results, by_hand, strict=True):
+            assert torch.equal(found, expected), algorithm
 
 
 def train_attached(shape: tuple[int, int]) -> list[Tensor]:
@@ -138,31 +148,23 @@ def train_attached(shape: tuple[int, int]) -> list[Tensor]:
 def train_by_hand(algorithm: Algorithm[Any], replicas: int, shards: int) -> Tensor:
     """One process computes what all ranks do: a simulated exchange for every part of every unit."""
     net = make_net()
-    units = {
-        name: list((net.last if name == "<root>" else net.get_submodule(name)).parameters()) for name in UNITS
-    }
-    clusters = {
-        (name, part): Cluster(algorithm, num_workers=replicas) for name in units for part in range(shards)
-    }
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    units = [list(part.parameters()) for part in (net.first, net.extra, net.middle, net.last)]
+    clusters = [[Cluster(algorithm, num_workers=replicas) for _ in range(shards)] for _ in units]
     for step in range(NUM_STEPS):
         grads = torch.stack([mean_of_replica(net, step, replica, shards) for replica in range(replicas)])
-        by_parameter = dict(
-            zip(net.parameters(), grads.split([p.numel() for p in net.parameters()], 1), strict=True)
-        )
-        for name, parameters in units.items():
+        sizes = [p.numel() for p in net.parameters()]
+        by_parameter = dict(zip(net.parameters(), grads.split(sizes, 1), strict=True))
+        for parameters, of_unit in zip(units, clusters, strict=True):
             padded = [padded_parts(by_parameter[p], p, shards) for p in parameters]
-            pieces = [
-                clusters[name, part].step(torch.cat([parts[:, part] for parts in padded], 1))
-                for part in range(shards)
-            ]
-            sizes = [parts.shape[2] for parts in padded]
-            for p, *parts in zip(parameters, *(piece.split(sizes) for piece in pieces), strict=True):
+            pieces = []
+            for part, cluster in enumerate(of_unit):
+                piece = cluster.step(torch.cat([parts[:, part] for parts in padded], 1))
+                pieces.append(piece.split([parts.shape[2] for parts in padded]))
+            for p, *parts in zip(parameters, *pieces, strict=True):
                 p.grad = torch.cat(parts)[: p.numel()].view_as(p)
-        with torch.no_grad():
-            for p in net.parameters():
-                assert p.grad is not None
-                p.sub_(p.grad, alpha=LR)
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+        optimizer.step()
+    return flat_parameters(net)
 
 
 def mean_of_replica(net: nn.Module, step: int, replica: int, shards: int) -> Tensor:
@@ -171,7 +173,7 @@ def mean_of_replica(net: nn.Module, step: int, replica: int, shards: int) -> Ten
     for rank in range(replica * shards, (replica + 1) * shards):
         net.zero_grad()
         net(batch(step, rank)).square().mean().backward()
-        total = total + torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        total = total + flat_gradients(net)
     return total / shards
 
 
@@ -188,10 +190,7 @@ def padded_parts(grads: Tensor, p: Tensor, shards: int) -> Tensor:
 
 @on_ranks(4)
 def test_accumulation_is_one_step_of_the_sum() -> None:
-    mesh = grid(2, 2)
-    model, other = sharded(mesh["shard"]), sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
-    regtopk.attach(other, regtopk.TopK(density=0.2), process_group=mesh["replicate"])
+    (model, exchange), (other, _) = (attached(regtopk.TopK(density=0.2)) for _ in range(2))
     model.set_requires_gradient_sync(False)
     loss_of(model, 0).backward()
     assert exchange.num_steps == 0 and exchange.total.sent_bytes == 0
@@ -204,9 +203,7 @@ def test_accumulation_is_one_step_of_the_sum() -> None:
 
 @on_ranks(4)
 def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual() -> None:
-    mesh = grid(2, 2)
-    model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
+    model, exchange = attached(regtopk.RegTopK(density=0.05))
     place = str(exchange.rank)
     loss_of(model, 0).backward()
     with_extra, before = exchange.last_step.num_entries, exchange.state_dict()
@@ -225,9 +222,7 @@ def test_a_unit_that_is_not_used_sends_nothing_and_keeps_its_residual() -> None:
 @on_ranks(4)
 def test_a_unit_that_arrives_twice_in_a_backward(set_to_none: bool) -> None:
     """Gradients of two steps whose unit "middle" arrives once more, with one more in every entry."""
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
+    (model, exchange), native = attached(regtopk.Dense()), sharded(grid(2, 2))
 
     def hook(flat: Tensor) -> None:
         again = torch.ones_like(flat)
@@ -255,21 +250,18 @@ def drop_the_gradient(p: Any) -> None:
 
 @on_ranks(4)
 def test_hooks_of_users_on_gradients() -> None:
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    regtopk.attach(model, regtopk.Dense(), process_group=mesh["replicate"])
+    (model, _), native = attached(regtopk.Dense()), sharded(grid(2, 2))
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(twice_the_gradient)
     for net in (model, native):
         loss_of(net, 0).backward()
-    other = sharded(mesh["shard"])
-    regtopk.attach(other, regtopk.Dense(), process_group=mesh["replicate"])
+    other, _ = attached(regtopk.Dense())
     other.middle.bias.register_post_accumulate_grad_hook(drop_the_gradient)
     # they come before the exchange, and see zeros
     torch.testing.assert_close(whole_gradients(model), whole_gradients(native))
     assert refusal(loss_of(other, 0).backward) == (
         "ClusterError",
-        "gradients of FSDP unit 'middle' must not be replaced or removed before backward is over",
+        "gradients of FSDP unit 'middle' must not be removed before backward is over",
     )
 
 
@@ -304,53 +296,37 @@ def test_mixed_precision_equals_native_hsdp(reduce_dtype: str) -> None:
 
 @on_ranks(4)
 def test_a_checkpoint_of_the_same_mesh_goes_on_bit_for_bit() -> None:
-    mesh = grid(2, 2)
     algorithm = regtopk.RegTopK(density=0.05)
-    model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, algorithm, process_group=mesh["replicate"])
+    model, exchange = attached(algorithm)
     train(model, range(3))
     net = make_net()
     saved = exchange.state_dict()
     nn.utils.vector_to_parameters(whole_parameters(model), net.parameters())
     straight = train(model, range(3, 6))
-    again = sharded(mesh["shard"], net)
-    resumed = regtopk.attach(again, algorithm, process_group=mesh["replicate"])
+    again, resumed = attached(algorithm, net)
     ((_, part),) = saved["shards"].items()
-    other = 1 - part["shard"][0]
+    mine, other = part["shard"][0], 1 - part["shard"][0]
     of_another_part = [{"shards": {f"{other} of 2": part}}, {**part, "shard": [other, 2]}]
-    refusals = [refusal(partial(resumed.load_state_dict, state))[1] for state in of_another_part]
+    assert [refusal(partial(resumed.load_state_dict, state))[1] for state in of_another_part] == [
+        f"the saved state must hold part {mine} of 2, got parts ['{other} of 2']",
+        f"shard of the saved state must be [{mine}, 2], got [{other}, 2]",
+    ]
     resumed.load_state_dict(saved)
     assert resumed.num_steps == 3
     assert torch.equal(straight, train(again, range(3, 6)))
-    assert refusals in (refused_parts(0), refused_parts(1))
 
 
-def refused_parts(part: int) -> list[str]:
-    other = 1 - part
-    return [
-        f"the saved state must hold part {part} of 2, got parts ['{other} of 2']",
-        f"shard of the saved state must be [{part}, 2], got [{other}, 2]",
-    ]
-
-
-def test_detached_it_is_native_hsdp(four_ranks: Ranks) -> None:
-    for detached, native, summary in four_ranks.run(detach):
-        assert torch.equal(detached, native)
-        assert summary.endswith("the dense steps since are not counted here")
-
-
-def detach() -> tuple[Tensor, Tensor, str]:
-    mesh = grid(2, 2)
-    model, native = sharded(mesh["shard"]), sharded(mesh)
-    exchange: Any = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
+@on_ranks(4)
+def test_detached_it_is_native_hsdp() -> None:
+    (model, exchange), native = attached(regtopk.TopK(density=0.05)), sharded(grid(2, 2))
     loss_of(model, 0).backward()
     exchange.detach()
     model.zero_grad()
     for each in (model, native):
         loss_of(each, 1).backward()
-    grads = whole_gradients(model), whole_gradients(native)
-    regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])  # again
-    return *grads, exchange.summary()
+    assert torch.equal(whole_gradients(model), whole_gradients(native))
+    assert exchange.summary().endswith("the dense steps since are not counted here")
+    regtopk.attach(model, regtopk.TopK(density=0.05), process_group=grid(2, 2)["replicate"])  # again
 
 
 @on_ranks(4)
@@ -366,8 +342,7 @@ def test_one_replica_sends_nothing_and_says_so() -> None:
 
 @on_ranks(4)
 def test_gradients_are_zero_where_an_exchange_failed() -> None:
-    model = sharded(grid(2, 2)["shard"])
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.1), process_group=grid(2, 2)["replicate"])
+    model, exchange = attached(regtopk.TopK(density=0.1))
     with patch.object(Agreement, "hear", side_effect=ClusterError("ranks differ")):
         found = refusal(loss_of(model, 0).backward)
     is_cleared = not whole_gradients(model).any()

@@ -6,24 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import regtopk
-from regtopk.errors import StateError
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded, whole, whole_parameters
+from tests.distributed.test_updates import nesterov
 from tests.distributed.training import algorithm_state, loss_of, make_net, refusal, same
 
 KINDS = ("attach", "updates")
 REGTOPK = regtopk.RegTopK(density=0.05, value_code="4bit")
 Shape = tuple[int, int]  # replicas, shards
-
-
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class Job:
@@ -79,43 +76,32 @@ class Job:
         ("updates", 4, (1, 4), False),
     ],
 )
+@on_ranks(4)
 def test_the_same_mesh_goes_on_bit_for_bit(
-    four_ranks: Ranks, tmp_path: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
+    tmp_path: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
 ) -> None:
-    for straight, resumed in four_ranks.run(train_resumed, tmp_path, kind, num_before, shape, is_narrow):
-        assert torch.equal(straight, resumed)
-
-
-def train_resumed(
-    folder: Path, kind: str, num_before: int, shape: Shape, is_narrow: bool
-) -> tuple[Tensor, Tensor]:
-    """Parameters of a straight and a resumed run; a narrow one has residuals in bfloat16."""
+    """A straight and a resumed run; a narrow one has residuals in bfloat16."""
     jobs = [Job(kind, shape, is_narrow=is_narrow) for _ in range(2)]
     jobs[0].train(range(num_before))
-    jobs[0].save(folder)
+    jobs[0].save(tmp_path)
     jobs[1].train(range(20, 22))  # elsewhere
-    jobs[1].load(folder)
+    jobs[1].load(tmp_path)
     for job in jobs:
         job.train(range(num_before, 6))
     assert same(*(algorithm_state(job.exchange) for job in jobs))
     assert jobs[1].exchange.total.sent_bytes == jobs[0].exchange.total.sent_bytes
-    return whole_parameters(jobs[0].model), whole_parameters(jobs[1].model)
+    assert torch.equal(*(whole_parameters(job.model) for job in jobs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exchange_that_dcp_saves_itself_keeps_every_part(
-    four_ranks: Ranks, tmp_path: Path, kind: str
-) -> None:
-    assert all(four_ranks.run(saved_by_itself, tmp_path, kind))
-
-
-def saved_by_itself(folder: Path, kind: str) -> bool:
+@on_ranks(4)
+def test_an_exchange_that_dcp_saves_itself_keeps_every_part(tmp_path: Path, kind: str) -> None:
     first, second = Job(kind, (2, 2)), Job(kind, (2, 2))
     first.train(range(3))
-    save({"exchange": first.exchange}, checkpoint_id=folder)
-    load({"exchange": second.exchange}, checkpoint_id=folder)
+    save({"exchange": first.exchange}, checkpoint_id=tmp_path)
+    load({"exchange": second.exchange}, checkpoint_id=tmp_path)
     assert second.exchange.num_steps == first.exchange.num_steps
-    return same(algorithm_state(first.exchange), algorithm_state(second.exchange))
+    assert same(algorithm_state(first.exchange), algorithm_state(second.exchange))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,21 +141,14 @@ def train_saving(folder: Path, kind: str, steps: range) -> Tensor:
 def test_the_sum_of_the_residuals_is_kept_on_every_mesh(
     four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    chain: list[tuple[Ranks, Shape]] = [
-        (four_ranks, (2, 2)),
-        (four_ranks, (1, 4)),
-        (two_ranks, (2, 1)),
-        (four_ranks, (4, 1)),
-        (two_ranks, (1, 2)),
-    ]
     before: tuple[Tensor, Any] | None = None
-    for number, (ranks, shape) in enumerate(chain):
+    for number, shape in enumerate([(2, 2), (1, 4), (2, 1), (4, 1), (1, 2)]):
+        ranks = four_ranks if shape[0] * shape[1] == 4 else two_ranks
         results = ranks.run(go_on, tmp_path, kind, shape, number)
         loaded, saved = ([each[i] for each in results] for i in (0, 1))
         if before is not None:
-            torch.testing.assert_close(
-                sum_of([each[0] for each in loaded], shape), before[0], rtol=1e-6, atol=0
-            )
+            found = sum_of([each[0] for each in loaded], shape)
+            torch.testing.assert_close(found, before[0], rtol=1e-6, atol=0)
             assert all(same(each[1], before[1]) for each in loaded)
         before = sum_of([each[0] for each in saved], shape), saved[0][1]
         assert before[0].abs().sum() > 0
@@ -215,25 +194,18 @@ def sum_of(parts: list[dict[str, Tensor]], shape: Shape) -> Tensor:
     return torch.cat(total)
 
 
-def test_adams_state_is_the_mean_and_the_outer_state_is_kept(four_ranks: Ranks, tmp_path: Path) -> None:
-    saved = four_ranks.run(states_saved, tmp_path)
-    for mean, momentum in four_ranks.run(states_loaded, tmp_path):
-        both = torch.stack([saved[0][0], saved[2][0]]).double().mean(0).float()
-        assert torch.equal(mean, both) and not torch.equal(saved[0][0], saved[2][0])
-        assert torch.equal(momentum, saved[0][1])
-
-
-def states_saved(folder: Path) -> tuple[Tensor, Tensor]:
-    job = Job("updates", (2, 2))
+@on_ranks(4)
+def test_adams_state_is_the_mean_and_the_outer_state_is_kept(tmp_path: Path) -> None:
+    job, other = Job("updates", (2, 2)), Job("updates", (1, 4))
     job.train(range(4))
-    job.save(folder)
-    return states_of(job)
-
-
-def states_loaded(folder: Path) -> tuple[Tensor, Tensor]:
-    job = Job("updates", (1, 4))
-    job.load(folder)
-    return states_of(job)
+    job.save(tmp_path)
+    other.load(tmp_path)
+    saved: list[Any] = [None] * 4
+    dist.all_gather_object(saved, states_of(job))
+    mean, momentum = states_of(other)
+    both = torch.stack([saved[0][0], saved[2][0]]).double().mean(0).float()
+    assert torch.equal(mean, both) and not torch.equal(saved[0][0], saved[2][0])
+    assert torch.equal(momentum, saved[0][1])
 
 
 def states_of(job: Job) -> tuple[Tensor, Tensor]:
@@ -248,34 +220,31 @@ def states_of(job: Job) -> tuple[Tensor, Tensor]:
 # What is refused.
 
 
-def test_what_does_not_fit_is_refused_and_nothing_changes(four_ranks: Ranks, tmp_path: Path) -> None:
-    for found in four_ranks.run(refusals, tmp_path):
-        assert [kind for kind, _ in found] == ["StateError"] * 4
-        missing, other, inside, algorithm = (message for _, message in found)
-        rule = "must hold a sharded exchange of this model, which was saved as"
-        assert missing.startswith(
-            f"{tmp_path / 'no'} {rule} {{'exchange': exchange.sharded_state_dict()}}, got "
-        )
-        assert other.startswith(f"{tmp_path} {rule} {{'another': exchange.sharded_state_dict()}}, got ")
-        assert "\n" not in missing + other
-        assert inside.startswith("the saved state must be from a round's end to be loaded on other ranks")
-        assert algorithm == "algorithm must be that of the saved state, 'regtopk', got 'topk'"
-
-
-def refusals(folder: Path) -> list[tuple[str, str]]:
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     job = Job("updates", (2, 2))
     job.train(range(3))
-    job.save(folder)
+    job.save(tmp_path)
     elsewhere, other = Job("updates", (1, 4)), Job("updates", (2, 2), regtopk.TopK(density=0.05))
     before = algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)
-    found = [
-        refusal(lambda: job.load(folder / "no")),
-        refusal(lambda: job.exchange.load_sharded(folder, key="another")),
-        refusal(lambda: elsewhere.load(folder)),
-        refusal(lambda: other.load(folder)),
+    rule = "must hold a sharded exchange of this model, which was saved as {"
+    state_dict = ": exchange.sharded_state_dict()}, got "
+    cases = [
+        (lambda: job.load(tmp_path / "no"), f"{tmp_path / 'no'} {rule}'exchange'{state_dict}"),
+        (
+            lambda: job.exchange.load_sharded(tmp_path, key="another"),
+            f"{tmp_path} {rule}'another'{state_dict}",
+        ),
+        (
+            lambda: elsewhere.load(tmp_path),
+            "the saved state must be from a round's end to be loaded on other",
+        ),
+        (lambda: other.load(tmp_path), "algorithm must be that of the saved state, 'regtopk', got 'topk'"),
     ]
+    for act, start in cases:
+        kind, found = refusal(act)
+        assert kind == "StateError" and found.startswith(start) and "\n" not in found
     assert same(before, (algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)))
-    return found
 
 
 @on_ranks(2)
@@ -288,19 +257,14 @@ def test_a_model_that_is_not_sharded_has_no_sharded_state() -> None:
     assert found == [("ClusterError", message)] * 2
 
 
-def test_a_state_that_cannot_be_cut_anew(four_ranks: Ranks, tmp_path: Path) -> None:
-    for kind, message in four_ranks.run(load_factored, tmp_path):
-        assert kind == StateError.__name__
-        assert message.startswith(
-            "row_var of parameter 'first.weight' must have the parameter's shape, or be"
-        )
-
-
-def load_factored(folder: Path) -> tuple[str, str]:
+@on_ranks(4)
+def test_a_state_that_cannot_be_cut_anew(tmp_path: Path) -> None:
     """A state with a number for each row, as factored optimizers keep it."""
     jobs = Job("updates", (2, 2)), Job("updates", (1, 4))
     jobs[0].train(range(2))
     state = jobs[0].optimizer.state[jobs[0].model.first.weight]
     state["row_var"] = torch.ones(20, 1)
-    jobs[0].save(folder)
-    return refusal(lambda: jobs[1].load(folder))
+    jobs[0].save(tmp_path)
+    kind, message = refusal(lambda: jobs[1].load(tmp_path))
+    assert kind == "StateError"
+    assert message.startswith("row_var of parameter 'first.weight' must have the parameter's shape, or be")

@@ -11,37 +11,31 @@ from torch.distributed.fsdp import fully_shard
 
 import regtopk
 from tests.distributed.late import answers_on_the_device
-from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.sharding import grid, sharded, whole_gradients, whole_parameters
+from tests.distributed.ranks import on_ranks
+from tests.distributed.sharding import attached, grid, whole_gradients, whole_parameters
 from tests.distributed.training import algorithm_state, loss_of, make_net, same
 
 # A layer's rows are cut in two. Units arrive from the last to the first, whose gradients reach no other unit.
-BAD = {"in the first unit": ("last", 2), "in part 0 of the last": ("first", 1), "in part 1": ("first", 39)}
+BAD = [("last", 2), ("first", 1), ("first", 39)]  # in the first unit; in part 0 and in part 1 of the last
 
 
 class Interruption(Exception):  # noqa: N818
     """What a user's code raises in backward."""
 
 
-def test_a_skipped_step_changes_nothing(four_ranks: Ranks) -> None:
-    for straight, *all_skipping in four_ranks.run(train_straight_and_with_each):
-        for where, skipping in zip([*BAD, *BAD], all_skipping, strict=True):
-            assert torch.equal(skipping, straight), where  # training goes on as if the step had not been
-
-
-def train_straight_and_with_each() -> list[Tensor]:
-    heard = [train(*where, bad_steps=(0, 3)) for where in BAD.values()]
+@on_ranks(4)
+def test_a_skipped_step_changes_nothing() -> None:
+    found = [train(*where, bad_steps=(0, 3)) for where in BAD]
     with answers_on_the_device() as late:
         straight = train(bad_steps=())
-        found = [straight, *heard, *(train(*where, bad_steps=(0, 3)) for where in BAD.values())]
+        found += [train(*where, bad_steps=(0, 3)) for where in BAD]
     assert len(late) == 4 + 3 * 6  # all steps but the first of each run, and the bad ones beside
-    return found
+    for skipping in found:
+        assert torch.equal(skipping, straight)  # training goes on as if the step had not been
 
 
 def train(layer: str = "", row: int = 0, *, bad_steps: tuple[int, ...]) -> Tensor:
-    mesh = grid(2, 2)
-    model = sharded(mesh["shard"])
-    exchange = regtopk.attach(model, regtopk.RegTopK(density=0.05), process_group=mesh["replicate"])
+    model, exchange = attached(regtopk.RegTopK(density=0.05))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         if step in bad_steps:
@@ -79,11 +73,9 @@ def test_a_backward_that_fails_is_taken_back() -> None:
 
 def interrupted_at(bad_step: int | None) -> Tensor:
     """The gradients of the last of three steps, the parameters staying what they are."""
-    mesh = grid(2, 2)
     net = make_net()
-    fully_shard(net.last, mesh=mesh["shard"])  # FSDP would keep half a gradient of the root's own layer
-    model = sharded(mesh["shard"], net)
-    exchange = regtopk.attach(model, regtopk.TopK(density=0.05), process_group=mesh["replicate"])
+    fully_shard(net.last, mesh=grid(2, 2)["shard"])  # FSDP would keep half a gradient of the root's own layer
+    model, exchange = attached(regtopk.TopK(density=0.05), net)
     for step in range(3):
         model.zero_grad()
         if step == bad_step:
@@ -112,10 +104,7 @@ def test_a_grad_scaler_changes_nothing_but_the_steps_it_skips() -> None:
 
 
 def train_by(scaler: torch.amp.GradScaler | None) -> Tensor:
-    mesh = grid(2, 2)
-    model = sharded(mesh["shard"])
-    topk = regtopk.TopK(density=0.05)
-    exchange = regtopk.attach(model, topk, process_group=mesh["replicate"], grad_scaler=scaler)
+    model, exchange = attached(regtopk.TopK(density=0.05), grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         if scaler is not None and step == 3:  # an overflow on one rank
@@ -125,11 +114,11 @@ def train_by(scaler: torch.amp.GradScaler | None) -> Tensor:
             scaler.update()
             assert scaler.get_scale() == scale / 2 and exchange.last_step.num_skipped == 1
             optimizer.zero_grad()
-        loss = loss_of(model, step)
-        (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is None:
+            loss_of(model, step).backward()
             optimizer.step()
         else:
+            scaler.scale(loss_of(model, step)).backward()
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()

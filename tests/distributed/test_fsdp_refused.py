@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,16 +17,20 @@ from tests.distributed.sharding import grid, replica, sharded
 from tests.distributed.training import loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
-Act = Callable[[], Any]
+HALF = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 
 def attach(model: Any = None, algorithm: Any = TOPK, **options: Any) -> Any:
     options = {"process_group": grid(2, 2)["replicate"], **options}
-    return regtopk.attach(sharded(grid(2, 2)["shard"]) if model is None else model, algorithm, **options)
+    return regtopk.attach(net() if model is None else model, algorithm, **options)
+
+
+def net(**options: Any) -> Any:
+    return sharded(grid(2, 2)["shard"], **options)
 
 
 def after_updates() -> None:
-    model = sharded(grid(2, 2)["shard"])
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = regtopk.UpdateExchange(model, optimizer, TOPK, process_group=grid(2, 2)["replicate"])
     try:
@@ -38,53 +41,45 @@ def after_updates() -> None:
 
 
 def twice() -> None:
-    model = sharded(grid(2, 2)["shard"])
+    model = net()
     attach(model)
     attach(model)
 
 
 def by_columns() -> Any:
-    net = nn.Sequential(nn.Linear(4, 4))
-    return fully_shard(net, mesh=grid(2, 2)["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    model = nn.Sequential(nn.Linear(4, 4))
+    return fully_shard(model, mesh=grid(2, 2)["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
 
 
 def partly_plain() -> Any:
-    net = make_net()
-    fully_shard(net.first, mesh=grid(2, 2)["shard"])
-    return net
+    model = make_net()
+    fully_shard(model.first, mesh=grid(2, 2)["shard"])
+    return model
 
 
 def on_two_meshes() -> Any:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(net[0], mesh=grid(2, 2)["replicate"])
-    return fully_shard(net, mesh=grid(2, 2)["shard"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=grid(2, 2)["replicate"])
+    return fully_shard(model, mesh=grid(2, 2)["shard"])
 
 
 def with_groups() -> Any:
     """A stand-in: torch makes such units for parameters on meshes of their own."""
-    model = sharded(grid(2, 2)["shard"])
+    model = net()
     state = model.extra._get_fsdp_state()
     state._fsdp_param_groups = state._fsdp_param_groups * 2
     return model
 
 
-def summing() -> Any:
-    model = sharded(grid(2, 2)["shard"])
+def summing(model: Any) -> Any:
     model.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def divided_by_eight() -> Any:
-    model = sharded(grid(2, 2)["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    model = net(mp_policy=HALF)
     model.set_gradient_divide_factor(8.0)
     return model
-
-
-def summing_later() -> None:
-    model = sharded(grid(2, 2)["shard"])
-    attach(model)
-    model.set_force_sum_reduction_for_comms(True)
-    loss_of(model, 0).backward()
 
 
 def on_meta() -> Any:
@@ -92,37 +87,33 @@ def on_meta() -> Any:
         return fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
 
 
-def with_another_module() -> None:
-    model = sharded(grid(2, 2)["shard"])
+def then(change: Callable[[Any], Any], num_before: int = 1) -> None:
+    """Change a model when it is attached and has made some steps, and train on."""
+    model = net()
+    model.extra.requires_grad_(change is not unfreeze)
     attach(model)
-    loss_of(model, 0).backward()
+    for step in range(num_before):
+        loss_of(model, step).backward()
+    change(model)
+    loss_of(model, 1).backward()
+
+
+def add_a_module(model: Any) -> None:
     model.later = fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
-    loss_of(model, 1).backward()
 
 
-def with_a_module_replaced() -> None:
-    model = sharded(grid(2, 2)["shard"])
-    attach(model)
+def replace_a_module(model: Any) -> None:
     model.extra = fully_shard(make_net().extra, mesh=grid(2, 2)["shard"])
-    loss_of(model, 0).backward()
 
 
-def unfrozen_later() -> None:
-    model = sharded(grid(2, 2)["shard"])
-    model.extra.requires_grad_(False)
-    attach(model)
-    loss_of(model, 0).backward()
+def unfreeze(model: Any) -> None:
     model.extra.requires_grad_(True)
-    loss_of(model, 1).backward()
 
 
-def beginning_apart() -> None:
-    model = sharded(grid(2, 2)["shard"])
-    attach(model)
+def begin_apart(model: Any) -> None:
     if dist.get_rank() == 3:  # others that share its replica hear of it, too
         with torch.no_grad():
             model.last.bias.to_local().add_(1)
-    loss_of(model, 0).backward()
 
 
 def use_a_part() -> None:
@@ -143,16 +134,14 @@ class Reentrant(nn.Module):
 
 
 def backward_inside_another() -> None:
-    mesh = grid(2, 2)["shard"]
-    net: Any = make_net()
-    net.middle = Reentrant(fully_shard(net.middle, mesh=mesh))
-    fully_shard(net, mesh=mesh)
-    attach(net)
-    loss_of(net, 0).backward()
+    mesh, model = grid(2, 2)["shard"], make_net()
+    model.middle = Reentrant(fully_shard(model.middle, mesh=mesh))  # type: ignore[assignment]
+    attach(fully_shard(model, mesh=mesh))
+    loss_of(model, 0).backward()
 
 
 def after_close() -> None:
-    model = sharded(grid(2, 2)["shard"])
+    model = net()
     attach(model).close()
     loss_of(model, 0).backward()
 
@@ -163,10 +152,6 @@ def crossed() -> Any:
     return groups[dist.get_rank() in (1, 2)]
 
 
-def by_replica(*choices: Any) -> Any:
-    return choices[replica()]
-
-
 def by_part(*choices: Any) -> Any:
     """Another choice on one rank of one replica."""
     return choices[dist.get_rank() == 3]
@@ -174,145 +159,122 @@ def by_part(*choices: Any) -> Any:
 
 DIVIDED = "ClusterError: gradients of FSDP unit '<root>' must be divided by the number of shards before the "
 CHANGED = "ClusterError: modules and parameters of a model must stay what they were when it was attached"
+SHARED = "ClusterError: all ranks that share a model must have the same "
 
 # What is done, and how the error begins.
-CASES: dict[str, tuple[Act, str]] = {
-    "a mesh of two dimensions": (
+CASES: list[tuple[Callable[[], Any], str]] = [
+    (
         lambda: attach(sharded(grid(2, 2))),
         "ClusterError: mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: ",
     ),
-    "a group for DDP": (
+    (
         lambda: attach(DistributedDataParallel(make_net())),
         "ArgumentError: process_group must be None for a model in DistributedDataParallel",
     ),
-    "no group": (
+    (
         lambda: attach(process_group=None),
-        "ArgumentError: process_group must be the process group or mesh of the replicate axis for a sharded "
-        "model, got None: pass mesh['replicate']",
+        "ArgumentError: process_group must be the process group or mesh of the replicate axis for a sharded ",
     ),
-    "the whole mesh as a group": (
+    (
         lambda: attach(process_group=grid(2, 2)),
         "ArgumentError: process_group must be a process group or a mesh of 1 dimension, got one of 2: ",
     ),
-    "all ranks as a group": (
+    (
         lambda: attach(process_group=dist.group.WORLD),
         "ClusterError: the replicate group must share one rank with the shard group, this one, got ranks "
         "[0, 1, 2, 3] beside shards on ranks {shards}: ",
     ),
-    "replicas of different parts": (
+    (
         lambda: attach(process_group=crossed()),
         "ClusterError: all ranks must have the same shard, got {places}",
     ),
-    "twice": (
-        twice,
-        "ClusterError: attach must be called once for a model: FSDP unit '<root>' has an all-reduce hook ",
-    ),
-    "sharded by columns": (
+    (twice, "ClusterError: FSDP unit '<root>' must have no all-reduce hook, got one: call detach() of what "),
+    (
         lambda: attach(by_columns()),
         "ClusterError: placement of parameter '0.weight' must be Shard(0) or Replicate(), got Shard(dim=1)",
     ),
-    "a part that is not sharded": (
+    (
         lambda: attach(partly_plain()),
         "ClusterError: parameter 'extra.weight' must be sharded as the others are, got a plain tensor: ",
     ),
-    "two meshes": (
+    (
         lambda: attach(on_two_meshes()),
         "ClusterError: parameters must be on one mesh, got '0.weight' on ranks {replicas} and '1.weight' on "
         "ranks {shards}",
     ),
-    "several parameter groups": (
-        lambda: attach(with_groups()),
-        "ClusterError: FSDP unit 'extra' must have one parameter group: ",
-    ),
-    "parameters in the CPU's memory": (
-        lambda: attach(sharded(grid(2, 2)["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    (lambda: attach(with_groups()), "ClusterError: FSDP unit 'extra' must have one parameter group: "),
+    (
+        lambda: attach(net(offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "ClusterError: offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy",
     ),
-    "gradients that are divided after the hook": (
-        lambda: regtopk.attach(
-            sharded(grid(1, 4)["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),
-            TOPK,
-            process_group=grid(1, 4)["replicate"],
-        ),
+    (
+        lambda: attach(sharded(grid(1, 4)["shard"], mp_policy=HALF), process_group=grid(1, 4)["replicate"]),
         f"{DIVIDED}all-reduce hook: reduce_dtype must be float32 or bfloat16, got torch.float16",
     ),
-    "a factor that is divided by after the hook": (lambda: attach(divided_by_eight()), DIVIDED),
-    "sums in the place of means": (lambda: attach(summing()), DIVIDED),
-    "sums in the place of means, later": (summing_later, DIVIDED),
-    "after UpdateExchange": (after_updates, "ClusterError: model must have no UpdateExchange, got one"),
-    "skip": (
-        lambda: attach(skip=max),
-        "ArgumentError: skip must be None for a fully_shard'ed model, whose units are exchanged whole, got <",
-    ),
-    "k": (
+    (lambda: attach(divided_by_eight()), DIVIDED),
+    (lambda: attach(summing(net())), DIVIDED),
+    (lambda: then(summing), DIVIDED),
+    (after_updates, "ClusterError: model must have no UpdateExchange, got one"),
+    (lambda: attach(skip=max), "ArgumentError: skip must be None for a fully_shard'ed model, whose units "),
+    (
         lambda: attach(algorithm=regtopk.TopK(k=3)),
         "ArgumentError: k must be None for a model that is exchanged in parts (FSDP units, fragments), which "
         "differ in size, got 3: give a density",
     ),
-    "replicas differ": (
-        lambda: attach(algorithm=by_replica(TOPK, regtopk.Dense())),
+    (
+        lambda: attach(algorithm=[TOPK, regtopk.Dense()][replica()]),
         "ClusterError: all ranks must have the same algorithm, got 'topk' on rank {replicas[0]}, 'dense' on ",
     ),
-    "algorithms of parts differ": (
+    (
         lambda: attach(algorithm=by_part(TOPK, regtopk.Dense())),
-        "ClusterError: all ranks that share a model must have the same algorithm, got 'topk' on rank 2, "
-        "'dense' on rank 3 (replica 1)",
+        f"{SHARED}algorithm, got 'topk' on rank 2, 'dense' on rank 3 (replica 1)",
     ),
-    "parts of a replica differ": (
-        lambda: attach(dense_steps=by_part(0, 2)),
-        "ClusterError: all ranks that share a model must have the same dense_steps, got 0 on rank 2, 2 on ",
-    ),
-    "weights of parts differ": (
-        lambda: attach(weight=by_part(0.5, 0.25)),
-        "ClusterError: all ranks that share a model must have the same weight, got 0.5 on rank 2, 0.25 on ",
-    ),
-    "a model without memory": (
+    (lambda: attach(dense_steps=by_part(0, 2)), f"{SHARED}dense_steps, got 0 on rank 2, 2 on rank 3"),
+    (lambda: attach(weight=by_part(0.5, 0.25)), f"{SHARED}weight, got 0.5 on rank 2, 0.25 on rank 3"),
+    (
         lambda: attach(on_meta()),
         "ClusterError: parameter 'weight' must be on the device that trains it, got 'meta': ",
     ),
-    "a module that comes later": (with_another_module, CHANGED),
-    "a module in the place of another": (with_a_module_replaced, CHANGED),
-    "a unit that is trained later": (
-        unfrozen_later,
-        "ClusterError: parameters of FSDP unit 'extra' must have required a gradient when it was attached",
-    ),
-    "replicas that begin apart": (
-        beginning_apart,
+    (lambda: then(add_a_module), CHANGED),
+    (lambda: then(replace_a_module, num_before=0), CHANGED),
+    (lambda: then(unfreeze), "ClusterError: gradient of FSDP unit 'extra' must have 0 entries, of all its "),
+    (
+        lambda: then(begin_apart, num_before=0),
         "ClusterError: parameters must be the same on all replicas before the first step, but 'last.bias' "
         "differs between ranks 1 and 3: ",
     ),
-    "a unit that is used in part": (
+    (
         use_a_part,
         "ClusterError: gradient of FSDP unit '<root>' must have 1692 entries, of all its parameters that "
         "required a gradient when it was attached, got 872: ",
     ),
-    "a backward inside another": (
+    (
         backward_inside_another,
         "ClusterError: activation checkpoints around FSDP units must be made with use_reentrant=False",
     ),
-    "after close": (after_close, "ClusterError: the exchange must not be used after close()"),
-}
+    (after_close, "ClusterError: the exchange must not be used after close()"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
-    for rank, found in enumerate(four_ranks.run(refusal_of, case)):
+def test_refused_on_every_rank(four_ranks: Ranks) -> None:
+    for rank, answers in enumerate(four_ranks.run(refuse_all)):
         first, second = [0, 3] if rank in (0, 3) else [1, 2]  # crossed
-        start = CASES[case][1].format(
-            shards=[0, 1] if rank < 2 else [2, 3],
-            replicas=[0, 2] if rank % 2 == 0 else [1, 3],
-            places=f"{[first % 2, 2]} on rank {first}, {[second % 2, 2]} on rank {second}",
-        )
-        assert found[: len(start)] == start
+        facts = {
+            "shards": [0, 1] if rank < 2 else [2, 3],
+            "replicas": [0, 2] if rank % 2 == 0 else [1, 3],
+            "places": f"{[first % 2, 2]} on rank {first}, {[second % 2, 2]} on rank {second}",
+        }
+        for found, (_, start) in zip(answers, CASES, strict=True):
+            assert found.startswith(start.format(**facts)), (rank, found)
 
 
-def refusal_of(case: str) -> str:
-    return ": ".join(refusal(CASES[case][0]))
+def refuse_all() -> list[str]:
+    return [": ".join(refusal(act)) for act, _ in CASES]
 
 
 @on_ranks(4)
 def test_nothing_is_changed_by_a_refusal() -> None:
-    model = sharded(grid(2, 2)["shard"])
+    model = net()
     refusal(lambda: attach(model, dense_steps=by_part(0, 2)))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     hooks = [group._all_reduce_hook for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
@@ -323,23 +285,15 @@ def test_nothing_is_changed_by_a_refusal() -> None:
 def test_a_missing_rank_is_found_by_all_others(four_ranks: Ranks) -> None:
     *found, absent = four_ranks.run(attach_on_three)
     assert absent is None and [kind for kind, _ in found] == ["ClusterError"] * 3
-    replicas = (
-        "did every rank call regtopk.attach along the replicate axis (one may still wait for another shard)?"
-    )
-    starts = [
-        f"{replicas} rank 2 has not after 1 s",
-        f"{replicas} rank 3 has not after 1 s",
-        "did every rank call regtopk.attach along the shard axis? rank 3 has not after 1 s",
-    ]
-    for (_, message), start in zip(found, starts, strict=True):
+    axes = ["replicate axis (one may still wait for another shard)"] * 2 + ["shard axis"]
+    for (_, message), axis, missing in zip(found, axes, (2, 3, 3), strict=True):
+        start = f"did every rank call regtopk.attach along the {axis}? rank {missing} has not after 1 s"
         assert message.startswith(start)
 
 
 def attach_on_three() -> tuple[str, str] | None:
-    model = sharded(grid(2, 2)["shard"])
-    found = None
-    if dist.get_rank() != 3:
-        found = refusal(lambda: attach(model, handshake_timeout_s=1))
+    model = net()
+    found = refusal(lambda: attach(model, handshake_timeout_s=1)) if dist.get_rank() != 3 else None
     dist.barrier()
     attach(model)  # on all, again
     return found

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import regtopk
 from regtopk.simulate import Cluster
-from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.sharding import GRIDS, grid, replica, sharded, whole, whole_parameters
+from tests.distributed.ranks import on_ranks
+from tests.distributed.sharding import GRIDS, attached, grid, replica, sharded, whole, whole_parameters
+from tests.distributed.test_updates import is_same_on_all_ranks, nesterov
 from tests.distributed.training import algorithm_state, batch, loss_of, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.05, value_code="4bit")
@@ -21,10 +22,6 @@ NUM_STEPS = 4
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def exchanging(model: Any, algorithm: Any = TOPK, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -42,11 +39,8 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.step()
 
 
-def test_the_model_is_the_ranks_own_again_after_agreed(four_ranks: Ranks) -> None:
-    assert all(four_ranks.run(evaluate_agreed))
-
-
-def evaluate_agreed() -> bool:
+@on_ranks(4)
+def test_the_model_is_the_ranks_own_again_after_agreed() -> None:
     model = sharded(grid(2, 2)["shard"])
     exchange, optimizer = exchanging(model, every=2, fragments=2)
     for number in range(3):
@@ -55,7 +49,7 @@ def evaluate_agreed() -> bool:
         own = loss_of(model, 7)
         with exchange.agreed():
             agreed = loss_of(model, 7)
-        return torch.equal(loss_of(model, 7), own) and not torch.equal(agreed, own)
+        assert torch.equal(loss_of(model, 7), own) and not torch.equal(agreed, own)
 
 
 @on_ranks(4)
@@ -142,13 +136,8 @@ def test_parameters_in_the_cpus_memory() -> None:
 # A NaN.
 
 
-def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere(four_ranks: Ranks) -> None:
-    for rank, (before, after, has_state, num_skipped) in enumerate(four_ranks.run(spoil_one_part)):
-        assert torch.equal(before, after) and num_skipped == 1
-        assert has_state == [rank >= 2, True]  # both parts of what the NaN has reached start anew
-
-
-def spoil_one_part() -> tuple[Tensor, Tensor, list[bool], int]:
+@on_ranks(4)
+def test_a_round_with_a_nan_in_one_part_is_taken_back_everywhere() -> None:
     model = sharded(grid(2, 2)["shard"])
     exchange, optimizer = exchanging(model)
     for number in range(2):
@@ -160,12 +149,13 @@ def spoil_one_part() -> tuple[Tensor, Tensor, list[bool], int]:
     if dist.get_rank() == 1:
         model.middle.weight.grad.to_local()[0, 0] = math.nan
     optimizer.step()
-    after = whole_parameters(model)
+    assert torch.equal(whole_parameters(model), before)
     has_state = [bool(optimizer.state.get(p)) for p in (model.middle.weight, model.first.weight)]
+    assert has_state == [dist.get_rank() >= 2, True]  # both parts of what the NaN has reached start anew
     for number in range(4, 6):
         step(model, optimizer, number)
     assert exchange.num_rounds == 2 and whole_parameters(model).isfinite().all()
-    return before, after, has_state, exchange.total.num_skipped
+    assert exchange.total.num_skipped == 1
 
 
 # Checkpoints of the same mesh.
@@ -202,86 +192,62 @@ def test_a_checkpoint_goes_on_bit_for_bit(num_before: int) -> None:
 # What is refused.
 
 
-def attached() -> Any:
-    model = sharded(grid(2, 2)["shard"])
-    regtopk.attach(model, TOPK, process_group=grid(2, 2)["replicate"])
-    return model
-
-
 # Options, and how the error begins.
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "no group": ({"process_group": None}, "ArgumentError: process_group must be "),
-    "a mesh of two dimensions": (
-        {"model": lambda: sharded(grid(2, 2))},
-        "ClusterError: mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2",
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"process_group": None}, "ArgumentError: process_group must be "),
+    ({"model": lambda: sharded(grid(2, 2))}, "ClusterError: mesh of parameter 'first.weight' must have 1 "),
+    (
+        {"model": lambda: attached(TOPK)[0]},
+        "ClusterError: FSDP unit '<root>' must have no all-reduce hook, got one: call detach() of what ",
     ),
-    "a model with attach": (
-        {"model": attached},
-        "ClusterError: FSDP unit '<root>' must have no all-reduce hook, got one: UpdateExchange exchanges "
-        "updates, so gradients must stay in their replica; call detach() of what regtopk.attach gave",
-    ),
-    "parts of a replica differ": (
+    (
         {"every": lambda: 1 + dist.get_rank() % 2},
         "ClusterError: all ranks that share a model must have the same every, got 1 on rank 0, 2 on rank 1",
     ),
-    "replicas differ": (
+    (
         {"every": lambda: 1 + replica()},
         "ClusterError: all ranks must have the same every, got 1 on rank {first}, 2 on rank {second}",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_on_every_rank(four_ranks: Ranks, case: str) -> None:
-    for rank, found in enumerate(four_ranks.run(refusal_of, case)):
-        start = CASES[case][1].format(first=rank % 2, second=rank % 2 + 2)
-        assert ": ".join(found)[: len(start)] == start
+@on_ranks(4)
+def test_refused_on_every_rank() -> None:
+    for changes, start in CASES:
+        options = {name: value() if callable(value) else value for name, value in changes.items()}
+        model = options.pop("model", None) or sharded(grid(2, 2)["shard"])
+        before = whole_parameters(model)
+        found = ": ".join(refusal(lambda: exchanging(model, **options)))  # noqa: B023
+        assert found.startswith(start.format(first=dist.get_rank() % 2, second=dist.get_rank() % 2 + 2))
+        assert torch.equal(whole_parameters(model), before)
 
 
 @on_ranks(4)
 def test_parameters_that_come_later_are_refused() -> None:
-    found = []
-    for is_frozen in (False, True):
+    for name in ("later", "extra"):
         model = sharded(grid(2, 2)["shard"])
-        model.extra.requires_grad_(not is_frozen)
+        model.extra.requires_grad_(name == "later")
         _, optimizer = exchanging(model, every=1)
         step(model, optimizer, 0)
-        if is_frozen:
-            model.extra.requires_grad_(True)
-        else:
-            model.later = fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
+        model.later = fully_shard(nn.Linear(4, 4), mesh=grid(2, 2)["shard"])
+        model.later.requires_grad_(name == "later")
+        model.extra.requires_grad_(True)
         before = whole_parameters(model)
         optimizer.zero_grad()
-        found.append(refusal(optimizer.step))
+        assert refusal(optimizer.step)[1].startswith(f"parameter '{name}.weight' of shape ")
         assert torch.equal(whole_parameters(model), before)
-    (_, added), (_, unfrozen) = found
-    assert added.startswith("parameter 'later.weight' of shape (4, 4) must have been there")
-    assert unfrozen.startswith("parameter 'extra.weight' of shape ")
 
 
-def test_updates_follow_gradients_after_detach(four_ranks: Ranks) -> None:
-    expected = four_ranks.run(train_by_updates, False)
-    for found, other in zip(four_ranks.run(train_by_updates, True), expected, strict=True):
-        assert torch.equal(found, other)
-
-
-def train_by_updates(after_detach: bool) -> Tensor:
-    model = sharded(grid(2, 2)["shard"])
-    if after_detach:
-        regtopk.attach(model, TOPK, process_group=grid(2, 2)["replicate"]).detach()
-    _, optimizer = exchanging(model)
-    for number in range(3):
-        step(model, optimizer, number)
-    return whole_parameters(model)
-
-
-def refusal_of(case: str) -> tuple[str, str]:
-    options = {name: value() if callable(value) else value for name, value in CASES[case][0].items()}
-    model = options.pop("model", None) or sharded(grid(2, 2)["shard"])
-    before = whole_parameters(model)
-    found = refusal(lambda: exchanging(model, **options))
-    assert torch.equal(whole_parameters(model), before)
-    return found
+@on_ranks(4)
+def test_updates_follow_gradients_after_detach() -> None:
+    model, exchange = attached(TOPK)
+    exchange.detach()
+    models = model, sharded(grid(2, 2)["shard"])
+    for model in models:
+        _, optimizer = exchanging(model)
+        for number in range(3):
+            step(model, optimizer, number)
+    assert torch.equal(*map(whole_parameters, models))
 
 
 @on_ranks(4)
@@ -297,6 +263,4 @@ def test_parameters_are_taken_as_pairs_too() -> None:
     for number in range(2):
         step(model, optimizer, number)
     mine = whole(model.last.weight.detach())
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(first, mine) and first.isfinite().all()
+    assert is_same_on_all_ranks(mine) and mine.isfinite().all()

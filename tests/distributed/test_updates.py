@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.simulate import Cluster
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.training import (
     batch,
     closing,
@@ -50,12 +50,8 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-def test_weights_that_are_loaded_too_late_are_told_of(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(load_weights_too_late):
-        assert len(said) == 2 and all(text.startswith("the model has loaded weights after") for text in said)
-
-
-def load_weights_too_late() -> list[str]:
+@on_ranks(2)
+def test_weights_that_are_loaded_too_late_are_told_of() -> None:
     net = make_net()
     optimizer = sgd(net)
     weights = {name: tensor + 1 for name, tensor in net.state_dict().items()}
@@ -73,7 +69,7 @@ def load_weights_too_late() -> list[str]:
         train(net, optimizer, range(10, 12))
     net.load_state_dict(weights)
     train(net, optimizer, range(12, 13))
-    return list(said)
+    assert len(said) == 2 and all(text.startswith("the model has loaded weights after") for text in said)
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
@@ -99,39 +95,27 @@ def exchanging(net: nn.Module, optimizer: Optimizer, **options: Any) -> Any:
 # Equal to what is known.
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_dense_updates_of_sgd_are_ddp(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int) -> None:
-    {2: two_ranks, 4: four_ranks}[num_ranks].run(compare_with_ddp)
-
-
-def compare_with_ddp() -> None:
+@on_ranks(4)
+def test_dense_updates_of_sgd_are_ddp() -> None:
     ddp = DistributedDataParallel(make_net())
     train(ddp, sgd(ddp), range(10))
     for algorithm in (regtopk.Dense(), regtopk.TopK(density=1.0)):
         for deterministic in (True, False):
             net = make_net()
             optimizer = sgd(net)
-            with closing(
-                regtopk.UpdateExchange(net, optimizer, algorithm, deterministic=deterministic)
-            ) as exchange:
+            with exchanging(net, optimizer, algorithm=algorithm, deterministic=deterministic) as exchange:
                 train(net, optimizer, range(10))
                 # an update is rounded to what parameters can tell apart: 10 roundings of numbers up to 0.3
                 assert (flat_parameters(net) - flat_parameters(ddp)).abs().max() < 10 * 2**-24
-                assert is_same_on_all_ranks(flat_parameters(net))
                 assert exchange.num_steps == exchange.num_rounds == 10
 
 
-def test_dense_rounds_are_diloco(two_ranks: Ranks) -> None:
-    two_ranks.run(compare_with_diloco)
-
-
-def compare_with_diloco() -> None:
+@on_ranks(2)
+def test_dense_rounds_are_diloco() -> None:
     for every, outer in ((2, None), (4, None), (2, nesterov), (4, nesterov)):
         net = make_net()
         optimizer = adamw(net)
-        with closing(
-            regtopk.UpdateExchange(net, optimizer, regtopk.Dense(), every=every, outer=outer)
-        ) as exchange:
+        with exchanging(net, optimizer, every=every, outer=outer) as exchange:
             train(net, optimizer, range(12))
             assert exchange.num_steps == 12 and exchange.num_rounds == 12 // every
         assert (flat_parameters(net) - diloco(every, outer is not None)).abs().max() < 1e-6, (every, outer)
@@ -151,21 +135,14 @@ def diloco(every: int, has_momentum: bool) -> Tensor:
     return start
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_and_the_simulator_agree_bit_for_bit(
-    two_ranks: Ranks, four_ranks: Ranks, num_ranks: int
-) -> None:
-    {2: two_ranks, 4: four_ranks}[num_ranks].run(compare_with_simulator)
-
-
-def compare_with_simulator() -> None:
-    weights = {2: [0.7, 0.3], 4: [0.5, 0.0, 0.2, 0.3]}[dist.get_world_size()]
+@on_ranks(4)
+def test_ranks_and_the_simulator_agree_bit_for_bit() -> None:
+    weights = [0.5, 0.0, 0.2, 0.3]
     for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
         net = make_net()
         optimizer = adamw(net)
-        with exchanging(
-            net, optimizer, algorithm=algorithm, every=3, weight=weights[dist.get_rank()]
-        ) as exchange:
+        weight = weights[dist.get_rank()]
+        with exchanging(net, optimizer, algorithm=algorithm, every=3, weight=weight) as exchange:
             train(net, optimizer, range(12))
             assert torch.equal(flat_parameters(net), simulated(algorithm, weights)), algorithm.name
             assert exchange.num_rounds == 4
@@ -189,11 +166,8 @@ def simulated(algorithm: Algorithm[Any], weights: list[float]) -> Tensor:
     return start
 
 
-def test_sparse_updates_keep_a_residual(two_ranks: Ranks) -> None:
-    two_ranks.run(compare_with_error_feedback)
-
-
-def compare_with_error_feedback() -> None:
+@on_ranks(2)
+def test_sparse_updates_keep_a_residual() -> None:
     net = make_net()
     optimizer = adamw(net)
     local: list[Tensor] = []
@@ -215,11 +189,8 @@ def compare_with_error_feedback() -> None:
 
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}])
-def test_dense_bytes_are_those_of_the_steps_made(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    two_ranks.run(finish_twice, options)
-
-
-def finish_twice(options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_dense_bytes_are_those_of_the_steps_made(options: dict[str, Any]) -> None:
     net = make_net()
     optimizer = adamw(net)
     with closing(regtopk.UpdateExchange(net, optimizer, TOPK, **options)) as exchange:
@@ -232,11 +203,8 @@ def finish_twice(options: dict[str, Any]) -> None:
 # GradScaler.
 
 
-def test_a_step_that_a_grad_scaler_skips_is_none(two_ranks: Ranks) -> None:
-    two_ranks.run(overflow_on_one_rank)
-
-
-def overflow_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_step_that_a_grad_scaler_skips_is_none() -> None:
     """Rank 1 overflows twice, and takes two batches more. Fused optimizers are called even to skip."""
     for fused in (False, True):
         net = make_net()
@@ -260,11 +228,8 @@ def overflow_on_one_rank() -> None:
 # Not finite.
 
 
-def test_a_round_that_is_not_finite_is_taken_back(two_ranks: Ranks) -> None:
-    two_ranks.run(spoil_rounds)
-
-
-def spoil_rounds() -> None:
+@on_ranks(2)
+def test_a_round_that_is_not_finite_is_taken_back() -> None:
     for make in (adamw, lambda net: torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)):
         net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         optimizer = make(net)
@@ -305,11 +270,8 @@ def spoil_a_round(net: nn.Module, optimizer: Optimizer) -> None:
 # Buffers.
 
 
-def test_buffers(two_ranks: Ranks) -> None:
-    two_ranks.run(join_buffers)
-
-
-def join_buffers() -> None:
+@on_ranks(2)
+def test_buffers() -> None:
     for how in ("mean", "rank0", "local"):
         net: Any = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
         net.register_buffer("mask", torch.full((1000,), -math.inf))  # never changes, so it is never sent
@@ -329,7 +291,5 @@ def join_buffers() -> None:
             assert int(net[1].num_batches_tracked) == (11 if how == "local" and dist.get_rank() else 1)
             assert exchange.last_step.sent_bytes < 500
             optimizer.step()  # and another round
-            assert (
-                net.get_buffer("mask").isinf().all()
-                and net.get_buffer("cache").numel() == 1 + dist.get_rank()
-            )
+            assert net.get_buffer("mask").isinf().all()
+            assert net.get_buffer("cache").numel() == 1 + dist.get_rank()

@@ -28,8 +28,8 @@ def test_the_way_of_a_gradient(two_ranks: Ranks) -> None:
 def test_the_way_of_an_update(two_ranks: Ranks) -> None:
     for ways in two_ranks.run(trace_an_update):
         assert ways == [
-            "base rounds rounds step agreement collectives",
-            "base rounds rounds step driver sparse_sum gather collectives",
+            "exchange rounds rounds step agreement collectives",
+            "exchange rounds rounds step driver sparse_sum gather collectives",
         ]
 
 

@@ -12,7 +12,7 @@ The way of a gradient, from backward to the wire and back (a test traces it)::
 
 The way of an update, from the optimizer's step to the next round::
 
-    updates/base                  the optimizer has made a step
+    updates/exchange              the optimizer has made a step
     regtopk/rounds                is a round due, and of which fragment? torchft and the simulator ask it too
     updates/rounds                what has changed since the round began is the update
     steps/step                    and so on as above; the aggregate is subtracted from where the round began
@@ -23,11 +23,10 @@ users. options.py has what they may choose. checkpoints/ keeps checkpoints of a 
 """
 
 from regtopk.distributed.checkpoints.folder import Checkpoints
-from regtopk.distributed.gradients.attach import attach
+from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState, sparse_hook
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.gradients.loop import Exchange
-from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.options import ExchangeOptions
 from regtopk.distributed.requests.record import StepRecord
 from regtopk.distributed.state.saved import merge_state_dicts

@@ -25,8 +25,8 @@ from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.collectives import Alone, BareCollectives
-from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
+from regtopk.distributed.updates.exchange import UpdatesBase, kind_of
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rounds import RankRounds
@@ -71,8 +71,7 @@ class QuorumRounds(RankRounds):
         self.problem, self._has_senders = None, False
         self._manager.start_quorum()
         with self._reporting():
-            if self._manager.errored() is None:
-                self._has_senders = self._compare()
+            self._has_senders = self._manager.errored() is None and self._compare()
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         return self._rounds.next_send(self.turn_at)
 
@@ -84,10 +83,10 @@ class QuorumRounds(RankRounds):
 
     def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
-        self._flights[fragment] = None
+        self._flights.pop(fragment, None)
         with self._reporting():
             super().send(fragment, num_steps)
-        if self._flights[fragment] is None:
+        if fragment not in self._flights:
             self.is_committed = bool(self._manager.should_commit())  # which it is not
 
     @contextmanager
@@ -97,20 +96,23 @@ class QuorumRounds(RankRounds):
 
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
-        model, steps = self._model, self._steps
         for name, tensor in given["frozen"].items():
-            model.frozen[name].copy_(tensor)
-        own = {key: given[key] for key in ("num_steps", "start", "optimizer", "buffers")}
-        load_into(model, LoadedModel(**own, outer_state=given["outer"], parameters={}, sent={}, skipped=[]))
-        steps.buckets.begin_from(given["shared"])
-        steps.num_steps = given["num_rounds"]
-        self.turn_at = given.get("turn_at", 0)
+            self._model.frozen[name].copy_(tensor)
+        same = {name: given[name] for name in ("num_steps", "start", "optimizer", "buffers")}
+        load_into(self._model, LoadedModel(outer_state=given["outer"], **same))
+        self._steps.buckets.begin_from(given["shared"])
+        self._steps.num_steps = given["num_rounds"]
+        self.turn_at = given["turn_at"]
         self.given = None
 
     def _compare(self) -> bool:
         """Compare settings, and share the weights. Whether anybody has something to send."""
-        steps = self._steps
-        group = _group_of(self._manager)
+        steps, manager = self._steps, self._manager
+        rank, num_replicas = manager.participating_rank(), manager.num_participants()
+        bare = ManagedProcessGroup(manager)
+        if rank is None or num_replicas != bare.parent.size():
+            raise ClusterError("manager must have world_size_mode=DYNAMIC: some replicas are spare")
+        group = BareCollectives(bare, rank, num_replicas)  # as it is in this quorum
         stamp = crc32(repr(steps.settings).encode())
         mine = [0.0 if self.is_new else self._weight, float(stamp)]
         everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
@@ -118,21 +120,21 @@ class QuorumRounds(RankRounds):
             compare(group, steps.settings)
         if self.given is not None:
             self.begin_from(self.given)
-        weights = everyone[:, 0] / everyone[:, 0].sum().clamp(min=torch.finfo(torch.float64).tiny)
+        weights = everyone[:, 0]
         if not bool(weights.any()):
             return False
-        steps.regroup(group, weights)
+        steps.regroup(group, weights / weights.sum())
         return True
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
         model, steps = self._model, self._steps
         step: Step | None = None
+        buckets, num_dense = self._buckets_of(fragment), self._rounds.every
         with ExitStack() as stack:
             with self._reporting():
                 if self._has_senders:
-                    buckets, every = self._buckets_of(fragment), self._rounds.every
-                    counted = steps.step(vectors, buckets, num_dense=every, can_be_taken_back=True)
+                    counted = steps.step(vectors, buckets, num_dense=num_dense, can_be_taken_back=True)
                     step = stack.enter_context(counted)
                     if step.is_finite:
                         step.exchange(into(model.update))
@@ -180,21 +182,18 @@ class TorchftExchange(UpdatesBase):
     A round begins with a quorum: the replicas that are there take part, and the weights are theirs. It counts
     only when `manager.should_commit()` says so. Otherwise the residual, theta_start and the outer optimizer
     are as before it, the replica trains on from where it is, and the next round sends what this one did not.
-
-    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training. With
-    `delay` or `fragments`, the replicas' models differ also after a round: `with exchange.agreed():` shows
-    theta_start, which is the same on all replicas that have made equally many rounds.
+    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training.
 
     A replica that is new, or was left behind, gets theta_start, both optimizers' states and what the
     algorithm knows on all replicas from another one. It has no residual and weight zero in that round. It
     waits for that round when it makes this object, at most the Manager's `quorum_timeout`.
 
-    The settings of all replicas are compared in every round. What goes wrong in a round is told to
-    `manager.report_error`, and no error leaves `optimizer.step()` but the Manager's own: that there is no
-    quorum within `quorum_timeout`, or that `max_retries` is exceeded.
+    What goes wrong in a round, settings that differ included, is told to `manager.report_error`. No error
+    leaves `optimizer.step()` but the Manager's own: that there is no quorum within `quorum_timeout`, or that
+    `max_retries` is exceeded. Nothing else may call `start_quorum` and `should_commit`.
 
-    The exchange calls `start_quorum` and `should_commit`: nothing else may. For checkpoints on disk save
-    `state_dict()` with `manager.state_dict()` on one replica, and load both on every one before training.
+    For checkpoints on disk save `state_dict()` with `manager.state_dict()` on one replica, and load both on
+    every one before training.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
@@ -203,10 +202,6 @@ class TorchftExchange(UpdatesBase):
         delay: 0 to every // fragments - 1, as one round is under way at a time.
         options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
             replicas that take part; None: 1. There is no `process_group`: the Manager has one.
-
-    Raises:
-        ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
-        ClusterError: the replicas differ.
     """
 
     _peer = "replica"
@@ -305,18 +300,6 @@ class TorchftExchange(UpdatesBase):
         """Called by the Manager in a quorum: go on from it when the settings have been compared."""
         self._maker.given, self._maker.is_new = state_dict, True
         self._num_steps = state_dict["num_steps"]
-
-
-UpdateExchange = TorchftExchange  # its name before, for one release
-
-
-def _group_of(manager: Manager) -> BareCollectives:
-    """Collectives over the Manager's process group, as it is in this quorum."""
-    rank, num_replicas = manager.participating_rank(), manager.num_participants()
-    group = ManagedProcessGroup(manager)
-    if rank is None or num_replicas != group.parent.size():
-        raise ClusterError("manager must have world_size_mode=DYNAMIC: some replicas are spare")
-    return BareCollectives(group, rank, num_replicas)
 
 
 def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm, check_is_algorithm
 from regtopk.core.options import check_choice
-from regtopk.distributed.gradients.attach import attach
+from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.options import Options, known_options, refuse_typos
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
@@ -25,8 +24,7 @@ What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
 _log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
-_FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler"}
-_FROM_THE_FRAMEWORK |= {"replicate_group", "process_group"}
+_FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group"}
 _OPTIONS = {
     what: [name for name in known_options(function) if name not in _FROM_THE_FRAMEWORK]
     for what, function in (("gradients", attach), ("updates", UpdateExchange))

@@ -1,12 +1,12 @@
 """One line for users: `attach` makes a model exchange its gradients sparsely, however it is wrapped."""
 
-import warnings
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -14,12 +14,45 @@ from typing_extensions import Unpack
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.gradients.ddp import SparseHookState, attach_to_ddp
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.gradients.one_process import OneProcess
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
-from regtopk.distributed.state.parameters import is_fsdp, is_fsdp2, uncompiled
+from regtopk.distributed.state.parameters import Parameters, is_fsdp, is_fsdp2, uncompiled
 from regtopk.distributed.steps.attached import refuse_updates
+from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.optimizer_check import watch_optimizer
-from regtopk.distributed.transport.collectives import is_one_process
+from regtopk.distributed.steps.step import Kind, Steps
+from regtopk.distributed.transport.collectives import Alone, is_one_process
+
+_log = logging.getLogger("regtopk")
+
+
+class OneProcess(ExchangeBase):
+    """What `attach` returns for a model that is not wrapped because there is one process.
+
+    The script of many processes runs on one then: gradients are left as they are, and nothing is sent. A
+    checkpoint of several ranks can be loaded and saved again; what its ranks had not sent is kept.
+    """
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm[Any], options: Options) -> None:
+        super().__init__(Steps(Parameters(model), algorithm, Alone(), options, Kind("regtopk.attach")))
+        _log.warning(
+            "%s is not wrapped in DistributedDataParallel, and there is one process: nothing is exchanged",
+            type(model).__name__,
+        )
+
+    def summary(self) -> str:
+        """That nothing was sent."""
+        return f"{self._steps.algorithm.name}: one process, nothing was exchanged"
+
+    def detach(self) -> None:
+        """Nothing to do: the model trains as without an exchange."""
+
+    def finish(self) -> None:
+        """Nothing to do: there is one model."""
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Nothing to do: there is one model."""
+        yield
 
 
 @names_typos
@@ -29,7 +62,6 @@ def attach(
     *,
     optimizer: Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
-    replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> SparseHookState | ShardedHookState | OneProcess:
     """Make a DDP or fully_shard'ed model exchange its gradients with an algorithm. Call it on every rank.
@@ -50,19 +82,17 @@ def attach(
     entry that is sent rarely carries the gradients of many steps at once. So `clip_grad_norm_` after backward
     clips nearly every step, and AdamW's second moment is that of the pulses, not of the gradients.
 
-    Nothing is exchanged before backward is over, so your own code cannot interrupt it. If the exchange itself
-    fails (a lost rank), the state is no longer whole: the exchange refuses to be saved or to go on until a
-    checkpoint is loaded.
+    Nothing is exchanged before backward is over. If the exchange fails then (a lost rank), its state is no
+    longer whole: it refuses to be saved or to go on until a checkpoint is loaded.
 
     Args:
         model: wrapped in DistributedDataParallel, without another communication hook; torch.compile may be
-            around that. Where there is one process, a model that is not wrapped is left as it is. Or sharded
-            by fully_shard over a mesh of one dimension.
+            around that. Or sharded by fully_shard over a mesh of one dimension. Where there is one process,
+            a model that is not wrapped is left as it is.
         algorithm: what is run; the same on every rank.
         optimizer: the one that trains the model. If given, what does not go with the algorithm (DGC beside
             momentum) is logged now, otherwise in the first step.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
-        replicate_group: the old name of `process_group`.
         options: see `regtopk.ExchangeOptions`.
 
     Returns:
@@ -70,13 +100,9 @@ def attach(
 
     Raises:
         ArgumentError: an option breaks its rule, or does not fit the model.
-        ClusterError: not a DDP or fully_shard'ed model, attached twice, the ranks differ, or a rank did not
-            make this call; nothing was changed.
+        ClusterError: a model that is not wrapped, a second call, ranks that differ or that did not call.
         OracleError: the algorithm asks what only a simulator can answer.
     """
-    if replicate_group is not None:
-        warnings.warn("replicate_group is called process_group now", DeprecationWarning, stacklevel=3)
-        options["process_group"] = replicate_group
     checked = Options(grad_scaler=grad_scaler, **options)
     inner = uncompiled(model)
     if isinstance(inner, nn.Module):

@@ -16,8 +16,7 @@ from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
-from regtopk.distributed.state.parameters import Parameters, after_backward, is_fsdp, uncompiled
-from regtopk.distributed.steps import attached
+from regtopk.distributed.state.parameters import Parameters, after_backward, uncompiled
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
@@ -50,9 +49,8 @@ class SparseHookState(ExchangeBase):
                 f"{checked.process_group!r}"
             )
         parameters = Parameters(ddp.module, ignored=ddp.parameters_to_ignore)
-        collectives = Collectives(ddp.process_group)
-        steps = Steps(parameters, algorithm, collectives, checked, Kind("regtopk.attach"))
-        super().__init__(steps)
+        kind = Kind("regtopk.attach")
+        super().__init__(Steps(parameters, algorithm, Collectives(ddp.process_group), checked, kind))
         self._warn_of_one_rank()
         self._may_drop = bool(ddp.find_unused_parameters)
         self._names = {id(p): name for name, p in parameters.named.items()}
@@ -69,9 +67,8 @@ class SparseHookState(ExchangeBase):
     def detach(self) -> None:
         """Go back to dense: from the next backward on, the model trains as plain DDP, bit for bit.
 
-        Every gradient is then the plain mean over the ranks, whatever their weights were. What was not sent
-        yet is dropped: save `state_dict()` before, to go on from it later. Call it on every rank, between two
-        steps.
+        What was not sent yet is dropped: save `state_dict()` before, to go on from it later. Call it on every
+        rank, between two steps.
         """
         self.close()
         self._steps.drop()
@@ -117,18 +114,15 @@ class SparseHookState(ExchangeBase):
 def attach_to_ddp(model: object, algorithm: Algorithm[Any], options: Options) -> SparseHookState:
     """Register the hook: see `regtopk.attach`."""
     ddp = _wrapped(model)
-    if ddp in attached.MODELS:
-        raise ClusterError(
-            "attach must be called once for a model: this one has been attached already (after detach(), "
-            "wrap the network in a new DistributedDataParallel)"
-        )
     state = SparseHookState(ddp, algorithm, **vars(options))
     try:
         ddp.register_comm_hook(state, sparse_hook)
     except RuntimeError as error:
         state.close()
-        raise ClusterError(f"the model must not have another communication hook: {error}") from error
-    attached.MODELS.add(ddp)
+        raise ClusterError(
+            "attach must be called once, for a model without another communication hook (after detach(), "
+            f"wrap the network in a new DistributedDataParallel): {error}"
+        ) from error
     return state
 
 
@@ -142,10 +136,10 @@ def _wrapped(model: object) -> DistributedDataParallel:
     inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    hint = "wrap it first, or use regtopk.Exchange"
-    if is_fsdp(inner):
-        hint = "use fully_shard (FSDP2) instead, and regtopk.attach"
-    raise ClusterError(f"model must be a DistributedDataParallel, got {type(inner).__name__}: {hint}")
+    raise ClusterError(
+        f"model must be a DistributedDataParallel, got {type(inner).__name__}: wrap it first, or use "
+        "regtopk.Exchange; or shard it by fully_shard (FSDP2)"
+    )
 
 
 def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]:
@@ -159,15 +153,9 @@ def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]
 
 def _give_dropped(parameters: dict[str, nn.Parameter], aggregates: dict[str, Tensor]) -> None:
     """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
-    dropped = []
     for name, aggregate in aggregates.items():
         grad = parameters[name].grad
-        if grad is None:
-            dropped.append(name)
-        else:  # zeroed but not set to None; where DDP has written it, this changes nothing
+        if grad is not None:  # zeroed but not set to None; where DDP has written it, this changes nothing
             grad.copy_(aggregate)
-    if dropped:
-        has_come = torch.stack([aggregates[name].any() for name in dropped]).tolist()
-        for name, came in zip(dropped, has_come, strict=True):
-            if came:
-                parameters[name].grad = aggregates[name].clone()
+        elif bool(aggregate.any()):
+            parameters[name].grad = aggregate.clone()

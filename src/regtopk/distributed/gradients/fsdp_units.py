@@ -1,5 +1,6 @@
 """The units of a model that fully_shard (FSDP2) has sharded: what is reduced, and exchanged, together."""
 
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regtopk.distributed.state.saved_shards import Piece, Sharding
-from regtopk.distributed.state.shards import DenseMean, check_placements, groups_of, local, units_by_name
+from regtopk.distributed.state.shards import check_placements, groups_of, local, refuse_hooks, units_by_name
 from regtopk.errors import ClusterError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,97 +27,88 @@ class Unit(NamedTuple):
         """Its sharded parameters that require a gradient."""
         return [member.sharded_param for member in self.members]  # loading may put others in their place
 
+    def gradients(self) -> list[Tensor]:
+        """This rank's parts of the gradients that there are."""
+        grads = [p.grad for p in self.trainable]
+        return [grad._local_tensor for grad in grads if grad is not None]  # to_local() takes long
+
     def stand_in(self) -> nn.Parameter:
         """What the steps know of the flat vector, its length and dtype; it takes no memory."""
         first, policy = self.trainable[0], self.group.mp_policy
         dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
-        numel = sum(_padded_numel(p) for p in self.trainable)
+        numel = sum(map(_padded_numel, self.trainable))
         return nn.Parameter(torch.zeros(1, dtype=dtype, device=first.device).expand(numel))
 
+    def places(self) -> list[int]:
+        """Where each of its parameters starts in the flat vector."""
+        *starts, _ = accumulate(map(_padded_numel, self.trainable), initial=0)
+        return starts
 
-def all_units_of(model: nn.Module) -> list[Unit]:
-    """The units of a model, by name."""
-    modules = units_by_name(model)
-    for _, module in modules:
-        module.reshard()  # after an evaluation some are whole
-    names: dict[int, list[str]] = {}
-    groups: dict[int, tuple[Any, Any]] = {}
-    for name, module in modules:
-        for group in groups_of(name, module):
-            names.setdefault(id(group), []).append(name)
-            groups[id(group)] = module, group
-    units = []
-    for key, (module, group) in groups.items():
-        members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
-        units.append(Unit(", ".join(names[key]), module, group, members))
-    return units
-
-
-def check_units(model: nn.Module, units: list[Unit]) -> None:
-    """Refuse units with something to train that cannot be exchanged."""
-    _check_parameters(model, units)
-    for unit in units:
-        if not isinstance(unit.group._all_reduce_hook, (DenseMean, type(None))):
+    def check(self) -> None:
+        """Refuse what cannot be exchanged."""
+        if type(self.group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ClusterError(
-                f"attach must be called once for a model: FSDP unit {unit.name!r} has an all-reduce hook "
-                "already; call detach() of what the first call gave"
-            )
-        if type(unit.group.offload_policy).__name__ == "CPUOffloadPolicy":
-            raise ClusterError(
-                f"offload_policy of FSDP unit {unit.name!r} must not be CPUOffloadPolicy, whose gradients "
+                f"offload_policy of FSDP unit {self.name!r} must not be CPUOffloadPolicy, whose gradients "
                 "are not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over "
                 "a group with gloo for the CPU"
             )
-        check_division(unit, unit.stand_in().dtype)
+        self.check_division(self.stand_in().dtype)
 
-
-def check_division(unit: Unit, dtype: torch.dtype) -> None:
-    """FSDP must have divided the gradients by the number of shards before the hook gets them."""
-    is_sum = getattr(unit.group, "force_sum_reduction_for_comms", False)
-    if dtype in (torch.float32, torch.bfloat16) and not is_sum:
-        return
-    left = getattr(unit.group, "gradient_divide_factor", None) or unit.trainable[0].device_mesh.size()
-    before = 1
-    while not is_sum and left % before == 0 and left / before > before:  # as FSDP does against overflow
-        before *= 2
-    if left / before != 1:
-        raise ClusterError(
-            f"gradients of FSDP unit {unit.name!r} must be divided by the number of shards before the "
-            f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "
-            "set_force_sum_reduction_for_comms must not be used"
-        )
-
-
-def _check_parameters(model: nn.Module, units: list[Unit]) -> None:
-    """Every parameter to train must be in a unit, sharded over the one axis of its mesh."""
-    pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not pairs:
-        raise ClusterError("model must hold at least one parameter that requires a gradient, got none")
-    check_placements(pairs)
-    held = {id(p) for unit in units for p in unit.trainable}
-    for name, p in pairs:
-        if id(p) not in held or not p.placements[0].is_shard(0):  # type: ignore[attr-defined]
+    def check_division(self, dtype: torch.dtype) -> None:
+        """FSDP must have divided the gradients by the number of shards before the hook gets them."""
+        is_sum = getattr(self.group, "force_sum_reduction_for_comms", False)
+        factor = getattr(self.group, "gradient_divide_factor", None)
+        is_one_factor = factor is None and self.trainable[0].device_mesh.size() <= 2
+        if is_sum or not (is_one_factor or dtype in (torch.float32, torch.bfloat16)):
             raise ClusterError(
-                f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
-                f"{p.placements[0]}"  # type: ignore[attr-defined]
+                f"gradients of FSDP unit {self.name!r} must be divided by the number of shards before the "
+                f"all-reduce hook: reduce_dtype must be float32 or bfloat16, got {dtype}, and "
+                "set_force_sum_reduction_for_comms must not be used"
             )
 
 
-def sharding_of(model: nn.Module, units: list[Unit]) -> Sharding:
+def units_of(model: nn.Module) -> list[Unit]:
+    """All units of a model; refused if something to train in them cannot be exchanged."""
+    refuse_hooks(model)
+    modules = units_by_name(model)
+    for _, module in modules:
+        module.reshard()  # after an evaluation some are whole
+    units: dict[int, Unit] = {}  # by their group: several modules may share one
+    for name, module in modules:
+        for group in groups_of(name, module):
+            names = name if id(group) not in units else f"{units[id(group)].name}, {name}"
+            members = [member for member in group.fsdp_params if member.sharded_param.requires_grad]
+            units[id(group)] = Unit(names, module, group, members)
+    _check_parameters(model, units.values())
+    for unit in units.values():
+        if unit.members:
+            unit.check()
+    return list(units.values())
+
+
+def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
+    """Every parameter to train must be in a unit, sharded over the one axis of its mesh."""
+    pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    check_placements(pairs)
+    held = {id(p) for unit in units for p in unit.trainable}
+    for name, p in pairs:
+        (placement,) = p.placements  # type: ignore[attr-defined]
+        if id(p) not in held or not placement.is_shard(0):
+            raise ClusterError(
+                f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
+                f"{placement}"
+            )
+
+
+def sharding_of(model: nn.Module, units: Iterable[Unit]) -> Sharding:
     """Where the parameters are in the units' vectors."""
     wholes = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = {id(p): name for name, p in wholes.items()}
+    names: dict[Any, str] = {p: name for name, p in wholes.items()}
     pieces = []
     for unit in units:
-        for p, (start, _) in zip(unit.trainable, places_of(unit), strict=True):
-            pieces.append(Piece(unit.name, names[id(p)], start))
+        starts = zip(unit.trainable, unit.places(), strict=True)
+        pieces += [Piece(unit.name, names[p], start) for p, start in starts]
     return Sharding(wholes, pieces)
-
-
-def places_of(unit: Unit) -> list[tuple[int, int]]:
-    """Where each of a unit's parameters starts in its vector, and how many entries this rank has of it."""
-    ends = accumulate(map(_padded_numel, unit.trainable))
-    return [(end - _padded_numel(p), local(p).numel()) for end, p in zip(ends, unit.trainable, strict=True)]
 
 
 def _padded_numel(p: Any) -> int:
@@ -133,11 +125,10 @@ def modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
     return found, sum(len(module._parameters) for module in found)
 
 
-def bits_of(members: list[Any]) -> Tensor:
-    """A sum over the bits of this rank's part of each of torch's FSDPParams, (P,) int64."""
-    sums = []
-    for member in members:
-        part = local(member.sharded_param)
-        bits = part.contiguous().view(_INTEGERS[part.itemsize])
-        sums.append(bits.sum(dtype=torch.int64))
-    return torch.stack(sums)
+def bits_of(model: nn.Module) -> dict[str, int]:
+    """A sum over the bits of this rank's part of each parameter."""
+    sums = {}
+    for name, p in model.named_parameters():
+        bits = local(p).contiguous().view(_INTEGERS[p.itemsize])
+        sums[name] = int(bits.sum(dtype=torch.int64))
+    return sums

@@ -142,13 +142,12 @@ def groups_of(name: str, module: Any) -> list[Any]:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse a model whose gradients are exchanged over the replicas in backward."""
+    """Refuse a model whose gradients are exchanged over the replicas already."""
     for name, module in units_by_name(model):
         for group in groups_of(name, module):
             if not isinstance(group._all_reduce_hook, (DenseMean, type(None))):
                 raise ClusterError(
-                    f"FSDP unit {name!r} must have no all-reduce hook, got one: UpdateExchange "
-                    "exchanges updates, so gradients must stay in their replica; call detach() of what "
+                    f"FSDP unit {name!r} must have no all-reduce hook, got one: call detach() of what "
                     "regtopk.attach gave"
                 )
 

@@ -3,13 +3,11 @@
 from weakref import WeakSet
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from regtopk.errors import ClusterError
 
-MODELS: "WeakSet[DistributedDataParallel]" = WeakSet()  # whose gradients are exchanged
-OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are
+OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
 
 
 def refuse_updates(model: nn.Module) -> None:

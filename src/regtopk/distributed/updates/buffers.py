@@ -14,18 +14,16 @@ from regtopk.distributed.requests.rank import Rank
 from regtopk.distributed.transport.collectives import Collectives
 
 How = Literal["mean", "rank0", "local"]
+Buffers = dict[str, Tensor]
 _CHANGED, _RESHAPED = 1, 2
 
 
 class ModelBuffers:
-    """The buffers of a module, and a copy of them as the round began.
+    """The buffers of a module (None: there are none), and a copy of them as the round began.
 
-    A buffer that was added or reshaped since the beginning stays what it is on each rank.
-
-    Args:
-        module: whose buffers they are; None: nobody's.
-        how: "mean" averages floating-point buffers by weight and takes rank 0's of the others, "rank0" takes
-            rank 0's of all, "local" leaves each rank its own.
+    A buffer that was added or reshaped since the beginning stays what it is on each rank. How the others are
+    joined: "mean" averages floating-point buffers by weight and takes rank 0's of the others, "rank0" takes
+    rank 0's of all, "local" leaves each rank its own.
     """
 
     def __init__(self, module: nn.Module | None, how: How) -> None:
@@ -33,45 +31,38 @@ class ModelBuffers:
         self.how = how
         self._module = module
         self._shapes = {name: buffer.shape for name, buffer in self.named.items()}
-        self._start: dict[str, Tensor] = {}
+        self.are_joined = bool(self._shapes) and how != "local"  # whether the end of a round joins them
         self.keep()
 
     @property
-    def are_joined(self) -> bool:
-        """Whether the end of a round has anything to do."""
-        return bool(self._shapes) and self.how != "local"
-
-    @property
-    def named(self) -> dict[str, Tensor]:
+    def named(self) -> Buffers:
         """The buffers by name, as they are now: a module may have put another tensor in the place of one."""
         return {} if self._module is None else dict(self._module.named_buffers())
 
-    def describe(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of each: what ranks compare."""
-        return [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in self.named.items()]
-
     def keep(self) -> None:
         """A round begins."""
-        known = {name: buffer for name, buffer in self.named.items() if name in self._shapes}
-        self._start = {name: b.clone() for name, b in known.items() if b.shape == self._shapes[name]}
+        now = self.named.items()
+        self._start = {name: buffer.clone() for name, buffer in now if buffer.shape == self._shapes.get(name)}
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Buffers as they are now and as the round began."""
+        now = self.named
+        pairs = [(now[name], start) for name, start in self._start.items() if name in now]
+        return [(buffer, start) for buffer, start in pairs if buffer.shape == start.shape]
 
     def take_back(self) -> None:
         """Go back to where the round began."""
-        now = self.named
-        for name, start in self._start.items():
-            if name in now and now[name].shape == start.shape:
-                now[name].copy_(start)
+        for buffer, start in self._pairs():
+            buffer.copy_(start)
 
     def is_spoiled(self, device: torch.device) -> Tensor:
         """(), whether a number became NaN or inf in this round; masks may hold -inf from the first."""
         spoiled = torch.zeros((), dtype=torch.bool, device=device)
-        now = self.named
-        for name, start in self._start.items():
-            if name in now and now[name].shape == start.shape:
-                spoiled |= (start.isfinite() & ~now[name].isfinite()).any().to(device)
+        for buffer, start in self._pairs():
+            spoiled |= (start.isfinite() & ~buffer.isfinite()).any().to(device)
         return spoiled
 
-    def saved(self) -> dict[str, dict[str, Tensor]]:
+    def saved(self) -> dict[str, Buffers]:
         """What a checkpoint holds, of those that `module.state_dict()` has: now, and as the round began."""
         kept = set() if self._module is None else set(self._module.state_dict(keep_vars=True))
         return {
@@ -79,28 +70,16 @@ class ModelBuffers:
             "start": {name: start for name, start in self._start.items() if name in kept},
         }
 
-    def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
+    def load(self, saved: dict[str, Buffers]) -> None:
         """Go on from a checkpoint."""
-        now = self.named
-        for name, buffer in saved["now"].items():
-            now[name].copy_(buffer)
-        self.keep()
+        self.put(saved["now"])
         for name, start in saved["start"].items():
             self._start[name].copy_(start)
 
-    def begin_from_rank_0(self, collectives: Collectives, device: torch.device) -> None:
-        """Take over rank 0's."""
-        for buffer in self.named.values():
-            take_over_(buffer, collectives, device)
-        self.keep()
-
-    def joined(self, rank: Rank, device: torch.device, now: dict[str, Tensor]) -> dict[str, Tensor]:
+    def joined(self, rank: Rank, device: torch.device, now: Buffers) -> Buffers:
         """What all ranks make of the buffers that any rank has changed in this round: for `put`.
 
-        Args:
-            rank: this rank.
-            device: where collectives run.
-            now: this rank's buffers by name.
+        Collectives run on `device`, and `now` holds this rank's buffers.
         """
         if not self.are_joined:
             return {}
@@ -117,7 +96,7 @@ class ModelBuffers:
         means = _mean([now[name] for name in averaged], rank, device) if averaged else []
         return found | dict(zip(averaged, means, strict=True))
 
-    def put(self, joined: dict[str, Tensor]) -> None:
+    def put(self, joined: Buffers) -> None:
         """End a round: take over what was joined."""
         now = self.named
         for name, value in joined.items():

@@ -1,5 +1,8 @@
-"""An exchange of updates: the optimizer runs first, and what it changed is sent."""
+"""Exchanges of updates: the optimizer runs first, and what it changed is sent."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +13,129 @@ from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
+from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
-from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.base import Counted, ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
 from regtopk.distributed.steps.optimizer_check import warn_of_two_momenta
-from regtopk.distributed.steps.step import Steps
+from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
-from regtopk.distributed.updates.base import UpdatesBase, kind_of
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError
-from regtopk.rounds import Rounds
+from regtopk.rounds import LocalRounds, Rounds
+
+_log = logging.getLogger("regtopk")
+
+
+def kind_of(
+    call: str, model: LocalModel, rounds: Rounds, peer: str = "rank", has_thread: bool = False
+) -> Kind:
+    """What tells an exchange of updates from others; `peer` is what those are that exchange."""
+    warning = (
+        f"after round %d a {peer}'s update was not finite: all {peer}s went back to where the round began; "
+        "total.num_skipped counts such rounds"
+    )
+    times = {name: getattr(rounds, name) for name in ("every", "delay", "fragments", "mix")}
+    takes_turns = rounds.fragments > 1
+    parts = tuple(model.fragments) if takes_turns else ()
+    return Kind(call, warning, tuple({**times, **model.describe()}.items()), parts, takes_turns, has_thread)
+
+
+class UpdatesBase(Counted):
+    """Counts the steps of an optimizer, and makes the rounds that are due."""
+
+    _peer = "rank"
+
+    def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
+        """Make rounds after the optimizer's steps from now on."""
+        self._steps, self._model, self._maker = steps, model, maker
+        self._rounds = LocalRounds(rounds, maker)
+        self._num_steps = 0
+        self._is_agreed = False
+        before, after = model.optimizer.register_step_pre_hook, model.optimizer.register_step_post_hook
+        self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps this rank's optimizer has made, those of skipped rounds included."""
+        return self._num_steps
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds of the whole model were made, without those with an update that was not finite."""
+        return self._steps.num_turns
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The outer optimizer, for a learning rate that changes."""
+        return self._model.outer
+
+    def summary(self) -> str:
+        """What this rank sent, against dense gradients in every step, and where the time went."""
+        self._maker.land_all()
+        steps, norm, rounds = self._steps, self.total.residual_norm, self._rounds.rounds
+        counts = rounds.every, rounds.fragments, self._peer
+        return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """While this lasts, the model is theta_start, the same on all ranks: for evaluation, say.
+
+        >>> with exchange.agreed():
+        ...     loss = evaluate(model)
+
+        Then the rank gets its own parameters back. Buffers stay its own.
+        """
+        self._refuse_in_agreed("agreed")
+        self._maker.land_all()
+        model = self._model
+        with torch.no_grad():
+            kept = [own.detach().clone() for own in model.own(model.start)]
+            model.write_back()
+        self._is_agreed = True
+        try:
+            yield
+        finally:
+            self._is_agreed = False
+            with torch.no_grad():
+                torch._foreach_copy_(model.own(model.start), kept)
+
+    def close(self) -> None:
+        """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
+        self._maker.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _refuse_in_agreed(self, call: str) -> None:
+        if self._is_agreed:
+            raise ClusterError(
+                f"{call}() must not be called inside agreed(): the model is not the rank's own"
+            )
+
+    def _before_step(self, *_: Any) -> None:
+        self._refuse_in_agreed("optimizer.step")
+        if self._model.notice.has_loaded:
+            _log.warning(
+                "the model has loaded weights after its exchange of updates was made: they count as an "
+                "update, of which only a part is sent. Load them before it is made, or all by its own "
+                "load_state_dict"
+            )
+            self._model.notice.has_loaded = False
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # GradScaler calls fused optimizers to skip, too
+        if found_inf is not None and bool(found_inf):
+            return
+        self._maker.check_usable()
+        self._rounds.after_step()
+        self._num_steps += 1
 
 
 class UpdateExchange(UpdatesBase, ExchangeBase):
@@ -48,20 +158,24 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
 
-    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the parameters are cut in their
-    order into parts of about the same size. The first part is sent after every // fragments steps, the last
-    one after `every`, and so on. Every local step is part of exactly one update. With either option the
-    ranks' parameters always differ: call `finish()` where they must not, at the end of training say.
+    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the first is sent after
+    every // fragments steps, the last one after `every`. With either option the ranks' parameters always
+    differ: call `finish()` where they must not, at the end of training say.
 
     All ranks start from rank 0's parameters and buffers. Load weights before you make the exchange: whatever
     else changes parameters counts as part of the update.
 
-    A step that a GradScaler skips does not count. That rank reaches the end of the round one batch later, and
-    the others wait for it. So count by `num_steps`, not by batches, where a loop ends and where it saves. If
-    a rank makes fewer steps, the others raise an error after the process group's timeout.
+    A step that a GradScaler skips does not count: that rank reaches the end of the round one batch later, and
+    the others wait for it, at most the process group's timeout. So count by `num_steps`, not by batches,
+    where a loop ends and where it saves.
 
     If any rank's update is not finite, all ranks return to where the round began, and `num_skipped` counts
     the round. If a NaN has reached the optimizer's state of a parameter, that state starts anew.
+
+    `state_dict()` holds the model and both optimizers, too; it may be called inside a round. With the ranks
+    and weights that were saved, `load_state_dict` continues bit for bit. With others it conserves
+    sum_n w_n e_n, what ranks have learned inside a round included, and gives every rank's own optimizer the
+    weighted mean of the saved states.
 
     Args:
         parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
@@ -84,8 +198,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Raises:
         ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
-        ClusterError: a model in DDP or FSDP1, an optimizer that has an exchange already, ranks that differ,
-            or a rank that did not make this call; nothing was changed.
+        ClusterError: a wrapped model, a second exchange, ranks that differ or that did not make this call.
     """
 
     @names_typos
@@ -132,40 +245,14 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.add(optimizer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that this rank needs to go on, on the CPU, for `torch.save`: inside a round too.
-
-        It holds the rank's optimizer state, and theta_start with the outer optimizer's state. Inside a round
-        it holds the rank's own parameters too. A round that is under way is waited for, and saved with what
-        was sent. `gather_state_dict` makes one of all ranks'.
-        """
-        return super().state_dict()
-
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
-        rounds, model = self._rounds, self._model
+        rounds = self._rounds
         skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
-        saved, sent = self._steps.state_dict(), None
-        if not rounds.is_start:
-            parts = [zip(*part, strict=False) for part in zip(model.fragments, rounds.sent, strict=True)]
-            sent = {name: tensor for part in parts for name, tensor in part}
-        return update_checkpoint.add_to(saved, model, rounds.rounds, self.num_steps, sent, skipped)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, which also sets parameters, buffers and both optimizers.
-
-        With the ranks and weights that were saved, training continues bit for bit, also from inside a round.
-        With others the dict must hold all ranks. Then sum_n w_n e_n is conserved, the outer optimizer's state
-        is kept, and every rank's own optimizer gets the weighted mean of the states that were saved. Inside a
-        round, what each rank has learned since it began goes into its residual first.
-
-        Raises:
-            StateError: it does not fit; nothing was changed.
-        """
-        self._refuse_in_agreed("load_state_dict")
-        super().load_state_dict(state_dict)
+        return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped)
 
     def _loaded_part(self, saved: dict[str, Any]) -> Any:
+        self._refuse_in_agreed("load_state_dict")
         rounds = self._rounds.rounds
         steps, model = update_checkpoint.loaded(self._model, saved, rounds, self.rank, self.weights)
         return self._steps.loaded(steps), model
@@ -194,9 +281,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     def finish(self) -> None:
         """Give all ranks the same model now. Call it on every rank, after equally many steps.
 
-        First it applies the rounds that are under way. Then it exchanges every fragment, even one that was
-        exchanged just before; but nothing if the model is theta_start, as it is after a round without `delay`
-        and `fragments`. Residuals stay unsent.
+        It applies the rounds that are under way, and exchanges every fragment, unless the model is
+        theta_start, as it is after a round without `delay` and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
         self._steps.check_usable()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -25,16 +26,8 @@ from regtopk.distributed.state.parameters import (
 from regtopk.distributed.state.saved_shards import Piece, Sharding
 from regtopk.distributed.state.shards import ShardedParameters, Shards, is_sharded, local, refuse_hooks
 from regtopk.distributed.transport.collectives import Collectives
+from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
-from regtopk.distributed.updates.optimizers import (
-    Outer,
-    check_inner,
-    describe_inner,
-    describe_outer,
-    make_outer,
-    names_by_index,
-    restart_spoiled,
-)
 from regtopk.errors import ClusterError
 from regtopk.rounds import cut_evenly
 
@@ -44,8 +37,7 @@ Anchors = Literal["device", "cpu"]
 class LoadNotice:
     """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
 
-    def __init__(self) -> None:
-        self.has_loaded = False
+    has_loaded = False
 
     def __call__(self, *_: Any) -> None:
         """Called by the module."""
@@ -56,15 +48,7 @@ class LocalModel:
     """Parameters and buffers that the optimizer of this rank changes, from one round to the next.
 
     Beside the model there are two vectors of its size, in at least float32: theta_start, and the update. Of a
-    sharded model a rank holds a part, and so of these.
-
-    Args:
-        source: a module, parameters, or (name, parameter) pairs.
-        optimizer: what changes the parameters.
-        outer: makes the optimizer that applies the aggregate to theta_start; None: it is subtracted.
-        buffers: see `ModelBuffers`.
-        anchors: where theta_start is between rounds: "device", or "cpu".
-        fragments: how many parts of the model take turns.
+    sharded model a rank holds a part, and so of these. The arguments are those of `UpdateExchange`.
 
     Attributes:
         fragments: the names of each part's parameters; those without entries are in none.
@@ -75,7 +59,7 @@ class LocalModel:
         self,
         source: nn.Module | NamedParameters,
         optimizer: Optimizer,
-        outer: Outer | None,
+        outer: optimizers.Outer | None,
         buffers: How,
         anchors: Anchors = "device",
         fragments: int = 1,
@@ -83,12 +67,13 @@ class LocalModel:
         check_choice("anchors", anchors, ("device", "cpu"))
         source = _plain(source)
         self._module = source if isinstance(source, nn.Module) else None
-        self.is_sharded = _is_sharded(source)
+        has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
+        self.is_sharded = has_units or is_sharded(named_pairs(source))  # units may show whole parameters
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
         self.shards: Shards | None = None
         self.optimizer = optimizer
         named = self.parameters.named
-        check_inner(optimizer, self.parameters.whole)
+        optimizers.check_inner(optimizer, self.parameters.whole)
         sizes = {name: p.numel() for name, p in named.items() if p.numel() > 0}
         parts = cut_evenly(list(sizes.values()), fragments)
         self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
@@ -103,37 +88,35 @@ class LocalModel:
             self._put_start(self._kept)
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
-        self.outer = make_outer(outer, list(self.start.values()))
+        self.outer = optimizers.make_outer(outer, list(self.start.values()))
         self.notice = LoadNotice()
         self.hooks: list[Any] = []
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
+        names = optimizers.names_in(self.optimizer, self.parameters.whole)
         return {
-            "optimizer": describe_inner(self.optimizer, self.parameters.whole),
-            "outer": describe_outer(self.outer),
+            "optimizer": (type(self.optimizer).__name__, names),
+            "outer": optimizers.describe_outer(self.outer),
             "buffers": self.buffers.how,
-            "buffers of the model": self.buffers.describe(),
-            "frozen parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in self.frozen.items()],
+            "buffers of the model": _described(self.buffers.named),
+            "frozen parameters": _described(self.frozen),
         }
 
     def sharding(self) -> Sharding:
         """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
-        wholes, starts = self.parameters.whole, self.start
-        return Sharding(
-            dict(wholes),
-            [Piece(name, name, 0) for name in wholes],
-            inner=names_by_index(self.optimizer, wholes),
-            outer=() if self.outer is None else names_by_index(self.outer, starts),
-        )
+        wholes = self.parameters.whole
+        pieces = [Piece(name, name, 0) for name in wholes]
+        inner = optimizers.names_in(self.optimizer, wholes)
+        outer = [] if self.outer is None else optimizers.names_in(self.outer, self.start)
+        return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
         """Start from rank 0's model, and make room for the update."""
-        device = self.parameters.device
         collectives.broadcast(self._flat.view(torch.uint8), 0)
-        for tensor in self.frozen.values():
-            take_over_(local(tensor), collectives, device)
-        self.buffers.begin_from_rank_0(collectives, device)
+        for tensor in (*self.frozen.values(), *self.buffers.named.values()):
+            take_over_(local(tensor), collectives, self.parameters.device)
+        self.buffers.keep()
         self.write_back()
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.end_means()
@@ -142,12 +125,11 @@ class LocalModel:
         self.make_room(buckets)
 
     def make_room(self, buckets: list[Bucket]) -> None:
-        """Make room for the update: the buckets' vectors in a row."""
-        flat = torch.zeros_like(self._flat)
-        vectors = flat.split([bucket.layout.numel for bucket in buckets])
-        self._vectors = {bucket.names: vector for bucket, vector in zip(buckets, vectors, strict=True)}
-        empty = [name for name, p in self.parameters.named.items() if p.numel() == 0]
-        self.update = self._parts(flat, [*(name for bucket in buckets for name in bucket.names), *empty])
+        """Make room for the update: a vector for each bucket."""
+        for bucket in buckets:
+            vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
+            self._vectors[bucket.names] = vector
+            self.update |= self._parts(vector, bucket.names)
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
@@ -171,9 +153,6 @@ class LocalModel:
         """theta_start - theta_n as the buckets' vectors, and whether this and all buffers are finite, ().
 
         Parameters of a lower precision began this round rounded, and the rounding is no update.
-
-        Raises:
-            ClusterError: parameters were added, replaced, reshaped or frozen since.
         """
         self.parameters.check()
         self.parameters.check_trainable()
@@ -199,10 +178,7 @@ class LocalModel:
             start.grad = None
 
     def outer_as_it_is(self) -> Optimizer | None:
-        """The outer optimizer with the options it has now: users may change them while a round is under way.
-
-        It shares its state with the original.
-        """
+        """The outer optimizer with the options it has now, which users may change; the state is shared."""
         if self.outer is None:
             return None
         frozen: Optimizer = object.__new__(type(self.outer))
@@ -215,7 +191,7 @@ class LocalModel:
         """theta_start of some parameters."""
         return [self.start[name] for name in names]
 
-    def own(self, names: Sequence[str]) -> list[Tensor]:
+    def own(self, names: Iterable[str]) -> list[Tensor]:
         """Some parameters of the model, to be written to."""
         if isinstance(self.parameters, ShardedParameters):
             self.parameters.reshard()
@@ -224,31 +200,23 @@ class LocalModel:
 
     def write_back(self) -> None:
         """Give the model theta_start."""
-        torch._foreach_copy_(self.own(list(self.start)), list(self.start.values()))
+        torch._foreach_copy_(self.own(self.start), list(self.start.values()))
 
     def take_back(self) -> None:
         """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
         self.buffers.take_back()
-        restart_spoiled(self.optimizer, None if self.shards is None else self.shards.collectives)
-
-    @contextmanager
-    def being_start(self) -> Iterator[None]:
-        """Let the model be theta_start meanwhile; then it gets its own parameters back."""
-        names = list(self.start)
-        with torch.no_grad():
-            kept = [own.detach().clone() for own in self.own(names)]
-            self.write_back()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self.own(names), kept)
+        shards = None if self.shards is None else self.shards.collectives
+        optimizers.restart_spoiled(self.optimizer, shards)
 
     def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""
         shapes = {name: self.parameters.shapes[name] for name in names}
         parts = flat.split([math.prod(shape) for shape in shapes.values()])
         return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+
+
+def _described(tensors: dict[str, Any]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
 
 
 def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, nn.Parameter]]:
@@ -269,10 +237,3 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
             )
     refuse_hooks(inner)
     return inner
-
-
-def _is_sharded(source: nn.Module | list[tuple[str, nn.Parameter]]) -> bool:
-    """Whether ranks hold parts of the parameters; after an evaluation FSDP may show whole ones."""
-    if isinstance(source, nn.Module) and any(map(is_fsdp2, source.modules())):
-        return True
-    return is_sharded(named_pairs(source))

@@ -1,5 +1,6 @@
 """The optimizers of an exchange of updates: a rank's own (inner), and the one that applies the aggregate."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,42 +19,36 @@ def check_inner(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
     """Refuse an optimizer that does not train exactly the parameters that are exchanged."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    exchanged = {id(p) for p in parameters.values()}
-    for name, p in parameters.items():
-        if id(p) not in held:
-            raise ArgumentError(
-                f"optimizer must hold every parameter that is exchanged, got one without {name!r}: was it "
-                "made from another model?"
-            )
-    for i, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if p.requires_grad and id(p) not in exchanged:
-                raise ArgumentError(
-                    "optimizer must hold no parameter that is not exchanged, got one of shape "
-                    f"{tuple(p.shape)} in its group {i}"
-                )
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in parameters.items() if p not in held]
+    if missing:
+        raise ArgumentError(
+            f"optimizer must hold every parameter that is exchanged, got one without {missing[0]!r}: was it "
+            "made from another model?"
+        )
+    others = [tuple(p.shape) for p in held - set(parameters.values()) if p.requires_grad]
+    if others:
+        raise ArgumentError(
+            f"optimizer must hold no parameter that is not exchanged, got one of shape {others[0]}"
+        )
 
 
-def describe_inner(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> tuple[str, list[list[str]]]:
-    """Its class, and the names in each of its groups: what ranks compare."""
-    names = {id(p): name for name, p in parameters.items()}
-    groups = [[names.get(id(p), "frozen") for p in group["params"]] for group in optimizer.param_groups]
-    return type(optimizer).__name__, groups
+def names_in(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
+    """The names of the parameters in each of an optimizer's groups; None for one that is not exchanged."""
+    names = {p: name for name, p in parameters.items()}
+    return [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def make_outer(factory: Outer | None, parameters: list[nn.Parameter]) -> Optimizer | None:
     """The outer optimizer of these parameters."""
     if factory is None:
         return None
-    if not callable(factory):
+    outer = factory(parameters) if callable(factory) else factory
+    if not callable(factory) or not isinstance(outer, Optimizer):
         raise ArgumentError(
-            "outer must be None or a function of a list of parameters that returns a torch optimizer, got "
-            f"{type(factory).__name__}"
+            "outer must be None or a function of a list of parameters that returns a torch.optim.Optimizer, "
+            f"got {type(outer).__name__}"
         )
-    outer = factory(parameters)
-    if not isinstance(outer, Optimizer):
-        raise ArgumentError(f"outer must return a torch.optim.Optimizer, got {type(outer).__name__}")
     held = [id(p) for group in outer.param_groups for p in group["params"]]
     if sorted(held) != sorted(map(id, parameters)):
         raise ArgumentError(
@@ -67,29 +62,14 @@ def describe_outer(outer: Optimizer | None) -> dict[str, Any]:
     """Its class and its options: what ranks compare, and a checkpoint with its exchange."""
     if outer is None:
         return {"class": "None"}
-    return {"class": type(outer).__name__, **{key: _plain(value) for key, value in outer.defaults.items()}}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
-
-
-def names_by_index(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> tuple[str | None, ...]:
-    """The parameter of each index of an optimizer's state dict; None for one that is not exchanged."""
-    names = {id(p): name for name, p in parameters.items()}
-    return tuple(names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+    options = json.dumps(outer.defaults, default=lambda x: x.tolist() if isinstance(x, Tensor) else repr(x))
+    return {"class": type(outer).__name__, **json.loads(options)}
 
 
 def restart_spoiled(optimizer: Optimizer, shards: Collectives | None = None) -> None:
     """Let the state of a parameter start anew if it holds a NaN or inf, which would never leave it.
 
-    Args:
-        optimizer: whose state.
-        shards: the ranks that hold the other parts of the parameters: all parts start anew, or none.
+    `shards` are the ranks that hold the other parts of the parameters: all parts start anew, or none.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     spoiled = torch.tensor([_is_spoiled(optimizer.state.get(p, {})) for p in parameters])
@@ -111,29 +91,21 @@ def _is_spoiled(state: dict[str, Any]) -> bool:
     return not all(bool(t.isfinite().all()) for t in floats)
 
 
-def average_optimizer_states(states: list[dict[str, Any]], weights: list[float]) -> dict[str, Any]:
-    """The weighted mean of several ranks' optimizer states, as a state that any optimizer like them loads.
-
-    A number that is the same on all ranks, such as a count of steps, is kept as it is. What is no
-    floating-point tensor, and the options of the groups (the learning rate), are those of the first rank.
-    Where some ranks have no state for a parameter, the others' weights count.
-
-    Args:
-        states: `optimizer.state_dict()` of every rank, in rank order.
-        weights: every rank's w_n.
-    """
-    shared = [state["state"] for state in states]
-    return {"state": weighted_mean(shared, weights), "param_groups": states[0]["param_groups"]}
-
-
 def weighted_mean(things: list[Any], weights: list[float]) -> Any:
-    """The weighted mean of dicts of tensors, tensor by tensor: see `average_optimizer_states`."""
+    """The weighted mean of several ranks' dicts of tensors, such as optimizers' states, in rank order.
+
+    What is the same on all ranks, such as a count of steps, is kept as it is. What is no floating-point
+    tensor is that of the first rank. Where some ranks have nothing for a key, the others' weights count.
+    """
     first = things[0]
     if isinstance(first, dict):
-        return {
-            key: weighted_mean(*_of_those(key, things, weights))
-            for key in {key: None for each in things for key in each}
-        }
+        means = {}
+        for key in {key: None for each in things for key in each}:
+            holders = [n for n, each in enumerate(things) if key in each]
+            shares = [weights[n] for n in holders]
+            shares = shares if any(shares) else [1.0] * len(holders)
+            means[key] = weighted_mean([things[n][key] for n in holders], shares)
+        return means
     if not isinstance(first, Tensor) or not first.is_floating_point():
         return first
     if all(torch.equal(first, other) for other in things[1:]):
@@ -142,10 +114,3 @@ def weighted_mean(things: list[Any], weights: list[float]) -> Any:
     for weight, tensor in zip(weights, things, strict=True):
         total += weight / sum(weights) * tensor.double()
     return total.to(first.dtype)
-
-
-def _of_those(key: Any, things: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
-    """What those ranks hold under a key that hold anything; of equal weight if none has any."""
-    pairs = [(each[key], weight) for each, weight in zip(things, weights, strict=True) if key in each]
-    found, their_weights = [thing for thing, _ in pairs], [weight for _, weight in pairs]
-    return found, their_weights if sum(their_weights) > 0 else [1.0] * len(found)

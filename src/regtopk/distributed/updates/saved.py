@@ -17,8 +17,9 @@
 Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ from regtopk.distributed.state.parameters import is_dtensor
 from regtopk.distributed.state.saved import kept_ranks
 from regtopk.distributed.state.shards import like, local
 from regtopk.distributed.updates.model import LocalModel
-from regtopk.distributed.updates.optimizers import average_optimizer_states, describe_outer, weighted_mean
+from regtopk.distributed.updates.optimizers import describe_outer, weighted_mean
 from regtopk.errors import StateError
-from regtopk.rounds import Rounds
+from regtopk.rounds import LocalRounds, Rounds
 
 _TIMES = ("every", "delay", "fragments")
 
@@ -39,37 +40,35 @@ _TIMES = ("every", "delay", "fragments")
 class LoadedModel(NamedTuple):
     """What to go on with: see above."""
 
-    num_steps: int
     start: dict[str, Tensor]
     outer_state: dict[str, Any]
+    num_steps: int
     optimizer: dict[str, Any]
-    parameters: dict[str, Tensor]
     buffers: dict[str, dict[str, Tensor]]
-    sent: dict[str, Tensor]
-    skipped: list[bool]
+    parameters: Mapping[str, Tensor] = MappingProxyType({})
+    sent: Mapping[str, Tensor] = MappingProxyType({})
+    skipped: Sequence[bool] = ()
 
 
 def add_to(
-    saved: dict[str, Any],
-    model: LocalModel,
-    rounds: Rounds,
-    num_steps: int,
-    sent: dict[str, Tensor] | None,
-    skipped: list[bool],
+    saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
 ) -> dict[str, Any]:
-    """A rank's state dict with what belongs to updates; `sent` is None if the model is theta_start."""
+    """A rank's state dict with what belongs to updates."""
+    sent: dict[str, Tensor] = {}
+    for names, tensors in zip(model.fragments, rounds.sent, strict=True):
+        sent |= zip(names, tensors, strict=False)  # there are no tensors if it is not under way
     mine = {
-        "num_steps": num_steps,
+        "num_steps": rounds.clock,
         "optimizer": copied(model.optimizer.state_dict()),
-        "parameters": {} if sent is None else _finite(copied(dict(model.parameters.named)), model.start),
+        "parameters": {} if rounds.is_start else copied(dict(model.parameters.named)),
         "buffers": copied(model.buffers.saved()),
-        "sent": _finite(copied(sent or {}), model.start),
+        "sent": copied(sent),
         "skipped": skipped if sent else [],
     }
     for worker in saved["workers"].values():
         worker["updates"] = (mine,)
     updates = {
-        **{time: getattr(rounds, time) for time in _TIMES},
+        **{time: getattr(rounds.rounds, time) for time in _TIMES},
         "inner": type(model.optimizer).__name__,
         "outer": describe_outer(model.outer),
         "start": copied(model.start),
@@ -86,28 +85,18 @@ def loaded(
     On other ranks, or with other weights, than were saved, all begin from theta_start. What a rank has
     learned inside a round goes into its residual, e_n := e_n + theta_start - theta_n, so that nothing is
     lost. Every rank gets the weighted mean of the saved ranks' optimizer states and buffers.
-
-    Raises:
-        StateError: it does not fit, or is damaged.
     """
     if not isinstance(saved, dict) or "updates" not in saved:
         raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
     try:
-        updates = {"delay": 0, "fragments": 1, **saved["updates"]}  # versions before had no other
-        has_changed = saved["weights"] != weights or bool(saved.get("lost"))
-        if has_changed:
+        updates = saved["updates"]
+        if saved["weights"] != weights or saved.get("lost"):
             saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
             mine = _mean_of_ranks(saved)
         else:
             mine = saved["workers"][str(rank)]["updates"][0]
-        new = LoadedModel(
-            start=updates["start"],
-            outer_state=updates["outer_state"][0],
-            **{"sent": {}, "skipped": [], **mine},  # versions before did not save them
-        )
-        for time in _TIMES:
-            _check_same(time, getattr(rounds, time), updates[time])
-        _check(model, updates, new)
+        new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
+        _check(model, rounds, updates, new)
     except StateError:
         raise
     except Exception as error:
@@ -131,9 +120,9 @@ def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, An
 
 def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
     (mine,) = worker["updates"]
-    ended = {**mine, "parameters": {}, "sent": {}, "skipped": []}
-    if any(mine.get("skipped", [])):  # what it has learned is taken back
-        return {**worker, "updates": (ended,)}
+    is_spoiled = not all(bool(torch.isfinite(own).all()) for own in mine["parameters"].values())
+    if is_spoiled or any(mine["skipped"]):  # what it has learned is taken back
+        return worker
     entries = {}
     for name, parts in worker["entries"].items():
         if "residual" not in parts:
@@ -142,19 +131,20 @@ def _ended(worker: dict[str, Any], start: dict[str, Tensor]) -> dict[str, Any]:
                 "take up what was learned since, and the ranks or their weights have changed"
             )
         own, residual = mine["parameters"][name], parts["residual"]
-        before = mine.get("sent", {}).get(name, start[name]).to(own.dtype)  # as the round began, rounded
+        before = mine["sent"].get(name, start[name]).to(own.dtype)  # as the round began, rounded
         entries[name] = {**parts, "residual": residual + (before.to(residual) - own.to(residual))}
-    return {**worker, "entries": entries, "updates": (ended,)}
+    return {**worker, "entries": entries}
 
 
 def _mean_of_ranks(saved: dict[str, Any]) -> dict[str, Any]:
+    """What every rank goes on with at a round's end; the options of the optimizer are the first rank's."""
     kept = kept_ranks(saved)
     workers = [saved["workers"][str(n)]["updates"][0] for n in kept]
     weights = [saved["weights"][n] for n in kept]
+    states = [worker["optimizer"]["state"] for worker in workers]
     return {
         "num_steps": workers[0]["num_steps"],
-        "optimizer": average_optimizer_states([worker["optimizer"] for worker in workers], weights),
-        "parameters": {},
+        "optimizer": {**workers[0]["optimizer"], "state": weighted_mean(states, weights)},
         "buffers": weighted_mean([worker["buffers"] for worker in workers], weights),
     }
 
@@ -182,43 +172,33 @@ def shard_state(optimizer: Optimizer) -> None:
                 state[key] = like(saved, p)
 
 
-def _check(model: LocalModel, updates: dict[str, Any], new: LoadedModel) -> None:
+def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
-    inner, outer = type(model.optimizer).__name__, describe_outer(model.outer)
-    _check_same("optimizer", inner, updates.get("inner", inner))  # versions before did not save it
-    for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
-        what = "outer" if option == "class" else f"{option} of outer"
-        _check_same(what, outer[option], updates["outer"][option])
-    groups = (model.optimizer.param_groups, new.optimizer["param_groups"])
-    sizes = [[len(group["params"]) for group in given] for given in groups]
-    _check_same("number of parameters of the optimizer's groups", *sizes)
-    for what, tensors in (("start", new.start), ("parameters", new.parameters)):
-        if tensors or what == "start":
-            _check_same(f"shapes of {what}", model.parameters.shapes, _shapes(tensors))
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise StateError(f"{what} of {name!r} in the saved state must be finite, got a NaN or inf")
-    buffers = _shapes(model.buffers.saved()["now"])
-    _check_same("shapes of buffers", buffers, _shapes(new.buffers["now"]))
+    outer, buffers = describe_outer(model.outer), _shapes(model.buffers.saved()["now"])
     begun = _shapes(new.buffers["start"])
-    _check_same("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun)
+    facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
+    facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
+    for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
+        facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
+    groups = model.optimizer.param_groups, new.optimizer["param_groups"]
+    sizes = [[len(group["params"]) for group in given] for given in groups]
+    facts += [
+        ("number of parameters of the optimizer's groups", *sizes),
+        ("shapes of start", model.parameters.shapes, _shapes(new.start)),
+        ("shapes of parameters", model.parameters.shapes, _shapes(new.parameters or new.start)),
+        ("shapes of buffers", buffers, _shapes(new.buffers["now"])),
+        ("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
+    ]
+    for what, expected, found in facts:
+        if expected != found:
+            raise StateError(f"{what} in the saved state must be {expected!r}, got {found!r}")
+    for name, tensor in new.start.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
 
 
-def _check_same(what: str, mine: Any, saved: Any) -> None:
-    if mine != saved:
-        raise StateError(f"{what} in the saved state must be {mine!r}, got {saved!r}")
-
-
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _finite(parameters: dict[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters that a NaN has spoiled are saved as theta_start, which they will return to."""
-    return {
-        name: tensor if bool(torch.isfinite(tensor).all()) else copied(start[name]).to(tensor.dtype)
-        for name, tensor in parameters.items()
-    }
 
 
 def copied(thing: Any) -> Any:
