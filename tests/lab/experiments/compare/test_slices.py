@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
+from regtopk.lab.experiments.compare import checkpoint
 from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.paper.fig3 import FIG3, PRESETS
 from regtopk.lab.experiments.tasks import Problem
@@ -36,30 +37,39 @@ def settings_in(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def test_an_interrupted_run_goes_on_to_the_same_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", ["", ":exchange=updates:every=4:fragments=2:delay=1:outer=nesterov"])
+def test_an_interrupted_run_goes_on_in_its_middle_to_the_same_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    """What was finished is not run again. What was begun is, and a torn last line is dropped."""
+    """A slice of another method between leaves the checkpoint; a torn last line is dropped."""
+    config = replace(
+        QUICK, algorithms=f"topk,regtopk{words}", seeds="2", num_steps=8, num_evaluations=4, optimizer="adam"
+    )
+    stopped = 0.9 if words else 0.8  # of both methods: in the second, at step 6 or before it
+    monkeypatch.setattr(checkpoint, "EVERY_S", 0.0)
 
     def progress(fraction: float, words: str = "") -> None:
-        if words.startswith("regtopk, seed 0"):
+        if fraction > stopped:
             raise KeyboardInterrupt
 
-    whole = run(QUICK, tmp_path / "whole")
+    whole = run(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        FIG3.record(QUICK, tmp_path / "parts", command="c", progress=progress)
+        FIG3.record(config, tmp_path / "parts", command="c", progress=progress)
     metrics = tmp_path / "parts" / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"method": "regt')
-    trained: list[tuple[str, int]] = []
-    original = Trainer.run_until
+    run(replace(config, algorithms="dense"), tmp_path / "parts", resume=True)
+    steps: list[int] = []
+    original = Trainer._step
 
-    def counted(trainer: Trainer, step: int) -> None:
-        trained.append((type(trainer.algorithm).__name__, step))
-        original(trainer, step)
+    def counted(trainer: Trainer) -> None:
+        steps.append(trainer.num_steps)
+        original(trainer)
 
-    monkeypatch.setattr(Trainer, "run_until", counted)
-    assert run(QUICK, tmp_path / "parts", resume=True) == whole
-    assert trained == [("RegTopK", 0), ("RegTopK", 2), ("RegTopK", 4)]
+    monkeypatch.setattr(Trainer, "_step", counted)
+    records = run(config, tmp_path / "parts", resume=True)
+    assert [r for r in records if r[0] != "dense"] == whole
+    assert steps == ([6, 7] if words else [4, 5, 6, 7])
+    assert not list((tmp_path / "parts").glob("checkpoint-*"))
 
 
 def test_slices_add_to_one_folder_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:

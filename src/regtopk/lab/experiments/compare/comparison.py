@@ -1,6 +1,7 @@
 """Methods compared over seeds, in slices: each slice runs some methods and seeds, and adds to one folder.
 
-A (method, seed) that is finished there is never run again. One that was interrupted starts over.
+A (method, seed) that is finished there is never run again. One that was interrupted goes on from its last
+checkpoint.
 """
 
 import os
@@ -9,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,13 +20,13 @@ from regtopk._version import __version__
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import at_densities, at_equal_bytes
+from regtopk.lab.experiments.compare.checkpoint import Checkpoint, remove_all
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.compare.page import description_of, panels
 from regtopk.lab.experiments.compare.results import is_finished, summarise
 from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
-from regtopk.lab.experiments.settings import check_device, threads_for
+from regtopk.lab.experiments.settings import check_device, format_seeds, threads_for
 from regtopk.lab.experiments.tasks import Problem, Task
-from regtopk.lab.experiments.tasks.task import Quality
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
@@ -62,11 +64,14 @@ class Comparison(Experiment[CompareConfig]):
         with _kernels(config.deterministic), threads_for(_numel(config, problem) if problem else 0):
             runs = _runs(config, methods, problem) if problem else []  # bytes may be too few for one of them
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
+                if not writer.is_continued:
+                    remove_all(folder)
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
-                groups = _groups(config, runs, done)
                 if problem:
-                    for new in self._run(config, problem, groups, done, progress):
+                    for new in self._run(
+                        config, problem, folder, _groups(config, runs, done), done, progress
+                    ):
                         writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
@@ -76,6 +81,7 @@ class Comparison(Experiment[CompareConfig]):
         self,
         config: CompareConfig,
         problem: Problem,
+        folder: Path,
         groups: Sequence[Group],
         done: Sequence[Record],
         progress: ShowProgress,
@@ -84,19 +90,20 @@ class Comparison(Experiment[CompareConfig]):
         for place, (run, seeds) in enumerate(groups):
             label = run.method.label
             progress(place / len(groups), f"{label}, training")
-            tuned = _tune(config, problem, run, done)
-            for new in _train(config, problem.task(seeds), run, tuned.lr):
+            lr, tuning = _tune(config, problem, run, done)
+            checkpoint = Checkpoint(folder, run, seeds)
+            for new in _train(config, problem.task(seeds), run, lr, checkpoint):
                 fraction = (place + new["step"] / config.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
-                found = {"tuning_seed": tuned.seed, "tuning": tuned.finals}
-                yield {**new, **found, **self.extras(config, run.method, new["step"])}
+                yield {**new, **tuning, **self.extras(config, run.method, new["step"])}
+            checkpoint.remove()
 
 
 def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, Any]:
     """The settings that name the methods and seeds of this slice, and of the slices before."""
     labels = [*(record["method"] for record in records), *(m.label for m in config.methods)]
     seeds = sorted({*(record["seed"] for record in records), *config.chosen_seeds})
-    return config.with_slices(list(dict.fromkeys(labels)), seeds)
+    return {"algorithms": ",".join(dict.fromkeys(labels)), "seeds": format_seeds(seeds)}
 
 
 def _is_open(config: CompareConfig, method: Method, records: Sequence[Record]) -> bool:
@@ -139,42 +146,35 @@ def _check_not_tuned_on(config: CompareConfig, records: Sequence[Record]) -> Non
         )
 
 
-class Tuned(NamedTuple):
-    """A learning rate, the seed on which it was picked, and what each ended with there.
-
-    Seed and numbers are None where there was no choice. A number is None where the training diverged.
-    """
-
-    lr: float
-    seed: int | None = None
-    finals: dict[str, float | None] | None = None
-
-
-def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: Sequence[Record]) -> Tuned:
-    """A run's learning rate.
+def _tune(
+    config: CompareConfig, problem: Problem, run: MethodAt, done: Sequence[Record]
+) -> tuple[float, Record]:
+    """A run's learning rate, and for its records the seed that it was picked on and what each ended with.
 
     The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
     counts, and no later slice may count it.
     """
     if run.method.lr is not None or len(config.lr) == 1:
-        return Tuned(run.method.lr or config.lr[0])
+        return run.method.lr or config.lr[0], {"tuning_seed": None, "tuning": None}
     for record in done:
         if record["method"] == run.method.label and record["density"] == run.density:
-            return Tuned(float(record["lr"]), record.get("tuning_seed"), record.get("tuning"))
+            return float(record["lr"]), {name: record.get(name) for name in ("tuning_seed", "tuning")}
     counted_seeds = {*config.chosen_seeds, *(record["seed"] for record in done)}
     seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
-    finals: dict[float, float | None] = {}
+    finals: dict[float, float | None] = {}  # None where the training diverged
     for lr in config.lr:
         records = list(_train(config, problem.task([seed]), run, lr))
         last = [r[config.kind.metric] for r in records[-config.kind.num_last :]]
         finals[lr] = None if records[-1]["diverged"] else fmean(last)
     trained = {lr: final for lr, final in finals.items() if final is not None} or {config.lr[0]: 0.0}
     best = (max if config.kind.is_better_higher else min)(trained, key=trained.__getitem__)
-    return Tuned(best, seed, {f"{lr:g}": final for lr, final in finals.items()})
+    return best, {"tuning_seed": seed, "tuning": {f"{lr:g}": final for lr, final in finals.items()}}
 
 
-def _train(config: CompareConfig, task: Task, run: MethodAt, lr: float) -> Iterator[Record]:
-    """Train one method's seeds to the end."""
+def _train(
+    config: CompareConfig, task: Task, run: MethodAt, lr: float, checkpoint: Checkpoint | None = None
+) -> Iterator[Record]:
+    """Train one method's seeds to the end, from where their checkpoint stands."""
     trainer = Trainer(
         task,
         config.build(run),
@@ -186,18 +186,21 @@ def _train(config: CompareConfig, task: Task, run: MethodAt, lr: float) -> Itera
         residual_dtype=run.method.residual_dtype or "float32",
     )
     start = time.perf_counter()
-    for stop in config.stops:
+    if checkpoint:
+        start -= checkpoint.load(trainer)
+    for stop in [stop for stop in config.stops if stop > trainer.num_steps or not trainer.num_steps]:
         trainer.run_until(stop)
-        qualities = trainer.evaluate()
-        yield from _records(config, trainer, run, qualities, time.perf_counter() - start)
+        yield from _records(config, trainer, run, start)
+        if checkpoint:
+            checkpoint.save(trainer, time.perf_counter() - start)
 
 
-def _records(
-    config: CompareConfig, trainer: Trainer, run: MethodAt, qualities: list[Quality], time_s: float
-) -> Iterator[Record]:
-    """One record per seed. Seeds that are trained at once share the time evenly."""
+def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: float) -> Iterator[Record]:
+    """One record per seed. Seeds that are trained at once share the time since the start evenly."""
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
-    losses, payloads, diverged = trainer.take_losses(), trainer.payload_bytes, trainer.is_diverged
+    qualities, losses = trainer.evaluate(), trainer.take_losses()
+    time_s = time.perf_counter() - start
+    payloads, diverged = trainer.payload_bytes, trainer.is_diverged
     for place, seed in enumerate(seeds):
         yield {
             "method": method.label,

@@ -1,6 +1,5 @@
 """The settings of a comparison of methods on one task, checked before anything runs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -11,7 +10,7 @@ from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_integer, check_number, check_positive
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.splits import check_split
-from regtopk.lab.experiments.settings import format_seeds, parse_seeds, settings_of
+from regtopk.lab.experiments.settings import parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
 from regtopk.lab.experiments.tasks.task import Defaults
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
@@ -141,10 +140,6 @@ class CompareConfig(TaskSettings):
     def is_at_equal_bytes(self) -> bool:
         """Whether densities follow from a number of bytes."""
         return bool(self.like or self.bytes_per_step)
-
-    def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that name these methods and seeds: those of all slices in a folder."""
-        return {"algorithms": ",".join(labels), "seeds": format_seeds(seeds)}
 
     @property
     def shared(self) -> dict[str, Any]:

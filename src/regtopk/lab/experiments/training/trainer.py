@@ -100,6 +100,7 @@ class Trainer:
             self._local, task.layout, recipe=OPTIMIZERS[optimizer], lr=lr, num_steps=num_steps
         )
         self._timer = Timer(self.models.device)
+        self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
         self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
         self._losses: Tensor | None = None  # of the last step
@@ -143,21 +144,53 @@ class Trainer:
     @property
     def payload_bytes(self) -> list[float]:
         """What a worker has contributed so far, on average, for each seed."""
-        by_cluster = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters])
-        found = by_cluster.unflatten(0, (len(self._fragments), -1)).sum(0).flatten()
-        counts: list[float] = found.expand(len(self.models)).tolist()
+        by_fragment = []
+        for fragment in self._fragments:
+            own = torch.stack([c.total.payload_bytes.double().mean(-1) for c in fragment.clusters])
+            by_fragment.append(own.flatten().expand(len(self.models)))  # a fragment not yet sent has one zero
+        counts: list[float] = torch.stack(by_fragment).sum(0).tolist()
         return counts
 
     @property
     def exchange_s(self) -> float:
         """Seconds spent in exchanges so far; waits for the GPU."""
-        return self._timer.seconds()["exchange"]
+        return self._exchange_s + self._timer.seconds()["exchange"]
 
     @property
     def is_diverged(self) -> list[bool]:
         """Which seeds diverged."""
         flags: list[bool] = self._is_diverged.tolist()
         return flags
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on later to the same bits; to be asked for after losses were taken."""
+        return {
+            "models": self.models,
+            "local": self._local,
+            "num_steps": self.num_steps,
+            "is_diverged": self._is_diverged,
+            "losses": self._losses,
+            "seen": self._seen,
+            "exchange_s": self.exchange_s,
+            "optimizer": self._descent.optimizer.state_dict(),
+            "outer": self._outer and self._outer.state_dict(),
+            "clusters": [cluster.state_dict() for cluster in self.clusters],
+            "sent": [fragment.sent for fragment in self._fragments],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` of a trainer of the same kind returned."""
+        for own, saved in ((self.models, "models"), (self._at_stop, "models"), (self._local, "local")):
+            own.copy_(state[saved])
+        self.num_steps, self._exchange_s = state["num_steps"], state["exchange_s"]
+        self._is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
+        self._descent.optimizer.load_state_dict(state["optimizer"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+        for cluster, own_state in zip(self.clusters, state["clusters"], strict=True):
+            cluster.load_state_dict(own_state)
+        for fragment, sent in zip(self._fragments, state["sent"], strict=True):
+            fragment.sent = sent
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps)
