@@ -223,7 +223,7 @@ def main() -> None:
     """Draw the figures; print who sends what, the errors of both readings, and the jumps."""
     torch.set_num_threads(1)
     draw_score(FIGURES / "why-score.png")
-    problems = draw_regressions(FIG2)
+    problems = draw_regressions(range(4))
     for name, algorithm in CASES.items():
         watched = watch(FIG2, problems, algorithm)
         by_all = sum(watched.num_by_all[END - 1]) / len(watched.distance[0])

@@ -39,9 +39,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path) -> Result:
     """What this rank ends with; without a hook gradients are left to DDP."""
     config, method = TrainConfig(**settings), Method.parse(label)
-    task = load_task(config, examples, torch.device("cpu"))
-    algorithm = config.build(MethodAt(method, config.densities[0])) if has_hook else None
-    training = RankTraining(task, config, method, algorithm, SEED)
+    task = load_task(config, examples, SEED, torch.device("cpu"))
+    training = RankTraining(task, config, method, is_plain_ddp=not has_hook)
     for _ in range(config.num_steps):
         training.step()
     model = flatten(training.network)

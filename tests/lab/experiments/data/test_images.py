@@ -2,7 +2,6 @@ import gzip
 import pickle
 import re
 import sys
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -92,19 +91,16 @@ def test_the_official_archive_is_read_without_running_its_pickles(tmp_path: Path
     assert found.train.shape == (20, 3, 32, 32) and float(found.train[0, 0, 0, 0]) == pytest.approx(0.2)
     assert found.train_labels.tolist() == [*range(10)] * 2
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Path("x")}))
-    with pytest.raises(ArgumentError, match="data batches must hold plain arrays, got pathlib"):
+    with pytest.raises(ArgumentError, match=r"test_batch: .*no plain array: pathlib"):
         load_images("cifar10", tmp_path, "cpu")
 
 
 @pytest.mark.usefixtures("small_counts")
-@pytest.mark.parametrize("content", [None, b"", b"cut", pickle.dumps({b"data": [1]}), pickle.dumps({})])
-def test_a_damaged_archive_names_its_file(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"cut", pickle.dumps({b"data": [1]}), pickle.dumps({})])
+def test_a_damaged_archive_names_its_file(tmp_path: Path, content: bytes) -> None:
     write_archive(tmp_path)
-    (tmp_path / "data_batch_3").unlink()
-    if content is not None:
-        (tmp_path / "data_batch_3").write_bytes(content)
-    expected = "data batches must be those of CIFAR-10's Python archive, got .*data_batch_3"
-    with pytest.raises(ArgumentError, match=expected):
+    (tmp_path / "data_batch_3").write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"data must be the folder .*, got .*data_batch_3"):
         load_images("cifar10", tmp_path, "cpu")
 
 
@@ -116,53 +112,34 @@ def test_the_guides_code_packs_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(compile(code, str(page), "exec"), {})
     packed = load_images("cifar10", tmp_path / "cifar10.npz", "cpu")
+    assert packed.train.shape == (20, 3, 32, 32) and packed.train_labels.tolist() == sorted([*range(10)] * 2)
     red = packed.train[:, 0, 0, 0][packed.train_labels == 3]  # images 3 and 13
     assert torch.allclose(red, torch.tensor([30.0, 130.0]) / 255, atol=0.02)
 
 
 @pytest.mark.usefixtures("small_counts")
-def test_a_packed_file_is_decoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_labels": np.arange(19)}, "train part must hold 20 images and labels, got 20 and 19"),
+        ({"train_jpeg": np.frombuffer(b"no image" * 99, np.uint8)}, "packed.npz: UnidentifiedImageError"),
+        ({"test_jpeg": np.zeros(0, np.uint8)}, "data must be a packed .npz file .*, got .*packed.npz"),
+    ],
+)
+def test_a_packed_file_is_checked(tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
     write_folder(tmp_path / "folder")
-    found = load_images("cifar10", write_packed(tmp_path / "packed.npz", tmp_path / "folder"), "cpu")
-    assert found.train.shape == (20, 3, 32, 32) and found.train_labels.tolist() == [*range(10)] * 2
-    assert found.train[:, 0, 0, 0].tolist() == pytest.approx([i * 10 / 255 for i in range(20)])
+    path = write_packed(tmp_path / "packed.npz", tmp_path / "folder", **changes)
+    with pytest.raises(ArgumentError, match=message):
+        load_images("cifar10", path, "cpu")
 
 
 @pytest.mark.usefixtures("small_counts")
-def test_a_packed_file_is_checked(tmp_path: Path) -> None:
-    write_folder(tmp_path / "folder")
+def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "packed.npz"
-
-    def refuses(message: str, **changes: np.ndarray) -> None:
-        with pytest.raises(ArgumentError, match=message):
-            load_images("cifar10", write_packed(path, tmp_path / "folder", **changes), "cpu")
-
-    labels = np.arange(20) % 10
-    refuses("train part must hold 20 images and labels, got 20 and 19", train_labels=labels[1:])
-    refuses(
-        r"train part must hold as many images of each class from 0 to 9, got \{0: 20\} in",
-        train_labels=labels * 0,
-    )
-    refuses("train_offsets must rise from 0 to the", train_offsets=np.arange(21))
-    content = np.frombuffer(b"no image" * 20, np.uint8)
-    refuses(
-        r"image files must be whole, got train image 0 of .*packed.npz: cannot identify",
-        train_jpeg=content,
-        train_offsets=np.arange(0, 161, 8),
-    )
-    small = BytesIO()
-    pytest.importorskip("PIL.Image").new("RGB", (28, 28)).save(small, "png")
-    refuses(
-        r"images must be 32 x 32 pixels, got \(28, 28\) in train image 0",
-        train_jpeg=np.frombuffer(20 * small.getvalue(), np.uint8),
-        train_offsets=np.arange(21) * len(small.getvalue()),
-    )
-    np.savez(path, train_jpeg=content)
-    with pytest.raises(ArgumentError, match=r"without \['train_offsets', 'train_labels'\]"):
-        load_images("cifar10", path, "cpu")
-    for damaged in (b"PK\x03\x04 cut short", b"nothing", b""):
+    np.savez(path, train_jpeg=np.zeros(1))
+    for damaged in (path.read_bytes(), b"PK\x03\x04 cut short", b"nothing", b""):
         path.write_bytes(damaged)
-        with pytest.raises(ArgumentError, match=r"packed file must be a whole .npz file, got"):
+        with pytest.raises(ArgumentError, match=r"packed .npz file of CIFAR-10, got .*packed.npz"):
             load_images("cifar10", path, "cpu")
 
 
@@ -171,25 +148,23 @@ def test_image_files_need_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_folder(tmp_path / "folder")
     path = write_packed(tmp_path / "packed.npz", tmp_path / "folder")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(
-        MissingExtraError, match=r"image files need Pillow: pip install 'regtopk\[experiments\]'"
-    ):
+    with pytest.raises(MissingExtraError, match=r"need Pillow: pip install 'regtopk\[experiments\]'"):
         load_images("cifar10", path, "cpu")
 
 
-@pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
-def test_a_path_without_the_data_says_what_was_found(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ArgumentError, match=r"data path must be .* it is empty"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fashion-mnist", r"data must be an IDX file .*, got .*train-images-idx3-ubyte: FileNotFoundError"),
+        ("cifar10", r"data must be the folder of CIFAR-10's Python archive, .* got .*data_batch_1: FileNot"),
+        ("mnist", "data set must be one of digits"),
+    ],
+)
+def test_a_path_without_the_data_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         load_images(name, tmp_path, "cpu")
-    (tmp_path / "other").touch()
-    with pytest.raises(ArgumentError, match="it holds other"):
-        load_images(name, tmp_path, "cpu")
-    with pytest.raises(ArgumentError, match="there is nothing"):
-        load_images(name, tmp_path / "missing", "cpu")
 
 
 def test_cifar10_needs_a_path() -> None:
     with pytest.raises(ArgumentError, match="data must be given for cifar10"):
         load_images("cifar10", None, "cpu")
-    with pytest.raises(ArgumentError, match="data set must be one of digits"):
-        load_images("mnist", None, "cpu")

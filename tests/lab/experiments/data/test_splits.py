@@ -3,9 +3,9 @@ import torch
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.splits import (
-    _dirichlet_shares,
     batch_order,
     check_split,
+    dirichlet_shares,
     divide,
     weights_of,
 )
@@ -67,7 +67,7 @@ def test_the_smallest_alpha_gives_each_label_to_one_worker() -> None:
 def test_shares_have_the_mean_and_variance_of_a_dirichlet_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     for alpha in (0.1, 2.0):
-        drawn = torch.stack([_dirichlet_shares(5, alpha, generator) for _ in range(4000)])
+        drawn = torch.stack([dirichlet_shares(5, alpha, generator) for _ in range(4000)])
         variance = (1 / 5) * (4 / 5) / (5 * alpha + 1)
         assert torch.allclose(drawn.mean(0), torch.full((5,), 0.2, dtype=torch.float64), atol=0.02)
         assert torch.allclose(drawn.var(0), torch.full((5,), variance, dtype=torch.float64), rtol=0.1)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.gpt import GPT
 from regtopk.lab.experiments.networks.norm import GroupNorm
@@ -114,13 +113,6 @@ def test_gpt_does_not_see_what_comes() -> None:
     one, other = network(tokens), network(changed)
     assert torch.equal(one[:, :20], other[:, :20])
     assert (one[:, 20:] != other[:, 20:]).any(-1).all()
-
-
-def test_gpt_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(ArgumentError, match="tokens must be at most 128 long, the context, got 129"):
-        make("gpt")(torch.zeros(1, 129, dtype=torch.int64))
-    with pytest.raises(ArgumentError, match="width must be a multiple of num_heads=4, got 130"):
-        GPT(10, width=130)
 
 
 def test_the_small_network_takes_grey_images_too() -> None:

@@ -42,8 +42,8 @@ def test_gradients_are_those_of_the_risks() -> None:
     w = torch.tensor([0.01, -0.4], dtype=torch.float64, requires_grad=True)
     (toy_grad,) = torch.autograd.grad(toy.risk(w), w)
     torch.testing.assert_close(toy.grads(w.detach()).mean(0), toy_grad)
-    (grad,) = torch.autograd.grad(risk(config)(w), w)
-    torch.testing.assert_close(grads(config)(w.detach()).mean(0), grad)
+    (grad,) = torch.autograd.grad(risk(config, w), w)
+    torch.testing.assert_close(grads(config, w.detach()).mean(0), grad)
 
 
 def test_a_large_risk_does_not_overflow() -> None:

@@ -19,7 +19,7 @@ import torch
 from regtopk._version import __version__
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.budget import at_densities, at_equal_bytes
+from regtopk.lab.experiments.compare.budget import at_densities, runs_of
 from regtopk.lab.experiments.compare.checkpoint import Checkpoint, remove_all
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.compare.page import description_of, panels
@@ -56,22 +56,23 @@ class Comparison(Experiment[CompareConfig]):
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
         _check_not_tuned_on(config, recorded)
         methods = [method for method in config.methods if _is_open(config, method, recorded)]
-        check_device(config.device)
+        check_device("device", config.device)
         problem = self.load(config) if methods else None
         contents = problem.contents if problem else {}
         header["config"] |= contents
         shared = {**config.shared, **contents}
-        with _kernels(config.deterministic), threads_for(_numel(config, problem) if problem else 0):
-            runs = _runs(config, methods, problem) if problem else []  # bytes may be too few for one of them
+        numel = problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel if problem else 0
+        with _kernels(config.deterministic), threads_for(numel):
+            # before the folder is claimed: bytes may be too few for one of them
+            runs = runs_of(config, methods, problem) if problem else []
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
                 if not writer.is_continued:
                     remove_all(folder)
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
+                groups = _groups(config, runs, done)
                 if problem:
-                    for new in self._run(
-                        config, problem, folder, _groups(config, runs, done), done, progress
-                    ):
+                    for new in self._run(config, problem, folder, groups, done, progress):
                         writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
@@ -120,16 +121,6 @@ def _groups(config: CompareConfig, runs: Sequence[MethodAt], records: Sequence[R
         at_once = config.kind.num_at_once or len(seeds)
         groups += [(run, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
     return groups
-
-
-def _runs(config: CompareConfig, methods: Sequence[Method], problem: Problem) -> list[MethodAt]:
-    if config.is_at_equal_bytes:
-        return at_equal_bytes(config, methods, problem)
-    return at_densities(config, methods)
-
-
-def _numel(config: CompareConfig, problem: Problem) -> int:
-    return problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
 
 
 def _tuning_seeds(records: Sequence[Record]) -> set[int]:

@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from regtopk.algorithms import ALGORITHMS
-from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code, check_value_code
-from regtopk.core.options import check_choice, check_integer, check_number, check_positive
+from regtopk.core.options import check_choice, check_options, check_positive, integer, one_of, option, within
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.data.splits import check_split
-from regtopk.lab.experiments.settings import parse_seeds, settings_of
+from regtopk.lab.experiments.settings import check_densities, check_seeds, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
-from regtopk.lab.experiments.tasks.task import Defaults
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.method import Method
+
+OWN = ("data", "algorithms", "seeds")  # settings in which runs of one folder may differ
 
 
 class MethodAt(NamedTuple):
@@ -49,59 +49,41 @@ class CompareConfig(TaskSettings):
     """
 
     algorithms: str = ""
-    densities: tuple[float, ...] = (0.01,)
-    bytes_per_step: float = 0.0
+    densities: tuple[float, ...] = option((0.01,), check_densities)
+    bytes_per_step: float = option(0.0, within("[0, inf)"))
     like: str = ""
-    value_code: str = "float32"
-    index_code: str = "elias-fano"
-    optimizer: str = ""
+    value_code: str = option("float32", lambda name, given: check_value_code(given))
+    index_code: str = option("elias-fano", lambda name, given: check_index_code(given))
+    optimizer: str = option("", one_of(*OPTIMIZERS))
     lr: tuple[float, ...] = ()
-    seeds: str = "1"
-    num_evaluations: int = 15
+    seeds: str = option("1", check_seeds)
+    num_evaluations: int = option(15, integer(at_least=1))
     deterministic: bool = False
-
-    free: ClassVar[tuple[str, ...]] = ("data", "algorithms", "seeds")  # may differ between runs of a folder
 
     def __post_init__(self) -> None:
         """Fill in the task's defaults, and check the settings."""
         check_choice("task", self.task, TASKS)
-        for name, default in self.defaults._asdict().items():
+        for name, default in {"optimizer": "sgd", **self.defaults}.items():
             object.__setattr__(self, name, getattr(self, name) or default)
         labels = self.algorithms or ",".join(ALGORITHMS)
         object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
-        check_split(self.split)
-        check_value_code(self.value_code)
-        check_index_code(self.index_code)
-        parse_seeds(self.seeds)
-        for name in ("num_workers", "num_steps", "batch_size", "num_evaluations"):
-            check_integer(name, getattr(self, name), at_least=1)
-        for density in self.densities:
-            check_density(density)
-        if not self.densities or len(set(self.densities)) < len(self.densities):
-            raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
+        check_options(self)
         for lr in self.lr:
             check_positive("lr", lr)
-        self._check_budget()
-        self.kind.check(self)
-        self._check_methods()
-
-    def _check_budget(self) -> None:
-        check_number(
-            "bytes_per_step", self.bytes_per_step, "positive (0: off)", lambda x: 0 <= x < float("inf")
-        )
         if self.like:
             Method.parse_like(self.like)
         if self.bytes_per_step and self.like:
             raise ArgumentError(
                 f"give one of bytes_per_step and like, got {self.bytes_per_step}, {self.like!r}"
             )
+        self.kind.check(self)
+        self._check_methods()
 
     def _check_methods(self) -> None:
-        for name in (self.optimizer, *(self.optimizer_of(method) for method in self.methods)):
-            check_choice("optimizer", name, OPTIMIZERS)
         if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
             raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
         for method in self.methods:
+            check_choice("optimizer", self.optimizer_of(method), OPTIMIZERS)
             if method.rounds.has_updates and not self.kind.has_own_models:
                 can = ", ".join(name for name, own in TASKS.items() if own.has_own_models)
                 raise ArgumentError(f"exchange=updates needs one of the tasks {can}, got {self.task!r}")
@@ -116,7 +98,7 @@ class CompareConfig(TaskSettings):
         return TASKS[self.task]
 
     @property
-    def defaults(self) -> Defaults:
+    def defaults(self) -> dict[str, Any]:
         """What is used where the settings say nothing."""
         return self.kind.defaults
 
@@ -144,7 +126,7 @@ class CompareConfig(TaskSettings):
     @property
     def shared(self) -> dict[str, Any]:
         """All settings that every run of a results folder shares."""
-        return {key: value for key, value in settings_of(self).items() if key not in self.free}
+        return {key: value for key, value in settings_of(self).items() if key not in OWN}
 
     def build(self, run: MethodAt) -> Algorithm[Any]:
         """The algorithm that the workers run."""
@@ -157,16 +139,6 @@ class CompareConfig(TaskSettings):
     def optimizer_of(self, method: Method) -> str:
         """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
         return method.optimizer or self.optimizer
-
-    def is_like(self, method: Method) -> bool:
-        """Whether a method is the one that `like` names; its learning rate does not matter."""
-        if not self.like:
-            return False
-        like, options = Method.parse_like(self.like), method.options
-        own = method.algorithm, method.rounds, options.get("density"), self.index_code_of(method)
-        return (*own, options.get("value_code", self.value_code)) == (
-            like.algorithm, like.rounds, like.options["density"], like.index_code, like.options["value_code"],
-        )  # fmt: skip
 
     def _identity(self, method: Method) -> tuple[Any, ...]:
         """What two spellings of a method share. An open density is a number only if all methods share it."""

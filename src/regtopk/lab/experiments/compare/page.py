@@ -35,14 +35,12 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 def description_of(config: CompareConfig) -> str:
     """What the page shows, and how runs are judged."""
     task, max_norm = config.kind, OPTIMIZERS[config.optimizer].max_norm
-    judged = (
-        "are the last evaluation" if task.num_last == 1 else f"average the last {task.num_last} evaluations"
-    )
     sentences = [
         f"{config.task}: {config.num_workers} workers with batches of {config.batch_size}, split "
         f"{config.split}, {config.optimizer}, {config.precision}.",
         "All methods start from the same models and see the same batches. Bytes are what one worker "
-        f"contributes, frames included. Final numbers {judged}.",
+        f"contributes, frames included. Final numbers are means of the last evaluations, {task.num_last} of "
+        "each run.",
     ]
     if task.metric_words:
         sentences.append(f"It is the {task.metric_words}: smaller is better.")

@@ -16,20 +16,13 @@ class FlatWeights:
     """(W, J) weights of W networks, in float32 and, for the layers that compute in it, a lower precision.
 
     Norms stay in float32: their parameters are few and their sums long.
-
-    Args:
-        network: its parameters say names, shapes and first values.
-        num: W.
-        dtype: what convolutions and linear layers compute in.
-        device: where.
     """
 
     def __init__(self, network: nn.Module, num: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout_of(network)
         self.full = aligned_rows(num, self.layout.numel, torch.float32, device)
-        self.low = (
-            self.full if dtype == torch.float32 else aligned_rows(num, self.layout.numel, dtype, device)
-        )
+        is_low = dtype != torch.float32
+        self.low = aligned_rows(num, self.layout.numel, dtype, device) if is_low else self.full
         self._is_norm = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in network.named_modules()

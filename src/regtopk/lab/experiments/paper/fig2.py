@@ -10,14 +10,20 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RegTopK, TopK
-from regtopk.core.algorithm import Algorithm, check_density
-from regtopk.core.options import check_integer, check_positive
-from regtopk.errors import ArgumentError
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment
-from regtopk.lab.experiments.settings import parse_seeds, threads_for
-from regtopk.lab.experiments.tasks.regression import Regressions, RegressionSettings, draw_regressions
+from regtopk.lab.experiments.settings import (
+    check_densities,
+    check_device,
+    check_seeds,
+    parse_seeds,
+    threads_for,
+)
+from regtopk.lab.experiments.tasks.regression import draw_regressions
 from regtopk.lab.runs import Panel, Record
 from regtopk.simulate import Cluster
 
@@ -28,34 +34,41 @@ JUMP = 10.0  # a step that makes the distance so many times longer is a jump
 
 
 @dataclass(frozen=True)
-class Fig2Config(RegressionSettings):
-    """Settings of Figure 2.
+class Fig2Config:
+    """Settings of Figure 2; memory is 1.6 MB per seed at the default sizes.
 
     Args:
-        densities: S = k / J, each in (0, 1] and different.
+        seeds: how many data seeds, from 0 on: 3. Or which: 3,4,5 or 7001-7005.
+        num_workers: N.
+        numel: J.
+        num_points: D, points of one worker.
+        device: cpu or cuda.
+        densities: S = k / J, each different.
         num_iterations: T.
-        lr: learning rate, > 0.
-        mu: RegTop-k's, > 0.
+        lr: learning rate.
+        mu: RegTop-k's.
         record_every: iterations between records.
     """
 
-    densities: tuple[float, ...] = (0.4, 0.5, 0.6)
-    num_iterations: int = 2500
-    lr: float = 0.01
-    mu: float = 4.0
-    record_every: int = 25
+    seeds: str = option("1", check_seeds)
+    num_workers: int = option(20, integer(at_least=1))
+    numel: int = option(100, integer(at_least=1))
+    num_points: int = option(500, integer(at_least=1))
+    device: str = option("cpu", check_device)
+    densities: tuple[float, ...] = option((0.4, 0.5, 0.6), check_densities)
+    num_iterations: int = option(2500, integer(at_least=1))
+    lr: float = option(0.01, within("(0, inf)"))
+    mu: float = option(4.0, within("(0, inf)"))
+    record_every: int = option(25, integer(at_least=1))
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        super().__post_init__()
-        for name in ("num_iterations", "record_every"):
-            check_integer(name, getattr(self, name), at_least=1)
-        for name in ("lr", "mu"):
-            check_positive(name, getattr(self, name))
-        for density in self.densities:
-            check_density(density)
-        if not self.densities or len(set(self.densities)) < len(self.densities):
-            raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
+        check_options(self)
+
+    @property
+    def chosen_seeds(self) -> list[int]:
+        """All seeds."""
+        return parse_seeds(self.seeds)
 
 
 def algorithms(config: Fig2Config) -> Curves:
@@ -73,67 +86,63 @@ def algorithms(config: Fig2Config) -> Curves:
 def run(config: Fig2Config, progress: ShowProgress) -> Iterator[Record]:
     """Yield, every so often, each method's distances and jumps, one for each seed, and who follows dense."""
     table = algorithms(config)
-    recorded = sorted({*range(0, config.num_iterations, config.record_every), config.num_iterations})
     with threads_for(config.numel):
-        descent = CurvesDescent(config, draw_regressions(config), table)
-        for iteration in recorded:
-            while descent.num_steps < iteration:
-                descent.step()
-            distances, jumps = (
-                dict(zip(table, x.T.tolist(), strict=True)) for x in (descent.distances, descent.num_jumps)
-            )
-            for method, density in table:
-                own = distances[method, density]
-                state = {"distance": own, "jumps": jumps[method, density]}
-                state["following"] = _num_tracking(own, distances["dense", 1.0])
+        for iteration, distances, jumps in _descend(config, list(table.values())):
+            if iteration % config.record_every and iteration < config.num_iterations:
+                continue
+            dense, *_ = distances.T.tolist()
+            columns = zip(table, distances.T.tolist(), jumps.T.tolist(), strict=True)
+            for (method, density), own, num_jumps in columns:
+                state = {"distance": own, "jumps": num_jumps, "following": _num_tracking(own, dense)}
                 for shown_at in config.densities if method == "dense" else (density,):
                     yield {"method": method, "density": shown_at, "iteration": iteration, **state}
             progress(iteration / config.num_iterations)
 
 
-class CurvesDescent:
-    """Gradient descent of M methods on the problems of R seeds: w := w - lr g."""
-
-    def __init__(self, config: Fig2Config, problems: Regressions, table: Curves) -> None:
-        self.lr, self.problems = config.lr, problems
-        self.clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
-        self.models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(table), 1)  # (R, M, J)
-        self.distances = problems.distances(self.models)  # (R, M)
-        self.num_jumps = torch.zeros_like(self.distances, dtype=torch.int64)
-        self.num_steps = 0
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        """One iteration of every method on every seed."""
-        grads = self.problems.grads(self.models).unbind(1)
-        aggregates = [cluster.step(own) for cluster, own in zip(self.clusters, grads, strict=True)]
-        self.models = self.models - self.lr * torch.stack(aggregates, dim=1)
-        before, self.distances = self.distances, self.problems.distances(self.models)
-        self.num_jumps += self.distances > JUMP * before
-        self.num_steps += 1
+@torch.inference_mode()
+def _descend(
+    config: Fig2Config, algorithms: Sequence[Algorithm[Any]]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """w := w - lr g by M methods on R seeds: yields t, the distances (R, M) and numbers of jumps (R, M)."""
+    problems = draw_regressions(
+        config.chosen_seeds,
+        num_workers=config.num_workers,
+        numel=config.numel,
+        num_points=config.num_points,
+        device=config.device,
+    )
+    clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in algorithms]
+    models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(clusters), 1)  # (R, M, J)
+    distances = problems.distances(models)
+    num_jumps = torch.zeros_like(distances, dtype=torch.int64)
+    yield 0, distances, num_jumps
+    for iteration in range(1, config.num_iterations + 1):
+        grads = problems.grads(models).unbind(1)
+        aggregates = [cluster.step(own) for cluster, own in zip(clusters, grads, strict=True)]
+        models = models - config.lr * torch.stack(aggregates, dim=1)
+        before, distances = distances, problems.distances(models)
+        num_jumps += distances > JUMP * before
+        yield iteration, distances, num_jumps
 
 
 def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
     """Final distances, jumps, and how many seeds follow dense: within three times its distance."""
-    num_seeds = len(parse_seeds(config.seeds))
     final: dict[str, dict[str, list[float]]] = {method: {} for method in METHODS}
     jumps: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
+    tracking: dict[str, dict[str, int]] = {method: {} for method in METHODS}
     for record in records:
-        final[record["method"]][str(record["density"])] = record["distance"]
-        jumps[record["method"]][str(record["density"])] = record["jumps"]
-    num_tracking = {
-        method: {key: _num_tracking(distances, final["dense"][key]) for key, distances in by_density.items()}
-        for method, by_density in final.items()
-    }
+        method, key = record["method"], str(record["density"])
+        final[method][key], jumps[method][key] = record["distance"], record["jumps"]
+        tracking[method][key] = record["following"]
     rows: list[dict[str, Any]] = []
     for key in map(str, config.densities):
         distance = {method: median(final[method][key]) for method in METHODS}
-        counts = {method: f"{num_tracking[method][key]}/{num_seeds}" for method in METHODS}
+        counts = {method: f"{tracking[method][key]}/{len(config.chosen_seeds)}" for method in METHODS}
         num_jumps = {method: sum(jumps[method][key]) for method in METHODS}
         rows.append({"measure": f"S = {key}, distance", **distance})
         rows.append({"measure": f"S = {key}, following", **counts})
         rows.append({"measure": f"S = {key}, jumps", **num_jumps})
-    return {"final_distance": final, "num_tracking_dense": num_tracking, "num_jumps": jumps, "table": rows}
+    return {"final_distance": final, "num_tracking_dense": tracking, "num_jumps": jumps, "table": rows}
 
 
 def _num_tracking(distances: list[float], dense: list[float]) -> int:
@@ -142,7 +151,7 @@ def _num_tracking(distances: list[float], dense: list[float]) -> int:
 
 def panels(config: Fig2Config) -> Sequence[Panel]:
     """Two for each density: distance against iterations, and how many seeds follow dense."""
-    following = f"seeds that follow dense, of {len(parse_seeds(config.seeds))}"
+    following = f"seeds that follow dense, of {len(config.chosen_seeds)}"
     shown = []
     for d in config.densities:
         title, where, y_label = f"S = {d}", {"density": d}, "distance to the optimum"

@@ -1,14 +1,14 @@
 """The settings of `regtopk train`: those of a comparison, which real processes then run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_choice, integer, one_of, option
 from regtopk.distributed.options import Collective
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.config import CompareConfig
-from regtopk.lab.experiments.tasks.task import Defaults
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
@@ -18,8 +18,8 @@ SIMULATED = ("split", "like", "bytes_per_step", "precision")  # settings that on
 
 # small enough for processes on one machine
 SIZES = {
-    "digits": Defaults(num_workers=2, num_steps=300, batch_size=32, lr=(0.4,)),
-    "gpt": Defaults(
+    "digits": dict(num_workers=2, num_steps=300, batch_size=32, lr=(0.4,)),
+    "gpt": dict(
         num_workers=2, num_steps=240, batch_size=4, lr=(0.004,), optimizer="adamw",
         num_layers=2, width=64, context=64,
     ),
@@ -53,8 +53,9 @@ class TrainConfig(CompareConfig):
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
 
+    num_workers: int = option(0, integer(at_least=2))
     num_evaluations: int = 0
-    collective: Collective = "auto"
+    collective: Collective = option("auto", one_of("auto", "all_gather", "split"))
 
     def __post_init__(self) -> None:
         """Fill in the defaults, and check what a comparison does not check."""
@@ -62,8 +63,6 @@ class TrainConfig(CompareConfig):
         object.__setattr__(self, "algorithms", self.algorithms or ADVISED[self.task])
         object.__setattr__(self, "num_evaluations", self.num_evaluations or NUM_EVALUATIONS[self.task])
         super().__post_init__()
-        check_integer("num_workers", self.num_workers, at_least=2)
-        check_choice("collective", self.collective, ("auto", "all_gather", "split"))
         for name in SIMULATED:
             if getattr(self, name) != getattr(CompareConfig, name):
                 raise ArgumentError(
@@ -76,25 +75,21 @@ class TrainConfig(CompareConfig):
                 "algorithms must not include dense, which is always there, unless it exchanges updates, "
                 f"got {self.algorithms!r}"
             )
-        if self.task == "digits":
-            self._check_digits()
-        if self.device == "cuda" and self.num_workers > torch.cuda.device_count():
-            raise ArgumentError(
-                f"num_workers must be at most the number of GPUs, {torch.cuda.device_count()}, "
-                f"got {self.num_workers}"
-            )
-
-    def _check_digits(self) -> None:
-        if self.data:
+        if self.task == "digits" and self.data:
             raise ArgumentError(f"data must be empty for digits, which scikit-learn has, got {self.data!r}")
-        if self.batch_size * self.num_workers > NUM_DIGITS:
+        if self.task == "digits" and self.batch_size * self.num_workers > NUM_DIGITS:
             raise ArgumentError(
                 f"batch_size must be at most {NUM_DIGITS // self.num_workers} ({NUM_DIGITS} training digits, "
                 f"{self.num_workers} workers), got {self.batch_size}"
             )
+        num_gpus = torch.cuda.device_count()
+        if self.device == "cuda" and self.num_workers > num_gpus:
+            raise ArgumentError(
+                f"num_workers must be at most the number of GPUs, {num_gpus}, got {self.num_workers}"
+            )
 
     @property
-    def defaults(self) -> Defaults:
+    def defaults(self) -> dict[str, Any]:
         """Of the task, on ranks."""
         return SIZES[self.task]
 

@@ -26,14 +26,7 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
     """Call an importable function on every rank, as entry(emit, *args), and yield what the ranks emit.
 
     The ranks end with the iteration: when all are done, when one fails, or when the caller stops asking.
-
-    Args:
-        entry: what a rank does; it calls `join_group` first.
-        num_workers: how many ranks.
-        args: what pickle can hold.
-
-    Raises:
-        ClusterError: a rank failed; says which and how.
+    `entry` calls `join_group` first.
     """
     records = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

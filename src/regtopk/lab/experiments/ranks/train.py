@@ -10,12 +10,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.steps.handshake import refuse_oracles
 from regtopk.lab.experiments.compare.comparison import exchanged
 from regtopk.lab.experiments.compare.config import MethodAt
@@ -23,7 +21,7 @@ from regtopk.lab.experiments.experiment import ShowProgress, WholeExperiment
 from regtopk.lab.experiments.ranks.config import DENSE, TrainConfig
 from regtopk.lab.experiments.ranks.launch import Emit, join_group, launch
 from regtopk.lab.experiments.ranks.results import panels, summarise
-from regtopk.lab.experiments.ranks.tasks import RankTask, load_task, save_examples
+from regtopk.lab.experiments.ranks.tasks import load_task, save_examples
 from regtopk.lab.experiments.ranks.training import RankTraining
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record
@@ -32,7 +30,7 @@ from regtopk.lab.runs import Record
 def run(config: TrainConfig, progress: ShowProgress) -> Iterator[Record]:
     """Train in new processes; yield what they measured, every few steps."""
     for method in config.methods:
-        refuse_oracles(_build(config, method))
+        refuse_oracles(config.build(MethodAt(method, config.densities[0])))
     num_records = sum(len(config.record_steps(method)) for method in (DENSE, *config.methods))
     with tempfile.TemporaryDirectory() as folder:
         examples = Path(folder) / "examples.pt"
@@ -40,10 +38,6 @@ def run(config: TrainConfig, progress: ShowProgress) -> Iterator[Record]:
         for done, record in enumerate(launch(train_rank, config.num_workers, config, examples), start=1):
             progress(done / num_records)
             yield record
-
-
-def _build(config: TrainConfig, method: Method) -> Algorithm[Any]:
-    return config.build(MethodAt(method, config.densities[0]))
 
 
 # What follows runs on every rank.
@@ -57,16 +51,15 @@ def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     join_group("nccl" if config.device == "cuda" else "gloo")
-    task = load_task(config, examples, device)
     for method in (DENSE, *config.methods):
-        _train(emit, config, method, task, device)
+        _train(emit, config, method, examples, device)
     gc.collect()  # the models go first: what still holds the group would keep its threads into Python's exit
     dist.destroy_process_group()
 
 
-def _train(emit: Emit, config: TrainConfig, method: Method, task: RankTask, device: torch.device) -> None:
-    algorithm = None if method is DENSE else _build(config, method)
-    trainings = [RankTraining(task, config, method, algorithm, seed) for seed in config.chosen_seeds]
+def _train(emit: Emit, config: TrainConfig, method: Method, examples: Path, device: torch.device) -> None:
+    tasks = [load_task(config, examples, seed, device) for seed in config.chosen_seeds]
+    trainings = [RankTraining(task, config, method, is_plain_ddp=method is DENSE) for task in tasks]
     for step in range(config.num_steps + 1):
         if step in config.record_steps(method):
             record = _make_record(config, method, trainings, device)
@@ -103,12 +96,11 @@ TRAIN = WholeExperiment(
     name="train",
     title="Real training: processes, messages and bytes",
     about=(
-        "Processes on this machine, joined by torch.distributed, train a network: once with "
-        "DistributedDataParallel as it is (dense), and once with each method. A method exchanges gradients "
-        "by one more line, regtopk.attach, or what the optimizer changed, by regtopk.UpdateExchange. Bytes "
-        "are what each worker sends: the method's messages, counted, and a ring all_reduce for dense. Times "
-        "are medians. Processes of one machine talk through memory, so times do not show what sending "
-        "less is worth on a network."
+        "Processes on this machine train a network: with DistributedDataParallel as it is (dense), and with "
+        "each method, which exchanges gradients by regtopk.attach, or what the optimizer changed by "
+        "regtopk.UpdateExchange. Bytes are what each worker sends: the method's messages, counted, and a "
+        "ring all_reduce for dense. Times are medians. Processes of one machine talk through memory, so "
+        "times do not show what sending less is worth on a network."
     ),
     config=TrainConfig,
     run=run,

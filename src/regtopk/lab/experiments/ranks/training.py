@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed import UpdateExchange, attach
 from regtopk.distributed.requests.record import PHASES
+from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.experiments.ranks.tasks import RankTask
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
@@ -19,41 +19,26 @@ from regtopk.lab.method import Method
 
 
 class RankTraining:
-    """The training of one seed by one method.
-
-    Args:
-        task: what is learned.
-        config: how.
-        method: its learning rate, optimizer and index code, and what is exchanged.
-        algorithm: run on what is exchanged; None leaves gradients to DDP as it is.
-        seed: of the first weights and of the batches.
-    """
+    """The training of one task by a method; `is_plain_ddp` leaves gradients to DDP as it is."""
 
     def __init__(
-        self, task: RankTask, config: TrainConfig, method: Method, algorithm: Algorithm[Any] | None, seed: int
+        self, task: RankTask, config: TrainConfig, method: Method, is_plain_ddp: bool = False
     ) -> None:
-        self.task = task
-        self.rounds = method.rounds
-        self.network = task.make_network(seed)
+        self.task, self.network, self.rounds = task, task.network, method.rounds
         self.num_steps = 0
-        self._order = task.order(seed)
-        self._descent = Descent(
-            self.network,
-            recipe=OPTIMIZERS[config.optimizer_of(method)],
-            lr=method.lr or config.lr[0],
-            num_steps=config.num_steps,
-        )
+        recipe = OPTIMIZERS[config.optimizer_of(method)]
+        self._descent = Descent(self.network, recipe, method.lr or config.lr[0], config.num_steps)
         self._losses: list[Tensor] = []  # since they were last taken
         self._round_s = 0.0  # of the last round
         self.model: nn.Module = self.network
         self.exchange: Any = None
+        algorithm = config.build(MethodAt(method, config.densities[0]))
         options: dict[str, Any] = {
             "index_code": config.index_code_of(method),
             "collective": config.collective,
             "residual_dtype": method.residual_dtype or "float32",
         }
         if self.rounds.has_updates:
-            assert algorithm is not None, "updates are exchanged by an algorithm, be it dense"
             self.exchange = UpdateExchange(
                 self.network,
                 self._descent.optimizer,
@@ -67,14 +52,14 @@ class RankTraining:
             )
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
-            if algorithm is not None:
+            if not is_plain_ddp:
                 self.exchange = attach(self.model, algorithm, **options)
 
     def step(self) -> None:
         """One step of the optimizer, and what the method exchanges after it or before it."""
         start = time.perf_counter()
         self._descent.optimizer.zero_grad()
-        loss = self.task.loss(self.model, self._order[self.num_steps])
+        loss = self.task.loss(self.model, self.num_steps)
         loss.backward()
         self._descent.step(self.num_steps)
         loss = loss.detach()
@@ -101,7 +86,7 @@ class RankTraining:
         """
         if not self._losses:
             with torch.no_grad():
-                self._losses = [self.task.loss(self.network, self._order[0])]
+                self._losses = [self.task.loss(self.network, 0)]
         loss, self._losses = float(torch.stack(self._losses).double().mean()), []
         measured = {"loss": loss, "step_s": self._round_s / self.rounds.every}
         if self.exchange is None:  # DDP's own all_reduce of float32

@@ -9,44 +9,16 @@ The gradients X_n^T (X_n w - y_n) / D = A_n w - b_n of all models of all seeds a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from regtopk.core.options import check_integer
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.settings import check_device, parse_seeds
-from regtopk.lab.experiments.tasks.task import Defaults, Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import Task, TaskSettings
 
 MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
-
-
-@dataclass(frozen=True)
-class RegressionSettings:
-    """Sizes and seeds of the data; memory is 1.6 MB per seed at the default sizes.
-
-    Args:
-        seeds: how many data seeds, from 0 on: 3. Or which: 3,4,5 or 7001-7005.
-        num_workers: N.
-        numel: J.
-        num_points: D, points of one worker.
-        device: cpu or cuda.
-    """
-
-    seeds: str = "1"
-    num_workers: int = 20
-    numel: int = 100
-    num_points: int = 500
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        parse_seeds(self.seeds)
-        for name in ("num_workers", "numel", "num_points"):
-            check_integer(name, getattr(self, name), at_least=1)
-        check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -68,28 +40,35 @@ class Regressions:
         return found
 
 
-def draw_regressions(config: RegressionSettings) -> Regressions:
+def draw_regressions(
+    seeds: Sequence[int],
+    *,
+    num_workers: int = 20,
+    numel: int = 100,
+    num_points: int = 500,
+    device: str = "cpu",
+) -> Regressions:
     """Draw the data of every seed, on the CPU in float64, so that a seed means the same everywhere."""
-    drawn = zip(*(_draw(config, seed) for seed in parse_seeds(config.seeds)), strict=True)
-    gram, moment = (torch.stack(parts).to(config.device) for parts in drawn)
+    drawn = zip(*(_draw(seed, num_workers, num_points, numel) for seed in seeds), strict=True)
+    gram, moment = (torch.stack(parts).to(device) for parts in drawn)
     optimum = torch.linalg.solve(gram.mean(1), moment.mean(1))
     return Regressions(gram.transpose(1, 2).flatten(2), moment, optimum)  # A_n is symmetric
 
 
-def _draw(config: RegressionSettings, seed: int) -> tuple[Tensor, Tensor]:
+def _draw(seed: int, num_workers: int, num_points: int, numel: int) -> tuple[Tensor, Tensor]:
     """A_n and b_n."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, variance: float = 1.0) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64) * math.sqrt(variance)
 
-    points = normal(config.num_workers, config.num_points, config.numel)
-    means = normal(config.num_workers, 1, variance=MEAN_VARIANCE)
-    truths = means + normal(config.num_workers, config.numel)
+    points = normal(num_workers, num_points, numel)
+    means = normal(num_workers, 1, variance=MEAN_VARIANCE)
+    truths = means + normal(num_workers, numel)
     labels = torch.einsum("ndj,nj->nd", points, truths)
     labels = labels + normal(*labels.shape, variance=NOISE_VARIANCE)
-    gram = torch.einsum("ndi,ndj->nij", points, points) / config.num_points
-    return gram, torch.einsum("ndj,nd->nj", points, labels) / config.num_points
+    gram = torch.einsum("ndi,ndj->nij", points, points) / num_points
+    return gram, torch.einsum("ndj,nd->nj", points, labels) / num_points
 
 
 class LinearRegression(Task):
@@ -98,7 +77,7 @@ class LinearRegression(Task):
     metric = "distance"
     is_better_higher = False
     has_log_axis = True
-    defaults = Defaults(num_workers=20, num_steps=2500, batch_size=500, lr=(0.01,))
+    defaults: ClassVar = dict(num_workers=20, num_steps=2500, batch_size=500, lr=(0.01,))
 
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Any = None) -> None:
         super().__init__(config, seeds)
@@ -107,12 +86,7 @@ class LinearRegression(Task):
                 f"split must be iid for linreg, whose workers differ anyway, got {config.split!r}"
             )
         self.problems = draw_regressions(
-            RegressionSettings(
-                seeds="".join(f"{seed}," for seed in self.seeds),
-                num_workers=config.num_workers,
-                num_points=config.batch_size,
-                device=config.device,
-            )
+            seeds, num_workers=config.num_workers, num_points=config.batch_size, device=config.device
         )
         self.layout = Layout.anonymous(self.problems.optimum.shape[-1])
         self.weights = [[1 / config.num_workers] * config.num_workers] * len(self.seeds)

@@ -6,12 +6,14 @@ A model is a flat vector. R seeds are R rows, and all workers of all seeds give 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from regtopk.core.options import integer, option
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.data.splits import check_split
 
 Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
 
@@ -36,29 +38,16 @@ class TaskSettings:
     """
 
     task: str = "digits"
-    split: str = "iid"
-    num_workers: int = 0
-    num_steps: int = 0
-    batch_size: int = 0
+    split: str = option("iid", lambda name, given: check_split(given))
+    num_workers: int = option(0, integer(at_least=1))
+    num_steps: int = option(0, integer(at_least=1))
+    batch_size: int = option(0, integer(at_least=1))
     data: str = ""
     num_layers: int = 0
     width: int = 0
     context: int = 0
     precision: str = "float32"
     device: str = "cpu"
-
-
-class Defaults(NamedTuple):
-    """What a comparison on a task uses where its settings say nothing; 0: the task has no such setting."""
-
-    num_workers: int
-    num_steps: int
-    batch_size: int
-    lr: tuple[float, ...]
-    optimizer: str = "sgd"
-    num_layers: int = 0
-    width: int = 0
-    context: int = 0
 
 
 class Task(ABC):
@@ -68,10 +57,6 @@ class Task(ABC):
         config: sizes, split and device.
         seeds: R of them.
         examples: what `load` returned.
-
-    Attributes:
-        layout: which parameter owns which entries.
-        weights: w_n for each seed.
     """
 
     metric: ClassVar[str]  # what `evaluate` gives, and a run is judged by
@@ -84,10 +69,10 @@ class Task(ABC):
     is_loss_averaged: ClassVar[bool] = False  # whether a record has the mean loss since the record before
     has_own_models: ClassVar[bool] = False  # whether `grads` also takes a model for every worker
     network_settings: ClassVar[tuple[str, ...]] = ()  # which settings of the network one may choose
-    defaults: ClassVar[Defaults]
+    defaults: ClassVar[dict[str, Any]]  # of settings that say nothing
 
-    layout: Layout
-    weights: Sequence[list[float]]
+    layout: Layout  # which parameter owns which entries
+    weights: Sequence[list[float]]  # w_n for each seed
 
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Any = None) -> None:
         self.config = config
@@ -106,11 +91,7 @@ class Task(ABC):
 
     @classmethod
     def load(cls, config: TaskSettings) -> Any:
-        """Read what is learned, once for all seeds; None where nothing is read.
-
-        Raises:
-            ArgumentError: there is no such data, or the task takes none.
-        """
+        """Read what is learned, once for all seeds; None where nothing is read."""
         if config.data:
             raise ArgumentError(
                 f"data must be empty for {config.task}, which reads none, got {config.data!r}"

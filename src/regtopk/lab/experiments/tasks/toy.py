@@ -7,14 +7,14 @@ The first entries are large and cancel; all there is to learn is in the second.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.tasks.task import Defaults, Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import Task, TaskSettings
 
 POINTS = ((100.0, 1.0), (-100.0, 1.0))
 START = (0.0, 1.0)
@@ -42,7 +42,7 @@ class Toy(Task):
     metric = "risk"
     is_better_higher = False
     has_log_axis = True
-    defaults = Defaults(num_workers=2, num_steps=100, batch_size=1, lr=(0.9,))
+    defaults: ClassVar = dict(num_workers=2, num_steps=100, batch_size=1, lr=(0.9,))
 
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Any = None) -> None:
         super().__init__(config, seeds)

@@ -96,9 +96,7 @@ class Trainer:
         self._local = self._of_workers().clone() if rounds.has_updates else self.models
         parts = [fragment.models for fragment in self._fragments]
         self._outer = rounds.make_outer(parts) if rounds.has_updates else None
-        self._descent = Descent(
-            self._local, task.layout, recipe=OPTIMIZERS[optimizer], lr=lr, num_steps=num_steps
-        )
+        self._descent = Descent(self._local, OPTIMIZERS[optimizer], lr, num_steps, task.layout)
         self._timer = Timer(self.models.device)
         self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
