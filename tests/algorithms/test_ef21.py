@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from regtopk.algorithms import EF21, Dense
-from regtopk.lab.experiments.paper.fig2 import Fig2Config
-from regtopk.lab.experiments.tasks.regression import draw_regressions
+from regtopk.lab.experiments.paper.fig2 import Fig2Config, draw_regressions
 from regtopk.simulate import Cluster
 
 
@@ -60,7 +59,7 @@ def test_the_returned_aggregate_is_the_callers_own() -> None:
 def test_it_follows_dense_on_figure_2_even_at_density_001() -> None:
     """2,500 iterations: EF21 ends within ten times the distance of dense."""
     config = Fig2Config()
-    problems = draw_regressions([0])
+    problems = draw_regressions(config)
     clusters = [Cluster(x, num_workers=config.num_workers) for x in (Dense(), EF21(density=0.01))]
     models = torch.zeros(1, 2, config.numel, dtype=torch.float64)
     for _ in range(config.num_iterations):

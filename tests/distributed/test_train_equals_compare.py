@@ -14,7 +14,7 @@ from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.experiments.ranks.tasks import load_task, save_examples
-from regtopk.lab.experiments.ranks.training import RankTraining
+from regtopk.lab.experiments.ranks.train import RankTraining
 from regtopk.lab.experiments.settings import threads_for
 from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.experiments.training.trainer import Trainer

@@ -11,9 +11,7 @@ from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_setti
 
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
-ShowProgress = Callable[
-    ..., None
-]  # is told the fraction done, 0 to 1, and perhaps words on the newest result
+ShowProgress = Callable[..., None]  # called with the fraction done, 0 to 1, and perhaps words
 
 
 class Place(NamedTuple):

@@ -80,11 +80,6 @@ def format_seeds(seeds: Sequence[int]) -> str:
     return "".join(f"{seed}," for seed in seeds)
 
 
-def check_seeds(name: str, text: str) -> None:
-    """Refuse what `parse_seeds` cannot read."""
-    parse_seeds(text)
-
-
 def check_densities(name: str, densities: Sequence[float]) -> None:
     """Refuse densities outside (0, 1], none at all, and one given twice."""
     for density in densities:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from regtopk.cli import app
 from regtopk.errors import ArgumentError, OutputError
-from regtopk.lab.experiments.compare import checkpoint
+from regtopk.lab.experiments.compare import checkpoint, comparison
 from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.paper.fig3 import FIG3, PRESETS
 from regtopk.lab.experiments.tasks import Problem
@@ -97,12 +97,13 @@ def test_another_protocol_does_not_mix_with_a_folder(tmp_path: Path) -> None:
         run(replace(QUICK, algorithms="topk:lr=0.2"), tmp_path, resume=True)
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_is_refused_before_the_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(QUICK, tmp_path)
-    unread = replace(FIG3, load=lambda config: pytest.fail("read the data"))
+    monkeypatch.setattr(comparison, "Problem", lambda config: pytest.fail("read the data"))
     with pytest.raises(OutputError, match="must not hold a run"):
-        unread.record(QUICK, tmp_path, command="")
-    unread.record(QUICK, tmp_path, command="", resume=True)  # nothing is left to run
+        run(QUICK, tmp_path)
 
 
 def test_a_run_in_progress_is_neither_joined_nor_replaced(tmp_path: Path) -> None:
@@ -115,16 +116,19 @@ def test_a_run_in_progress_is_neither_joined_nor_replaced(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
-def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(tmp_path: Path) -> None:
+def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(replace(QUICK, algorithms="topk"), tmp_path)
 
     def load_slowly(config: CompareConfig) -> Problem:
         problem = Problem(config)
+        monkeypatch.setattr(comparison, "Problem", Problem)
         run(replace(QUICK, algorithms="dense", seeds="5,"), tmp_path, resume=True)
         return problem
 
-    slow = replace(FIG3, load=load_slowly)
-    slow.record(replace(QUICK, algorithms="regtopk"), tmp_path, command="slow", resume=True)
+    monkeypatch.setattr(comparison, "Problem", load_slowly)
+    FIG3.record(replace(QUICK, algorithms="regtopk"), tmp_path, command="slow", resume=True)
     header = json.loads((tmp_path / "config.json").read_text())
     assert header["command"].split() == ["c", "slow"]
     assert (header["config"]["algorithms"], header["config"]["seeds"]) == ("topk,dense,regtopk", "0,5,")

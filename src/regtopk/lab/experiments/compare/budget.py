@@ -1,7 +1,6 @@
 """At which densities methods run: those of the settings, or the largest within a number of bytes."""
 
 import math
-from collections.abc import Sequence
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
@@ -29,7 +28,7 @@ class PayloadProbe:
             num_workers=self._task.num_workers,
             weights=self._task.weights[0],
             layout=self._task.layout,
-            index_code=self._config.index_code_of(method),
+            index_code=method.index_code,
         )
         for grads in self._grads:
             cluster.step(grads)
@@ -55,29 +54,22 @@ class PayloadProbe:
         return math.exp(low)
 
 
-def at_densities(config: CompareConfig, methods: Sequence[Method]) -> list[MethodAt]:
-    """Every method at every density; a method without an open density runs once."""
-    return [
-        MethodAt(method, density)
-        for method in methods
-        for density in (config.densities if method.takes_density else (None,))
-    ]
-
-
-def runs_of(config: CompareConfig, methods: Sequence[Method], problem: Problem) -> list[MethodAt]:
+def runs_of(config: CompareConfig, problem: Problem) -> list[MethodAt]:
     """Every method at every density, or at the largest density within the budget of bytes.
 
-    The budget is of a step. After H steps without an exchange, a message may be H times as long. Methods
-    that keep a budget by themselves are told it.
+    A method without an open density runs once. The budget is of a step. After H steps without an exchange, a
+    message may be H times as long. Methods that keep a budget by themselves are told it.
     """
     if not config.is_at_equal_bytes:
-        return at_densities(config, methods)
-    if not any(method.takes_density or method.with_budget(1) is not method for method in methods):
-        return [MethodAt(method, None) for method in methods]  # nothing to find out
+        return [
+            MethodAt(method, density)
+            for method in config.methods
+            for density in (config.densities if method.takes_density else (None,))
+        ]
     probe = PayloadProbe(config, problem.task([0]))
     budget = config.bytes_per_step or probe.payload(Method.parse_like(config.like), None)
     runs = []
-    for given in methods:
+    for given in config.methods:
         own_budget = budget * given.rounds.every
         method = given.with_budget(own_budget)
         density = probe.find_density(method, own_budget) if method.takes_density else None

@@ -19,11 +19,10 @@ import torch
 from regtopk._version import __version__
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.budget import at_densities, runs_of
+from regtopk.lab.experiments.compare.budget import runs_of
 from regtopk.lab.experiments.compare.checkpoint import Checkpoint, remove_all
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
-from regtopk.lab.experiments.compare.page import description_of, panels
-from regtopk.lab.experiments.compare.results import is_finished, summarise
+from regtopk.lab.experiments.compare.results import description_of, finished_curves, key_of, panels, summarise
 from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
 from regtopk.lab.experiments.settings import check_device, format_seeds, threads_for
 from regtopk.lab.experiments.tasks import Problem, Task
@@ -37,14 +36,8 @@ Group = tuple[MethodAt, list[int]]  # a method, and the seeds of it that are tra
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Experiment[CompareConfig]):
-    """An experiment that compares methods over seeds.
+    """An experiment that compares methods over seeds; `extras` are further fields of a record."""
 
-    Args:
-        load: reads the data; what cannot be run is refused here, before anything is written.
-        extras: further fields of a record, such as what was published.
-    """
-
-    load: Callable[[CompareConfig], Problem] = Problem
     extras: Callable[[CompareConfig, Method, int], Record] = field(default=lambda config, method, step: {})
 
     def _record(self, config: CompareConfig, header: Header, place: Place, progress: ShowProgress) -> Summary:
@@ -55,25 +48,20 @@ class Comparison(Experiment[CompareConfig]):
         recorded = read_records(folder) if resume else []
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
         _check_not_tuned_on(config, recorded)
-        methods = [method for method in config.methods if _is_open(config, method, recorded)]
         check_device("device", config.device)
-        problem = self.load(config) if methods else None
-        contents = problem.contents if problem else {}
-        header["config"] |= contents
-        shared = {**config.shared, **contents}
-        numel = problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel if problem else 0
+        problem = Problem(config)
+        header["config"] |= problem.contents
+        shared = {**config.shared, **problem.contents}
+        numel = problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
         with _kernels(config.deterministic), threads_for(numel):
-            # before the folder is claimed: bytes may be too few for one of them
-            runs = runs_of(config, methods, problem) if problem else []
+            runs = runs_of(config, problem)  # before the folder is claimed: bytes may be too few for one
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
                 if not writer.is_continued:
                     remove_all(folder)
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
-                groups = _groups(config, runs, done)
-                if problem:
-                    for new in self._run(config, problem, folder, groups, done, progress):
-                        writer.add(new)
+                for new in self._run(config, problem, folder, _groups(config, runs, done), done, progress):
+                    writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
         return summary
@@ -107,17 +95,13 @@ def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, A
     return {"algorithms": ",".join(dict.fromkeys(labels)), "seeds": format_seeds(seeds)}
 
 
-def _is_open(config: CompareConfig, method: Method, records: Sequence[Record]) -> bool:
-    """Whether anything of a method is still to be run."""
-    runs = [MethodAt(method, None)] if config.is_at_equal_bytes else at_densities(config, [method])
-    return bool(_groups(config, runs, records))
-
-
 def _groups(config: CompareConfig, runs: Sequence[MethodAt], records: Sequence[Record]) -> list[Group]:
     """What is still to be run: methods, each with the seeds that are trained at once."""
+    finished = finished_curves(config, records)
     groups: list[Group] = []
     for run in runs:
-        seeds = [seed for seed in config.chosen_seeds if not is_finished(config, records, run, seed)]
+        done = finished.get(key_of(config, run.method.label, run.density), {})
+        seeds = [seed for seed in config.chosen_seeds if seed not in done]
         at_once = config.kind.num_at_once or len(seeds)
         groups += [(run, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
     return groups
@@ -166,16 +150,7 @@ def _train(
     config: CompareConfig, task: Task, run: MethodAt, lr: float, checkpoint: Checkpoint | None = None
 ) -> Iterator[Record]:
     """Train one method's seeds to the end, from where their checkpoint stands."""
-    trainer = Trainer(
-        task,
-        config.build(run),
-        optimizer=config.optimizer_of(run.method),
-        lr=lr,
-        index_code=config.index_code_of(run.method),
-        rounds=run.method.rounds,
-        num_steps=config.stops[-1],
-        residual_dtype=run.method.residual_dtype or "float32",
-    )
+    trainer = Trainer(task, config.build(run), run.method, lr=lr, num_steps=config.stops[-1])
     start = time.perf_counter()
     if checkpoint:
         start -= checkpoint.load(trainer)
@@ -203,9 +178,9 @@ def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: floa
             "loss": losses[place],
             "density": run.density,
             "value_code": getattr(algorithm, "value_code", None),
-            "index_code": config.index_code_of(method),
+            "index_code": method.index_code,
             "lr": trainer.lr,
-            **exchanged(config, method),
+            **exchanged(method),
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
@@ -216,7 +191,7 @@ def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: floa
         }
 
 
-def exchanged(config: CompareConfig, method: Method) -> Record:
+def exchanged(method: Method) -> Record:
     """What a method's workers exchange, the optimizer, and which gradients it clips."""
     rounds = method.rounds
     clipped = "each worker's own" if rounds.has_updates else "the aggregate"
@@ -224,8 +199,8 @@ def exchanged(config: CompareConfig, method: Method) -> Record:
         "exchange": rounds.exchange,
         "every": rounds.every,
         "outer": {"name": rounds.outer, **rounds.outer_settings._asdict()} if rounds.has_updates else None,
-        "optimizer": config.optimizer_of(method),
-        "clipped": clipped if OPTIMIZERS[config.optimizer_of(method)].max_norm else None,
+        "optimizer": method.optimizer,
+        "clipped": clipped if OPTIMIZERS[method.optimizer].max_norm else None,
     }
 
 

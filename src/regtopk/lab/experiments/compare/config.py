@@ -1,6 +1,6 @@
 """The settings of a comparison of methods on one task, checked before anything runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_options, check_positive, integer, one_of, option, within
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.settings import check_densities, check_seeds, parse_seeds, settings_of
+from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.method import Method
@@ -56,7 +56,7 @@ class CompareConfig(TaskSettings):
     index_code: str = option("elias-fano", lambda name, given: check_index_code(given))
     optimizer: str = option("", one_of(*OPTIMIZERS))
     lr: tuple[float, ...] = ()
-    seeds: str = option("1", check_seeds)
+    seeds: str = "1"
     num_evaluations: int = option(15, integer(at_least=1))
     deterministic: bool = False
 
@@ -68,6 +68,7 @@ class CompareConfig(TaskSettings):
         labels = self.algorithms or ",".join(ALGORITHMS)
         object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
         check_options(self)
+        parse_seeds(self.seeds)
         for lr in self.lr:
             check_positive("lr", lr)
         if self.like:
@@ -83,10 +84,7 @@ class CompareConfig(TaskSettings):
         if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
             raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
         for method in self.methods:
-            check_choice("optimizer", self.optimizer_of(method), OPTIMIZERS)
-            if method.rounds.has_updates and not self.kind.has_own_models:
-                can = ", ".join(name for name, own in TASKS.items() if own.has_own_models)
-                raise ArgumentError(f"exchange=updates needs one of the tasks {can}, got {self.task!r}")
+            check_choice("optimizer", method.optimizer, OPTIMIZERS)
             if self.num_steps % method.rounds.every:
                 raise ArgumentError(
                     f"every must divide the number of steps, {self.num_steps}, got {method.label!r}"
@@ -105,7 +103,7 @@ class CompareConfig(TaskSettings):
     @cached_property
     def methods(self) -> list[Method]:
         """What is compared."""
-        return _parse_methods(self.algorithms)
+        return [self.complete(method) for method in _parse_methods(self.algorithms)]
 
     @property
     def chosen_seeds(self) -> list[int]:
@@ -132,21 +130,21 @@ class CompareConfig(TaskSettings):
         """The algorithm that the workers run."""
         return run.method.build(density=run.density, value_code=self.value_code)
 
-    def index_code_of(self, method: Method) -> str:
-        """How a method's indices travel."""
-        return method.index_code or self.index_code
-
-    def optimizer_of(self, method: Method) -> str:
-        """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
-        return method.optimizer or self.optimizer
+    def complete(self, method: Method) -> Method:
+        """A method with the codes and the optimizer of the settings where its words name none."""
+        return replace(
+            method,
+            index_code=method.index_code or self.index_code,
+            optimizer=method.optimizer or self.optimizer,
+            residual_dtype=method.residual_dtype or "float32",
+        )
 
     def _identity(self, method: Method) -> tuple[Any, ...]:
         """What two spellings of a method share. An open density is a number only if all methods share it."""
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.densities) > 1)
         algorithm = method.build(density=self.densities[0], value_code=self.value_code)
         lr = method.lr or (self.lr[0] if len(self.lr) == 1 else None)
-        how = self.index_code_of(method), self.optimizer_of(method), method.residual_dtype, method.rounds
-        return algorithm, lr, is_open, *how
+        return algorithm, is_open, replace(method, label="", options={}, lr=lr)
 
 
 def _parse_methods(text: str) -> list[Method]:

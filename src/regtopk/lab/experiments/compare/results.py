@@ -1,4 +1,4 @@
-"""From the records of a comparison, one for each (method, seed, step), to final numbers and a table."""
+"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from regtopk.core.options import counted
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.experiment import Summary
 from regtopk.lab.method import Method
-from regtopk.lab.runs import Record
+from regtopk.lab.runs import Panel, Record
 from regtopk.rounds import GRADIENTS
 
 LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
@@ -22,18 +22,15 @@ Key = tuple[str, float | None]  # a method's label, and its density where severa
 Curves = dict[int, list[Record]]  # the records of each finished run of a method, by seed
 
 
-def is_finished(config: CompareConfig, records: Sequence[Record], run: MethodAt, seed: int) -> bool:
-    """Whether a method's seed ran to its end."""
-    last = run.method.label, seed, config.stops[-1]
-    return any(
-        (r["method"], r["seed"], r["step"]) == last and _key(config, r)[1] in (None, run.density)
-        for r in records
-    )
+def key_of(config: CompareConfig, label: str, density: float | None) -> Key:
+    """What tells the runs of a comparison apart, but for their seeds."""
+    has_densities = not config.is_at_equal_bytes and len(config.densities) > 1
+    return label, density if has_densities else None
 
 
 def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
     """Every finished method: its final numbers by seed, mean, spread, bytes, time, and the difference."""
-    curves = _finished_curves(config, records)
+    curves = finished_curves(config, records)
     results = [_result(config, key, curves) for key in curves]
     sign = -1 if config.kind.is_better_higher else 1
     best_first = sorted(results, key=lambda result: (bool(result["diverged"]), sign * result["mean"]))
@@ -49,16 +46,13 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
     }
 
 
-def _key(config: CompareConfig, record: Record) -> Key:
-    has_densities = not config.is_at_equal_bytes and len(config.densities) > 1
-    return record["method"], record["density"] if has_densities else None
-
-
-def _finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Key, Curves]:
+def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Key, Curves]:
     """The runs that reached their last step; of a step that was recorded twice, the later record counts."""
     found: dict[Key, dict[int, dict[int, Record]]] = {}
     for r in records:
-        found.setdefault(_key(config, r), {}).setdefault(r["seed"], {})[r["step"]] = r
+        found.setdefault(key_of(config, r["method"], r["density"]), {}).setdefault(r["seed"], {})[
+            r["step"]
+        ] = r
     finished: dict[Key, Curves] = {}
     for key, by_seed in found.items():
         for seed, curve in sorted(by_seed.items()):
@@ -140,7 +134,7 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
         "method": key[0],
         "density": ends[0]["density"],
         "value_code": ends[0].get("value_code"),
-        "optimizer": config.optimizer_of(Method.read(key[0])),
+        "optimizer": ends[0].get("optimizer"),
         "lr": ends[0]["lr"],
         "seeds": list(finals),
         "final": values,
@@ -175,3 +169,34 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
         "s a run": result["seconds_a_run"],
         "compress, %": 100 * result["compress_share"],
     }
+
+
+def panels(config: CompareConfig) -> Sequence[Panel]:
+    """Loss against iterations, quality against bytes, and where each method ended."""
+    metric, words = config.kind.metric, config.kind.metric_words or config.kind.metric
+    name, contributed = words.split(",")[0].capitalize(), "bytes a worker has contributed"
+    densities = () if config.is_at_equal_bytes else config.densities
+    shown = []
+    for where in [{"density": density} for density in densities] or [{}]:
+        suffix = f", density {where['density']:g}" if len(densities) > 1 else ""
+        by_bytes, at_end = f"{name} against bytes{suffix}", f"{name} at the end{suffix}"
+        shown += [
+            Panel(f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where),
+            Panel(by_bytes, "payload_bytes", metric, contributed, words, where=where, log_x=True),
+            Panel(at_end, "step", metric, words, "", where=where, marks="bars"),
+        ]
+    return shown
+
+
+def description_of(config: CompareConfig) -> str:
+    """What the page shows, and how runs are judged."""
+    sentences = [
+        f"{config.task}: {config.num_workers} workers with batches of {config.batch_size}, split "
+        f"{config.split}, {config.optimizer}, {config.precision}.",
+        "All methods start from the same models and see the same batches. Bytes are what one worker "
+        "contributes, frames included; those per step are of a local step. Final numbers are means of the "
+        f"last evaluations, {config.kind.num_last} of each run.",
+    ]
+    if config.kind.metric_words:
+        sentences.append(f"It is the {config.kind.metric_words}: smaller is better.")
+    return " ".join(sentences)

@@ -19,12 +19,12 @@ def check_split(split: str) -> tuple[str, float]:
         number = float(text) if text else DEFAULTS.get(kind, 0.0)
     except ValueError:
         number = -1.0
-    is_fine = {
-        "iid": not text,
-        "sorted": number >= 1 and number.is_integer(),
-        "dirichlet": 0 < number < float("inf"),
-    }
-    if not is_fine.get(kind):
+    is_fine = (
+        split == "iid"
+        or (kind == "sorted" and number >= 1 and number.is_integer())
+        or (kind == "dirichlet" and 0 < number < float("inf"))
+    )
+    if not is_fine:
         raise ArgumentError(f"{RULE}, got {split!r}{did_you_mean(kind, DEFAULTS)}")
     return kind, number
 

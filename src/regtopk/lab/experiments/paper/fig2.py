@@ -1,9 +1,14 @@
-"""Figure 2: linear regression on workers that disagree, at densities 0.4, 0.5 and 0.6.
+"""Figure 2: linear regression on workers that disagree (Section 4.1), at densities 0.4, 0.5 and 0.6.
+
+    X_n iid N(0, 1), (D, J);  t_n iid N(u_n, 1), u_n ~ N(0, 5);  y_n = X_n t_n + N(0, 0.5)
+    F_n(w) = ||X_n w - y_n||^2 / (2 D),   w_n = 1/N,   full batches, w^0 = 0
 
 What is recorded is the distance ||w^t - w*|| to the minimiser of the mean of the F_n, and how often a single
-step made it more than ten times longer: a jump. All data seeds and all methods are one batch.
+step made it more than ten times longer: a jump. The gradients X_n^T (X_n w - y_n) / D = A_n w - b_n of all
+methods and all data seeds are one product.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,14 +21,7 @@ from regtopk.algorithms import Dense, GlobalTopK, RegTopK, TopK
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment
-from regtopk.lab.experiments.settings import (
-    check_densities,
-    check_device,
-    check_seeds,
-    parse_seeds,
-    threads_for,
-)
-from regtopk.lab.experiments.tasks.regression import draw_regressions
+from regtopk.lab.experiments.settings import check_densities, check_device, parse_seeds, threads_for
 from regtopk.lab.runs import Panel, Record
 from regtopk.simulate import Cluster
 
@@ -31,6 +29,7 @@ METHODS = ("dense", "topk", "regtopk", "regtopk-cap", "regtopk-current", "global
 Curves = dict[tuple[str, float], Algorithm[Any]]  # by method and density
 TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
 JUMP = 10.0  # a step that makes the distance so many times longer is a jump
+MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Fig2Config:
         record_every: iterations between records.
     """
 
-    seeds: str = option("1", check_seeds)
+    seeds: str = "1"
     num_workers: int = option(20, integer(at_least=1))
     numel: int = option(100, integer(at_least=1))
     num_points: int = option(500, integer(at_least=1))
@@ -64,11 +63,50 @@ class Fig2Config:
     def __post_init__(self) -> None:
         """Check the settings."""
         check_options(self)
+        parse_seeds(self.seeds)
 
-    @property
-    def chosen_seeds(self) -> list[int]:
-        """All seeds."""
-        return parse_seeds(self.seeds)
+
+@dataclass(frozen=True)
+class Regressions:
+    """The regressions of R seeds: A_n = X_n^T X_n / D, b_n = X_n^T y_n / D, and the minimiser w*."""
+
+    gram: Tensor  # (R, J, N J): the A_n side by side
+    moment: Tensor  # (R, N, J): the b_n
+    optimum: Tensor  # (R, J)
+
+    def grads(self, models: Tensor) -> Tensor:
+        """A_n w - b_n for M models of each seed: (R, M, J) in, (R, M, N, J) out."""
+        grads = (models @ self.gram).view(*models.shape[:2], *self.moment.shape[1:])
+        return grads.sub_(self.moment.unsqueeze(1))
+
+    def distances(self, models: Tensor) -> Tensor:
+        """||w - w*|| for M models of each seed: (R, M, J) in, (R, M) out."""
+        found: Tensor = torch.linalg.vector_norm(models - self.optimum.unsqueeze(1), dim=-1)
+        return found
+
+
+def draw_regressions(config: Fig2Config) -> Regressions:
+    """Draw the data of every seed, on the CPU in float64, so that a seed means the same everywhere."""
+    drawn = zip(*(_draw(config, seed) for seed in parse_seeds(config.seeds)), strict=True)
+    gram, moment = (torch.stack(parts).to(config.device) for parts in drawn)
+    optimum = torch.linalg.solve(gram.mean(1), moment.mean(1))
+    return Regressions(gram.transpose(1, 2).flatten(2), moment, optimum)  # A_n is symmetric
+
+
+def _draw(config: Fig2Config, seed: int) -> tuple[Tensor, Tensor]:
+    """A_n and b_n."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, variance: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * math.sqrt(variance)
+
+    points = normal(config.num_workers, config.num_points, config.numel)
+    means = normal(config.num_workers, 1, variance=MEAN_VARIANCE)
+    truths = means + normal(config.num_workers, config.numel)
+    labels = torch.einsum("ndj,nj->nd", points, truths)
+    labels = labels + normal(*labels.shape, variance=NOISE_VARIANCE)
+    gram = torch.einsum("ndi,ndj->nij", points, points) / config.num_points
+    return gram, torch.einsum("ndj,nd->nj", points, labels) / config.num_points
 
 
 def algorithms(config: Fig2Config) -> Curves:
@@ -104,13 +142,7 @@ def _descend(
     config: Fig2Config, algorithms: Sequence[Algorithm[Any]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """w := w - lr g by M methods on R seeds: yields t, the distances (R, M) and numbers of jumps (R, M)."""
-    problems = draw_regressions(
-        config.chosen_seeds,
-        num_workers=config.num_workers,
-        numel=config.numel,
-        num_points=config.num_points,
-        device=config.device,
-    )
+    problems = draw_regressions(config)
     clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in algorithms]
     models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(clusters), 1)  # (R, M, J)
     distances = problems.distances(models)
@@ -137,7 +169,7 @@ def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
     rows: list[dict[str, Any]] = []
     for key in map(str, config.densities):
         distance = {method: median(final[method][key]) for method in METHODS}
-        counts = {method: f"{tracking[method][key]}/{len(config.chosen_seeds)}" for method in METHODS}
+        counts = {method: f"{tracking[method][key]}/{len(parse_seeds(config.seeds))}" for method in METHODS}
         num_jumps = {method: sum(jumps[method][key]) for method in METHODS}
         rows.append({"measure": f"S = {key}, distance", **distance})
         rows.append({"measure": f"S = {key}, following", **counts})
@@ -151,7 +183,7 @@ def _num_tracking(distances: list[float], dense: list[float]) -> int:
 
 def panels(config: Fig2Config) -> Sequence[Panel]:
     """Two for each density: distance against iterations, and how many seeds follow dense."""
-    following = f"seeds that follow dense, of {len(config.chosen_seeds)}"
+    following = f"seeds that follow dense, of {len(parse_seeds(config.seeds))}"
     shown = []
     for d in config.densities:
         title, where, y_label = f"S = {d}", {"density": d}, "distance to the optimum"

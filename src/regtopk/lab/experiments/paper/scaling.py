@@ -18,8 +18,8 @@ from torch import Tensor
 
 from regtopk.core.options import option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
-from regtopk.lab.experiments.paper.toy import ToyConfig, descend, start
-from regtopk.lab.experiments.tasks import toy
+from regtopk.lab.experiments.paper import fig1
+from regtopk.lab.experiments.paper.fig1 import ToyConfig, descend, start
 from regtopk.lab.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -41,13 +41,13 @@ class ScalingConfig(ToyConfig):
 
 def risk(config: ScalingConfig, w: Tensor) -> Tensor:
     """F(w) + G(w_2)."""
-    return toy.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
+    return fig1.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
 
 
 def grads(config: ScalingConfig, w: Tensor) -> Tensor:
     """The workers' gradients, (2, 2)."""
     slope_here = config.slope + config.curvature * (w[1] - 1)
-    return toy.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
+    return fig1.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
 
 
 def run(config: ScalingConfig, progress: ShowProgress) -> Iterator[Record]:
@@ -96,13 +96,11 @@ def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:
 
 def panels(config: ScalingConfig) -> Sequence[Panel]:
     """Two: the lengths of the steps, and the model they lead to."""
+    title, y_label = "Length of every step, in units of dense's first", "learning step scaled by"
     return (
-        Panel(
-            "Length of every step, in units of dense's first", "iteration", "step_scale", "iteration",
-            "learning step scaled by", log_y=True, marks="stems", y_min=0.1,
-        ),
+        Panel(title, "iteration", "step_scale", "iteration", y_label, log_y=True, marks="stems", y_min=0.1),
         Panel("The entry that matters", "iteration", "w_2", "iteration", "second entry of w"),
-    )  # fmt: skip
+    )
 
 
 SCALING = WholeExperiment(

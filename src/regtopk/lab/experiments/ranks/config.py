@@ -1,6 +1,7 @@
 """The settings of `regtopk train`: those of a comparison, which real processes then run."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,24 +13,21 @@ from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
-DENSE = Method.parse("dense")
 NUM_DIGITS = 1437  # scikit-learn's for training
 SIMULATED = ("split", "like", "bytes_per_step", "precision")  # settings that only the simulator has
 
-# small enough for processes on one machine
-SIZES = {
-    "digits": dict(num_workers=2, num_steps=300, batch_size=32, lr=(0.4,)),
+# of a task: sizes small enough for processes on one machine, and what docs/which-method.md advises
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": dict(
+        num_workers=2, num_steps=300, batch_size=32, lr=(0.4,), num_evaluations=30,
+        algorithms="consensus:value_code=4bit",
+    ),
     "gpt": dict(
-        num_workers=2, num_steps=240, batch_size=4, lr=(0.004,), optimizer="adamw",
+        num_workers=2, num_steps=240, batch_size=4, lr=(0.004,), num_evaluations=4, optimizer="adamw",
         num_layers=2, width=64, context=64,
+        algorithms=f"{ADVISED_UPDATES}:exchange=updates:every=2:fragments=2",
     ),
 }  # fmt: skip
-# what docs/which-method.md advises
-ADVISED = {
-    "digits": "consensus:value_code=4bit",
-    "gpt": f"{ADVISED_UPDATES}:exchange=updates:every=2:fragments=2",
-}
-NUM_EVALUATIONS = {"digits": 30, "gpt": 4}
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,7 @@ class TrainConfig(CompareConfig):
 
     def __post_init__(self) -> None:
         """Fill in the defaults, and check what a comparison does not check."""
-        check_choice("task", self.task, SIZES)
-        object.__setattr__(self, "algorithms", self.algorithms or ADVISED[self.task])
-        object.__setattr__(self, "num_evaluations", self.num_evaluations or NUM_EVALUATIONS[self.task])
+        check_choice("task", self.task, DEFAULTS)
         super().__post_init__()
         for name in SIMULATED:
             if getattr(self, name) != getattr(CompareConfig, name):
@@ -91,7 +87,12 @@ class TrainConfig(CompareConfig):
     @property
     def defaults(self) -> dict[str, Any]:
         """Of the task, on ranks."""
-        return SIZES[self.task]
+        return DEFAULTS[self.task]
+
+    @cached_property
+    def trained(self) -> list[Method]:
+        """Dense, which is left to DDP, and the methods."""
+        return [self.complete(Method.parse("dense")), *self.methods]
 
     def record_steps(self, method: Method) -> list[int]:
         """After which steps a record is made: at both ends, and every few, where a round ends."""

@@ -14,8 +14,8 @@ from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.data.images import Images, load_images
 from regtopk.lab.experiments.data.splits import divide
 from regtopk.lab.experiments.networks.flat import flatten
-from regtopk.lab.experiments.networks.perceptron import perceptron
 from regtopk.lab.experiments.ranks.config import TrainConfig
+from regtopk.lab.experiments.tasks.classification import perceptron
 from regtopk.lab.experiments.tasks.deep import Gpt
 
 HIDDEN = (256, 128)  # of the perceptron that reads digits

@@ -8,21 +8,28 @@ where updates are.
 import gc
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from regtopk.core.traffic import all_reduce_bytes
+from regtopk.distributed import UpdateExchange, attach
+from regtopk.distributed.requests.record import PHASES
 from regtopk.distributed.steps.handshake import refuse_oracles
 from regtopk.lab.experiments.compare.comparison import exchanged
 from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.experiment import ShowProgress, WholeExperiment
-from regtopk.lab.experiments.ranks.config import DENSE, TrainConfig
+from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.experiments.ranks.launch import Emit, join_group, launch
 from regtopk.lab.experiments.ranks.results import panels, summarise
-from regtopk.lab.experiments.ranks.tasks import load_task, save_examples
-from regtopk.lab.experiments.ranks.training import RankTraining
+from regtopk.lab.experiments.ranks.tasks import RankTask, load_task, save_examples
+from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record
 
@@ -31,7 +38,7 @@ def run(config: TrainConfig, progress: ShowProgress) -> Iterator[Record]:
     """Train in new processes; yield what they measured, every few steps."""
     for method in config.methods:
         refuse_oracles(config.build(MethodAt(method, config.densities[0])))
-    num_records = sum(len(config.record_steps(method)) for method in (DENSE, *config.methods))
+    num_records = sum(len(config.record_steps(method)) for method in config.trained)
     with tempfile.TemporaryDirectory() as folder:
         examples = Path(folder) / "examples.pt"
         save_examples(config, examples)
@@ -43,6 +50,86 @@ def run(config: TrainConfig, progress: ShowProgress) -> Iterator[Record]:
 # What follows runs on every rank.
 
 
+class RankTraining:
+    """The training of one task by a method; `is_plain_ddp` leaves gradients to DDP as it is."""
+
+    def __init__(
+        self, task: RankTask, config: TrainConfig, method: Method, is_plain_ddp: bool = False
+    ) -> None:
+        self.task, self.network, self.rounds = task, task.network, method.rounds
+        self.num_steps = 0
+        recipe = OPTIMIZERS[method.optimizer]
+        self._descent = Descent(self.network, recipe, method.lr or config.lr[0], config.num_steps)
+        self._losses: list[Tensor] = []  # since they were last taken
+        self._round_s = 0.0  # of the last round
+        self.model: nn.Module = self.network
+        self.exchange: Any = None
+        algorithm = config.build(MethodAt(method, config.densities[0]))
+        options: dict[str, Any] = {
+            "index_code": method.index_code,
+            "collective": config.collective,
+            "residual_dtype": method.residual_dtype,
+        }
+        if self.rounds.has_updates:
+            self.exchange = UpdateExchange(
+                self.network,
+                self._descent.optimizer,
+                algorithm,
+                every=self.rounds.every,
+                delay=self.rounds.delay,
+                fragments=self.rounds.fragments,
+                mix=self.rounds.mix,
+                outer=None if self.rounds.outer == "none" else self.rounds.make_outer,
+                **options,
+            )
+        else:
+            self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
+            if not is_plain_ddp:
+                self.exchange = attach(self.model, algorithm, **options)
+
+    def step(self) -> None:
+        """One step of the optimizer, and what the method exchanges after it or before it."""
+        start = time.perf_counter()
+        self._descent.optimizer.zero_grad()
+        loss = self.task.loss(self.model, self.num_steps)
+        loss.backward()
+        self._descent.step(self.num_steps)
+        loss = loss.detach()
+        if loss.is_cuda:
+            torch.cuda.synchronize()
+        step_s = time.perf_counter() - start
+        if self.exchange is not None:  # for the next exchange of adaptive algorithms
+            self.exchange.report(loss=float(loss), time_s=step_s)
+        self._round_s = step_s + (self._round_s if self.num_steps % self.rounds.every else 0.0)
+        self._losses.append(loss)
+        self.num_steps += 1
+
+    def evaluate(self) -> dict[str, float]:
+        """How good the model is that all ranks agree on."""
+        if not self.rounds.has_updates:
+            return self.task.evaluate(self.network)
+        with self.exchange.agreed():
+            return self.task.evaluate(self.network)
+
+    def measure(self) -> dict[str, float]:
+        """This rank's mean loss since the last call, its bytes so far, and a step's times in the last round.
+
+        Before the first step the loss is that of the first mini-batch.
+        """
+        if not self._losses:
+            with torch.no_grad():
+                self._losses = [self.task.loss(self.network, 0)]
+        loss, self._losses = float(torch.stack(self._losses).double().mean()), []
+        measured = {"loss": loss, "step_s": self._round_s / self.rounds.every}
+        if self.exchange is None:  # DDP's own all_reduce of float32
+            vector_bytes = 4 * sum(p.numel() for p in self.network.parameters())
+            sent = self.num_steps * all_reduce_bytes(vector_bytes, dist.get_world_size())
+            return {**measured, "payload_bytes": self.num_steps * vector_bytes, "sent_bytes": sent}
+        total, last = self.exchange.total, self.exchange.last_step
+        times = {phase: getattr(last, phase) / self.rounds.every for phase in PHASES}
+        return {**measured, "payload_bytes": total.payload_bytes, "sent_bytes": total.sent_bytes, **times}
+
+
 def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:
     """Train with dense and with each method; rank 0 emits the records."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.num_workers))
@@ -51,7 +138,7 @@ def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     join_group("nccl" if config.device == "cuda" else "gloo")
-    for method in (DENSE, *config.methods):
+    for method in config.trained:
         _train(emit, config, method, examples, device)
     gc.collect()  # the models go first: what still holds the group would keep its threads into Python's exit
     dist.destroy_process_group()
@@ -59,7 +146,9 @@ def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:
 
 def _train(emit: Emit, config: TrainConfig, method: Method, examples: Path, device: torch.device) -> None:
     tasks = [load_task(config, examples, seed, device) for seed in config.chosen_seeds]
-    trainings = [RankTraining(task, config, method, is_plain_ddp=method is DENSE) for task in tasks]
+    trainings = [
+        RankTraining(task, config, method, is_plain_ddp=method is config.trained[0]) for task in tasks
+    ]
     for step in range(config.num_steps + 1):
         if step in config.record_steps(method):
             record = _make_record(config, method, trainings, device)
@@ -85,7 +174,7 @@ def _make_record(
         "method": method.label,
         "step": trainings[0].num_steps,
         "lr": method.lr or config.lr[0],
-        **exchanged(config, method),
+        **exchanged(method),
         **{name: float(of_seeds.mean()) for name, of_seeds in by_name.items()},
         "loss": by_name["loss"].tolist(),
         **{name: [quality[name] for quality in qualities] for name in next(iter(qualities), {})},

@@ -1,6 +1,7 @@
 """Perceptrons on images: gradients of all workers at once, by torch.func."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -9,12 +10,16 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
 from regtopk.lab.experiments.data.examples import Examples, of_images
-from regtopk.lab.experiments.networks.perceptron import perceptron
-from regtopk.lab.experiments.tasks.network import NetworkTask
-from regtopk.lab.experiments.tasks.task import TaskSettings
+from regtopk.lab.experiments.tasks.task import Task, TaskSettings
 
 
-class Classification(NetworkTask):
+def perceptron(*sizes: int) -> nn.Sequential:
+    """Linear layers from one size to the next, with ReLU between them."""
+    layers = [part for a, b in pairwise(sizes) for part in (nn.ReLU(), nn.Linear(a, b))]
+    return nn.Sequential(*layers[1:])
+
+
+class Classification(Task):
     """A perceptron on images: the test accuracy in percent."""
 
     metric = "accuracy"
@@ -26,9 +31,6 @@ class Classification(NetworkTask):
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
         super().__init__(config, seeds, examples)
         self.network = self.make_network(config, examples, seed=0)
-        of_one = grad_and_value(self._loss)
-        self._grads = vmap(vmap(of_one, (None, 0, 0)), (0, 0, 0))
-        self._grads_of_own = vmap(vmap(of_one, (0, 0, 0)), (0, 0, 0))
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:
@@ -43,8 +45,8 @@ class Classification(NetworkTask):
 
     def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """All in one call."""
-        of_all = self._grads_of_own if models.dim() == 3 else self._grads
-        grads, losses = of_all(models, self.examples.train[rows], self.examples.train_targets[rows])
+        of_a_seed = vmap(grad_and_value(self._loss), (0 if models.dim() == 3 else None, 0, 0))
+        grads, losses = vmap(of_a_seed)(models, self.examples.train[rows], self.examples.train_targets[rows])
         return grads.detach(), losses.detach()
 
     @torch.no_grad()

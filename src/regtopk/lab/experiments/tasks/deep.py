@@ -1,6 +1,6 @@
 """Deep networks as tasks: a GPT on the characters of a text, ResNet-18 and a small network on images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,8 +14,7 @@ from regtopk.lab.experiments.data.text import load_text
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.gpt import GPT
-from regtopk.lab.experiments.tasks.network import NetworkTask
-from regtopk.lab.experiments.tasks.task import TaskSettings
+from regtopk.lab.experiments.tasks.task import Task, TaskSettings
 
 HEAD = 64  # width of an attention head; a narrower network has one head
 MOST_TESTED = 4096  # windows of the test part that are evaluated, evenly spread over it
@@ -23,7 +22,7 @@ NUM_BRANCHES = 8  # workers of a seed that run side by side in a CUDA graph
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class DeepTask(NetworkTask):
+class DeepTask(Task):
     """A deep network, whose workers' passes an engine runs side by side on a GPU."""
 
     is_loss_averaged = True
@@ -72,6 +71,7 @@ class Gpt(DeepTask):
     metric_words = "test loss, nats per character"
     is_better_higher = False
     base = "dense"
+    contents = "text_sha256"
     network_settings = ("num_layers", "width", "context", "precision")
     defaults: ClassVar = dict(
         num_workers=8, num_steps=1536, batch_size=16, lr=(0.004,), optimizer="adamw",
@@ -100,11 +100,6 @@ class Gpt(DeepTask):
         stride = -(-len(examples.test) // MOST_TESTED)
         tested = examples.test[::stride], examples.test_targets[::stride]
         return examples._replace(test=tested[0].contiguous(), test_targets=tested[1].contiguous())
-
-    @classmethod
-    def contents_of(cls, examples: Examples) -> Mapping[str, str]:
-        """The hash of the text."""
-        return {"text_sha256": examples.fingerprint}
 
     @classmethod
     def draw_network(cls, config: TaskSettings, examples: Examples) -> GPT:

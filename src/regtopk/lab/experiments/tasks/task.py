@@ -4,18 +4,18 @@ A model is a flat vector. R seeds are R rows, and all workers of all seeds give 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from regtopk.core.options import integer, option
-from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.data.splits import check_split
-
-Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.data.splits import batch_order, check_split, divide, weights_of
+from regtopk.lab.experiments.networks.flat import flatten, layout_of
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,38 @@ class TaskSettings:
 
 
 class Task(ABC):
-    """A problem, for some seeds.
+    """A network that learns from examples, for some seeds: they draw first weights, shards and batches.
 
     Args:
         config: sizes, split and device.
         seeds: R of them.
-        examples: what `load` returned.
+        examples: what `load` returned, on the device.
     """
 
     metric: ClassVar[str]  # what `evaluate` gives, and a run is judged by
     metric_words: ClassVar[str] = ""  # the same for people, with its unit; empty: the metric says enough
     is_better_higher: ClassVar[bool]
     num_last: ClassVar[int] = 1  # the final number of a run is the mean of so many of its last evaluations
-    has_log_axis: ClassVar[bool] = False  # whether the metric is drawn on a logarithmic axis
     base: ClassVar[str] = "topk"  # the algorithm that differences are taken from
     num_at_once: ClassVar[int | None] = None  # how many seeds are trained at once; None: all
     is_loss_averaged: ClassVar[bool] = False  # whether a record has the mean loss since the record before
-    has_own_models: ClassVar[bool] = False  # whether `grads` also takes a model for every worker
     network_settings: ClassVar[tuple[str, ...]] = ()  # which settings of the network one may choose
+    contents: ClassVar[str] = "examples"  # what a record calls the hash of the examples
     defaults: ClassVar[dict[str, Any]]  # of settings that say nothing
 
-    layout: Layout  # which parameter owns which entries
-    weights: Sequence[list[float]]  # w_n for each seed
-
-    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Any = None) -> None:
-        self.config = config
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
+        self.config, self.seeds, self.examples = config, list(seeds), examples
         self.num_workers = config.num_workers
-        self.seeds = list(seeds)
+        shards = [divide(examples.labels, config.num_workers, config.split, seed) for seed in seeds]
+        orders = [
+            batch_order(own, config.batch_size, config.num_steps, seed)
+            for own, seed in zip(shards, seeds, strict=True)
+        ]
+        self.order = torch.stack(orders, 1).to(config.device)  # (T, R, N, B)
+        self.weights = [weights_of(own, config.split) for own in shards]  # w_n for each seed
+        self._weights = torch.tensor(self.weights, device=config.device)
+        self._start = torch.stack([flatten(self.make_network(config, examples, seed)) for seed in seeds])
+        self.layout = layout_of(self.make_network(config, examples, seed=0))
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
@@ -90,30 +95,37 @@ class Task(ABC):
                 )
 
     @classmethod
-    def load(cls, config: TaskSettings) -> Any:
-        """Read what is learned, once for all seeds; None where nothing is read."""
-        if config.data:
-            raise ArgumentError(
-                f"data must be empty for {config.task}, which reads none, got {config.data!r}"
-            )
+    @abstractmethod
+    def load(cls, config: TaskSettings) -> Examples:
+        """Read what is learned, once for all seeds."""
 
     @classmethod
-    def contents_of(cls, examples: Any) -> Mapping[str, str]:
-        """What tells the examples from others of the same name."""
-        return {}
+    def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> nn.Module:
+        """The network as it starts."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls.draw_network(config, examples)
 
+    @classmethod
     @abstractmethod
+    def draw_network(cls, config: TaskSettings, examples: Examples) -> nn.Module:
+        """The network, its weights drawn by torch's generator."""
+
     def start(self) -> Tensor:
         """The first models, (R, J)."""
+        return self._start.to(self.config.device, copy=True)
 
-    @abstractmethod
     def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The workers' gradients, (R, N, J), and their mean loss (R,); the next call may overwrite both.
 
-        Args:
-            models: (R, J), or (R, N, J) for a task whose workers may have their own.
-            step: which mini-batches.
+        Models are (R, J), or (R, N, J) where workers have their own. The step says which mini-batches.
         """
+        grads, losses = self.grads_at(models, self.order[step])
+        return grads, (self._weights * losses).sum(-1)
+
+    @abstractmethod
+    def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients (R, N, J) and losses (R, N) of some examples (R, N, B)."""
 
     @abstractmethod
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:

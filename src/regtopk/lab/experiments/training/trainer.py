@@ -12,11 +12,13 @@ from regtopk.core.link import Link
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layer, Layout
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.tasks.task import Quality, Task
+from regtopk.lab.experiments.tasks.task import Task
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
-from regtopk.rounds import GRADIENTS, Rounds, cut_evenly
+from regtopk.lab.method import Method
+from regtopk.rounds import cut_evenly
 from regtopk.simulate import Cluster
 
+Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
 LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
 
 
@@ -45,29 +47,17 @@ class Trainer:
     Args:
         task: gives gradients and judges models.
         algorithm: run by every seed's workers.
-        optimizer: one of `OPTIMIZERS`.
+        method: its codes, its optimizer and its rounds.
         lr: learning rate.
-        index_code: how indices are counted.
-        rounds: what is exchanged, and how often.
         num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
-        residual_dtype: how residuals are kept.
     """
 
     def __init__(
-        self,
-        task: Task,
-        algorithm: Algorithm[Any],
-        *,
-        optimizer: str,
-        lr: float,
-        index_code: str,
-        rounds: Rounds = GRADIENTS,
-        num_steps: int = 0,
-        residual_dtype: str = "float32",
+        self, task: Task, algorithm: Algorithm[Any], method: Method, *, lr: float, num_steps: int = 0
     ) -> None:
         self.task = task
         self.algorithm = algorithm
-        self.rounds = rounds
+        self.rounds = rounds = method.rounds
         self.models = task.start()
         self.num_steps = 0
         is_alike = all(weights == task.weights[0] for weights in task.weights)
@@ -80,10 +70,10 @@ class Trainer:
                 num_workers=task.num_workers,
                 weights=weights,
                 layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
-                index_code=index_code,
+                index_code=method.index_code,
                 link=LINK,
                 is_checked=False,  # what is not finite is looked for here
-                residual_dtype=residual_dtype,
+                residual_dtype=method.residual_dtype,
             )
 
         self._fragments = []
@@ -96,7 +86,7 @@ class Trainer:
         self._local = self._of_workers().clone() if rounds.has_updates else self.models
         parts = [fragment.models for fragment in self._fragments]
         self._outer = rounds.make_outer(parts) if rounds.has_updates else None
-        self._descent = Descent(self._local, OPTIMIZERS[optimizer], lr, num_steps, task.layout)
+        self._descent = Descent(self._local, OPTIMIZERS[method.optimizer], lr, num_steps, task.layout)
         self._timer = Timer(self.models.device)
         self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
