@@ -38,7 +38,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path) -> Result:
     """What this rank ends with; without a hook gradients are left to DDP."""
-    config, method = TrainConfig(**settings), Method.parse(label)
+    config = TrainConfig(**settings)
+    method = config.complete(Method.parse(label))
     task = load_task(config, examples, SEED, torch.device("cpu"))
     training = RankTraining(task, config, method, is_plain_ddp=not has_hook)
     for _ in range(config.num_steps):
@@ -54,17 +55,12 @@ def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path
 
 def simulated(settings: dict[str, Any], label: str) -> Result:
     """What the comparison with the same settings, seed and method ends with."""
-    config, method = TrainConfig(**settings), Method.parse(label)
+    config = TrainConfig(**settings)
+    method = config.complete(Method.parse(label))
+    algorithm = config.build(MethodAt(method, config.densities[0]))
     with threads_for(0):
-        trainer = Trainer(
-            Problem(config).task([SEED]),
-            config.build(MethodAt(method, config.densities[0])),
-            optimizer=config.optimizer_of(method),
-            lr=method.lr or config.lr[0],
-            index_code=config.index_code_of(method),
-            rounds=method.rounds,
-            num_steps=config.num_steps,
-        )
+        task, lr = Problem(config).task([SEED]), method.lr or config.lr[0]
+        trainer = Trainer(task, algorithm, method, lr=lr, num_steps=config.num_steps)
         start = trainer.models[0].clone()
         trainer.run_until(config.num_steps)
     assert (trainer.models[0] != start).double().mean() > 0.01

@@ -1,11 +1,10 @@
 """A method: an algorithm with its options, learning rate, codes and optimizer, and what is exchanged.
 
-A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1",
-"adaptive:algorithm=consensus:seed=1" or "topk:exchange=updates:every=2". The words are read here and nowhere
-else.
+It is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5" or "topk:exchange=updates:every=2:lr=0.1".
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -51,15 +50,16 @@ class Method:
             return cls(label, label)
         options = {key: _value(text) for key, text in cls(label, name).words}
         own: dict[str, Any] = {key: options.pop(key) for key in OWN if key in options}
-        return cls(label, name, options, **own, rounds=_rounds(name, options))
+        known = {f.name for f in fields(ALGORITHMS[name])} if name in ALGORITHMS else set()
+        told = set(Rounds._fields) - (
+            set() if "exchange" in options else known
+        )  # every may be the algorithm's
+        rounds: dict[str, Any] = {key: options.pop(key) for key in list(options) if key in told}
+        return cls(label, name, options, **own, rounds=Rounds(**rounds))
 
     @classmethod
     def parse(cls, label: str) -> "Method":
-        """Split the words and check them.
-
-        Raises:
-            ArgumentError: an unknown algorithm or option, or a value that breaks its rule.
-        """
+        """Split the words and check them."""
         method = cls.read(label)
         if ":" in method.algorithm:
             raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {label!r}")
@@ -146,18 +146,8 @@ class Method:
         return {**arguments, **given}
 
 
-def _rounds(algorithm: str, options: dict[str, Option]) -> Rounds:
-    """Take the words that say what is exchanged out of the options; `every` may be the algorithm's own."""
-    known = {f.name for f in fields(ALGORITHMS[algorithm])} if algorithm in ALGORITHMS else set()
-    taken = Rounds._fields if "exchange" in options else [key for key in Rounds._fields if key not in known]
-    own: dict[str, Any] = {key: options.pop(key) for key in taken if key in options}
-    return Rounds(**own)
-
-
 def _value(text: str) -> Option:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -109,8 +111,5 @@ class WholeExperiment(Experiment[ConfigT]):
 
 
 def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each method, in the order of the methods."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(record["method"], []).append(record)
-    return found
+    """The records of each method, which stand together."""
+    return {method: list(own) for method, own in groupby(records, itemgetter("method"))}

@@ -32,11 +32,6 @@ def run(config: CompareConfig, folder: Path, *, resume: bool = False) -> list[tu
     return [tuple(r[name] for name in MEASURED) for r in read_records(folder)]
 
 
-def settings_in(folder: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())["config"]
-    return settings
-
-
 @pytest.mark.parametrize("words", ["", ":exchange=updates:every=4:fragments=2:delay=1:outer=nesterov"])
 def test_an_interrupted_run_goes_on_in_its_middle_to_the_same_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
@@ -70,17 +65,6 @@ def test_an_interrupted_run_goes_on_in_its_middle_to_the_same_records(
     assert [r for r in records if r[0] != "dense"] == whole
     assert steps == ([6, 7] if words else [4, 5, 6, 7])
     assert not list((tmp_path / "parts").glob("checkpoint-*"))
-
-
-def test_slices_add_to_one_folder_and_finished_runs_are_not_repeated(tmp_path: Path) -> None:
-    run(replace(QUICK, algorithms="topk", seeds="3-3"), tmp_path)
-    assert settings_in(tmp_path)["seeds"] == "3,"
-    records = run(replace(QUICK, algorithms="regtopk,topk", seeds="0,3"), tmp_path, resume=True)
-    ends = [r[:2] for r in records if r[2] == QUICK.num_steps]
-    assert sorted(ends) == [("regtopk", 0), ("regtopk", 3), ("topk", 0), ("topk", 3)]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {r["method"]: r["seeds"] for r in summary["results"]} == {"topk": [0, 3], "regtopk": [0, 3]}
-    assert settings_in(tmp_path)["algorithms"] == "topk,regtopk" and settings_in(tmp_path)["seeds"] == "0,3,"
 
 
 def test_seeds_side_by_side_are_the_seeds_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +121,7 @@ def test_a_slice_that_ends_while_another_reads_the_data_stays_in_the_settings(
 def test_a_seed_that_diverges_is_said_and_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(QUICK, seeds="2")
+    config = replace(QUICK, algorithms="topk,consensus", seeds="2")  # side by side, and one after another
     healthy = run(config, tmp_path / "healthy")
     original = DeepTask.grads
 

@@ -79,10 +79,7 @@ def steps_never_wait_for_the_device() -> None:
 
 def check_never_waits(config: CompareConfig, task: Task) -> None:
     for method in config.methods:
-        trainer = Trainer(
-            task, config.build(MethodAt(method, 0.01)), optimizer=config.optimizer, lr=0.004,
-            index_code="elias-fano", rounds=method.rounds, num_steps=8,
-        )  # fmt: skip
+        trainer = Trainer(task, config.build(MethodAt(method, 0.01)), method, lr=0.004, num_steps=8)
         trainer.run_until(4)
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,5 +1,5 @@
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,19 +34,6 @@ def in_bf16() -> list[Any]:
     return [pytest.param(name, marks=too_slow if "resnet" in name else ()) for name in ALL]
 
 
-def torchvision_names() -> Iterator[str]:
-    yield from ("conv1.weight", "bn1.weight", "bn1.bias")
-    for layer in (1, 2, 3, 4):
-        for block in (0, 1):
-            prefix = f"layer{layer}.{block}"
-            for i in (1, 2):
-                yield from (f"{prefix}.conv{i}.weight", f"{prefix}.bn{i}.weight", f"{prefix}.bn{i}.bias")
-            if layer > 1 and block == 0:
-                yield f"{prefix}.downsample.0.weight"
-                yield from (f"{prefix}.downsample.1.weight", f"{prefix}.downsample.1.bias")
-    yield from ("fc.weight", "fc.bias")
-
-
 @pytest.mark.parametrize(
     ("name", "num_outputs", "expected"),
     [
@@ -58,11 +45,6 @@ def torchvision_names() -> Iterator[str]:
 )
 def test_parameters_are_counted(name: str, num_outputs: int, expected: int) -> None:
     assert sum(p.numel() for p in make(name, num_outputs).parameters()) == expected
-
-
-@pytest.mark.parametrize("name", ["resnet18", "resnet18-gn"])
-def test_resnet_has_torchvisions_names(name: str) -> None:
-    assert [n for n, _ in make(name).named_parameters()] == list(torchvision_names())
 
 
 @pytest.mark.parametrize("name", in_bf16())

@@ -58,8 +58,7 @@ def test_records_and_progress() -> None:
     fractions: list[float] = []
     records = list(FIG2.run(SMALL, lambda fraction, words="": fractions.append(fraction)))
     assert sorted({record["iteration"] for record in records}) == [0, 20, 30]
-    assert len(records) == 3 * len(METHODS) * 3  # iterations, methods, densities
-    assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
+    assert len(records) == 3 * len(METHODS) * 3 and fractions == [0, 20 / 30, 1]
 
 
 LONG = Fig2Config(seeds="1-1", num_iterations=4000, record_every=500, densities=(0.6,))

@@ -1,4 +1,4 @@
-"""Figure 1: on the paper's two-worker logistic regression (Section 1.2) Top-1 stands still, and RegTop-1 moves.
+"""Figure 1: on the paper's two workers that cancel (Section 1.2) Top-1 stands still, and RegTop-1 moves.
 
     x_1 = (100, 1), x_2 = (-100, 1), both labelled 1, w_n = 1/2, start at w = (0, 1)
     F_n(w) = log(1 + exp(-<w, x_n>)),   grad F_n = -x_n / (1 + exp(<w, x_n>))

@@ -71,17 +71,9 @@ class RankTraining:
             "residual_dtype": method.residual_dtype,
         }
         if self.rounds.has_updates:
-            self.exchange = UpdateExchange(
-                self.network,
-                self._descent.optimizer,
-                algorithm,
-                every=self.rounds.every,
-                delay=self.rounds.delay,
-                fragments=self.rounds.fragments,
-                mix=self.rounds.mix,
-                outer=None if self.rounds.outer == "none" else self.rounds.make_outer,
-                **options,
-            )
+            options |= {name: getattr(self.rounds, name) for name in ("every", "delay", "fragments", "mix")}
+            options["outer"] = None if self.rounds.outer == "none" else self.rounds.make_outer
+            self.exchange = UpdateExchange(self.network, self._descent.optimizer, algorithm, **options)
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
             if not is_plain_ddp:

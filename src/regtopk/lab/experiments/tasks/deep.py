@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples, of_images, of_text
 from regtopk.lab.experiments.data.text import load_text
@@ -82,8 +82,6 @@ class Gpt(DeepTask):
     def check(cls, config: TaskSettings) -> None:
         """Refuse sizes that make no network."""
         super().check(config)
-        for name in ("num_layers", "width", "context"):
-            check_integer(name, getattr(config, name), at_least=1)
         if config.width > HEAD and config.width % HEAD:
             raise ArgumentError(f"width must be a multiple of {HEAD}, or smaller, got {config.width}")
         if config.split.startswith("dirichlet"):

@@ -43,9 +43,9 @@ class TaskSettings:
     num_steps: int = option(0, integer(at_least=1))
     batch_size: int = option(0, integer(at_least=1))
     data: str = ""
-    num_layers: int = 0
-    width: int = 0
-    context: int = 0
+    num_layers: int = option(0, integer(at_least=0))
+    width: int = option(0, integer(at_least=0))
+    context: int = option(0, integer(at_least=0))
     precision: str = "float32"
     device: str = "cpu"
 

@@ -125,19 +125,13 @@ class Trainer:
         return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
 
     @property
-    def clusters(self) -> list[Cluster]:
-        """All that aggregate, of one fragment after another."""
-        return [cluster for fragment in self._fragments for cluster in fragment.clusters]
-
-    @property
     def payload_bytes(self) -> list[float]:
         """What a worker has contributed so far, on average, for each seed."""
         by_fragment = []
         for fragment in self._fragments:
             own = torch.stack([c.total.payload_bytes.double().mean(-1) for c in fragment.clusters])
             by_fragment.append(own.flatten().expand(len(self.models)))  # a fragment not yet sent has one zero
-        counts: list[float] = torch.stack(by_fragment).sum(0).tolist()
-        return counts
+        return [float(count) for count in torch.stack(by_fragment).sum(0)]
 
     @property
     def exchange_s(self) -> float:
@@ -147,8 +141,7 @@ class Trainer:
     @property
     def is_diverged(self) -> list[bool]:
         """Which seeds diverged."""
-        flags: list[bool] = self._is_diverged.tolist()
-        return flags
+        return [bool(flag) for flag in self._is_diverged]
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on later to the same bits; to be asked for after losses were taken."""
@@ -162,7 +155,7 @@ class Trainer:
             "exchange_s": self.exchange_s,
             "optimizer": self._descent.optimizer.state_dict(),
             "outer": self._outer and self._outer.state_dict(),
-            "clusters": [cluster.state_dict() for cluster in self.clusters],
+            "clusters": [[c.state_dict() for c in fragment.clusters] for fragment in self._fragments],
             "sent": [fragment.sent for fragment in self._fragments],
         }
 
@@ -175,10 +168,10 @@ class Trainer:
         self._descent.optimizer.load_state_dict(state["optimizer"])
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])
-        for cluster, own_state in zip(self.clusters, state["clusters"], strict=True):
-            cluster.load_state_dict(own_state)
-        for fragment, sent in zip(self._fragments, state["sent"], strict=True):
+        for fragment, sent, clusters in zip(self._fragments, state["sent"], state["clusters"], strict=True):
             fragment.sent = sent
+            for cluster, own_state in zip(fragment.clusters, clusters, strict=True):
+                cluster.load_state_dict(own_state)
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps)
