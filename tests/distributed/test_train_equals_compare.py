@@ -41,7 +41,7 @@ def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path
     config = TrainConfig(**settings)
     method = config.complete(Method.parse(label))
     task = load_task(config, examples, SEED, torch.device("cpu"))
-    training = RankTraining(task, config, method, is_plain_ddp=not has_hook)
+    training = RankTraining(task, config, method, is_plain=not has_hook)
     for _ in range(config.num_steps):
         training.step()
     model = flatten(training.network)
@@ -91,6 +91,7 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         ("dense:exchange=updates:every=2:outer=sgd:outer_lr=0.5", 4),
         (f"{IMPUTED}:every=4:delay=2:mix=0.5", 2),
         (f"{IMPUTED}:every=4:fragments=3:delay=3:outer=nesterov", 4),
+        *((f"topk:exchange=updates:every=2:optimizer={name}", 2) for name in ("sgdw", "momentum", "adam")),
         ("regtopk:density=0.05", 2),
         ("regtopk:density=0.05", 4),
         ("dense", 4),  # with a hook, which sums in the order of ranks
@@ -110,11 +111,5 @@ def test_plain_ddp_of_two_ranks(two_ranks: Ranks, data: Path) -> None:
 def test_imputed_sums_however_they_run(
     two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, collective: str, data: Path
 ) -> None:
-    ranks = {2: two_ranks, 4: four_ranks}[num_ranks]
-    check(ranks, f"{IMPUTED}:every=2", data, densities=(0.1,), collective=collective)
-    check(ranks, "topk:impute=0.35", data, densities=(0.1,), collective=collective)
-
-
-def test_other_optimizers(two_ranks: Ranks, data: Path) -> None:
-    for optimizer in ("sgdw", "momentum", "adam"):
-        check(two_ranks, f"topk:exchange=updates:every=2:optimizer={optimizer}", data)
+    for label in (f"{IMPUTED}:every=2", "topk:impute=0.35"):
+        check({2: two_ranks, 4: four_ranks}[num_ranks], label, data, densities=(0.1,), collective=collective)

@@ -55,21 +55,22 @@ def test_every_is_the_algorithms_own_unless_updates_are_exchanged() -> None:
     assert (shared.options, shared.rounds.every) == ({}, 3)
 
 
-def test_a_budget_goes_to_methods_that_keep_one_themselves() -> None:
-    labels = {
-        "adaptive": "adaptive:bytes_per_step=812",
-        "adaptive:bytes_per_step=5": "adaptive:bytes_per_step=5",
-        "adaptive:target_error=0.5": "adaptive:target_error=0.5",
-        "topk": "topk",
-    }
-    for given, expected in labels.items():
-        assert Method.parse(given).with_budget(812.3).label == expected
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("adaptive", "adaptive:bytes_per_step=812"),
+        ("adaptive:bytes_per_step=5", "adaptive:bytes_per_step=5"),
+        ("adaptive:target_error=0.5", "adaptive:target_error=0.5"),
+        ("topk", "topk"),
+    ],
+)
+def test_a_budget_goes_to_methods_that_keep_one_themselves(label: str, expected: str) -> None:
+    assert Method.parse(label).with_budget(812.3).label == expected
 
 
 def test_text_that_is_no_method_is_its_own_name() -> None:
     for text in ("density", "S = 0.4: distance", "regtopk-current"):
-        assert Method.read(text) == Method(text, text)
-    assert Method.read("S = 0.4: distance").without("lr") == "S = 0.4: distance"
+        assert Method.read(text) == Method(text, text) and Method.read(text).without("lr") == text
 
 
 @pytest.mark.parametrize(

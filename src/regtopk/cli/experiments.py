@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -24,7 +24,6 @@ from regtopk.lab.report import write_report
 from regtopk.lab.runs import CONFIG
 
 OUT = Path("out")
-
 # the settings that have an option of their own, and the options that are not called as their setting is
 REPRODUCED = ("algorithms", "like", "data", "deterministic", "device")
 COMPARED = (
@@ -37,8 +36,7 @@ TRAINED = (
 )  # fmt: skip
 Seeds = Annotated[str | None, typer.Option(help="How many seeds, from 0 on: 3. Or which: 3,4,5 or 2-6.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
-SET_HELP = "Change a setting; may be given several times."
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")]
 RESUME_HELP = "Go on with the run that the folder holds, or add to it."
 Resume = Annotated[bool, typer.Option("--resume", help=RESUME_HELP)]
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
@@ -136,7 +134,7 @@ def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
     """Settings as one types them."""
     flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in chosen}
     pairs = [[flags[k]] if v is True else [flags[k], str(v)] for k, v in chosen.items()]
-    return [word for pair in (*pairs, *(["--set", setting] for setting in settings)) for word in pair]
+    return [*chain(*pairs), *chain(*(["--set", setting] for setting in settings))]
 
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:

@@ -29,8 +29,7 @@ class Method:
     """What a label such as "topk:lr=0.1" says.
 
     ``score=regtopk`` gives an algorithm RegTop-k's score; mu, damping, reference and q are then the score's
-    options. ``algorithm=NAME`` says which algorithm an adaptive one adapts; other options may be that
-    algorithm's. What the words leave open is the experiment's to fill in.
+    options. ``algorithm=NAME`` says which algorithm an adaptive one adapts, whose options may follow.
     """
 
     label: str
@@ -65,10 +64,8 @@ class Method:
             raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {label!r}")
         if method.lr is not None:
             check_positive("lr", method.lr)
-        if method.index_code:
-            check_index_code(method.index_code)
-        if method.residual_dtype:
-            check_residual_dtype(method.residual_dtype)
+        check_index_code(method.index_code or "raw32")
+        check_residual_dtype(method.residual_dtype or "float32")
         method.rounds.check(label)
         method._arguments()
         return method

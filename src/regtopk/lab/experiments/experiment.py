@@ -71,13 +71,10 @@ class Experiment(ABC, Generic[ConfigT]):
             resume: go on with a run that the folder holds.
             progress: is told how far the run is.
         """
+        about = self.about if isinstance(self.about, str) else self.about(config)
+        settings, panels = settings_of(config), self.panels(config)
         header = make_header(
-            self.name,
-            title=self.title,
-            about=self.about if isinstance(self.about, str) else self.about(config),
-            command=command,
-            config=settings_of(config),
-            panels=self.panels(config),
+            self.name, title=self.title, about=about, command=command, config=settings, panels=panels
         )
         return self._record(config, header, Place(folder, force, resume), progress)
 

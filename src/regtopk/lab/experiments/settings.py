@@ -46,9 +46,7 @@ def _parse(key: str, text: str, default: Any) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return type(default)(text)
     except (ValueError, KeyError):
-        kinds = {tuple: "numbers with commas", bool: "true or false"}
-        kind = kinds.get(type(default), f"of type {type(default).__name__}")
-        raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
+        raise ArgumentError(f"{key} must be like its default, {default!r}, got {text!r}") from None
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -67,9 +65,7 @@ def parse_seeds(text: str) -> list[int]:
     except ValueError:
         seeds = []
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ArgumentError(
-            f"seeds must be a number of them, or different ones like 3,4,5 or 2-6, got {text!r}"
-        )
+        raise ArgumentError(f"seeds must be a number, or different ones like 3,4,5 or 2-6, got {text!r}")
     return seeds
 
 

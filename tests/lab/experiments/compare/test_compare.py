@@ -88,7 +88,7 @@ def test_the_seed_that_learning_rates_are_picked_on_is_never_counted(tmp_path: P
     compare(tmp_path, algorithms="dense", seeds="5,", resume=True, **settings)
     found = {(r["method"], r["lr"], r["tuning_seed"]) for r in read_records(tmp_path)}
     assert found == {("topk:lr=0.1", 0.1, None), ("topk", 0.2, 3), ("dense", 0.2, 3)}
-    with pytest.raises(ArgumentError, match=r"seeds must not include the one on which .* picked, got 3"):
+    with pytest.raises(ArgumentError, match=r"seeds must not include .* picked on, got 3"):
         compare(tmp_path, algorithms="topk", seeds="2-4", resume=True, **settings)
 
 
@@ -124,10 +124,10 @@ def test_gradients_are_each_workers_own() -> None:
         ({"densities": (0.0,)}, "density"),
         ({"densities": (0.1, 0.1)}, "densities must be different and at least one"),
         ({"bytes_per_step": -1.0}, "bytes_per_step must be in"),
-        ({"bytes_per_step": 99.0, "like": "topk:0.1:raw32:float32"}, "give one of bytes_per_step and like"),
+        ({"bytes_per_step": 99.0, "like": "topk:0.1:raw32:float32"}, "give bytes_per_step or like"),
         ({"like": "topk:0.1"}, "like .*'topk:0.1'"),
-        ({"width": 64}, "width must not be given for digits, whose network is fixed, got 64"),
-        ({"task": "small-cnn", "context": 8}, "context must not be given for small-cnn"),
+        ({"width": 64}, "width is fixed for digits: do not give it, got 64"),
+        ({"task": "small-cnn", "context": 8}, "context .* small-cnn"),
         ({"task": "small-cnn", "precision": "float16"}, "precision must be one of float32, bfloat16"),
         ({"algorithms": "topk:exchange=updates:every=0"}, "every must be an integer of at least 1, got 0"),
         ({"algorithms": "topk:exchange=update"}, "exchange must be one of .*did you mean 'updates'"),
@@ -142,7 +142,7 @@ def test_gradients_are_each_workers_own() -> None:
         ({"task": "gpt", "split": "dirichlet"}, "split must be iid or sorted for gpt, .* got 'dirichlet'"),
         (
             {"algorithms": "topk:exchange=updates:every=7"},
-            "every must divide the number of steps, 300, got 'topk:exchange=updates:every=7'",
+            "every must divide num_steps = 300, got 'topk:exchange=updates:every=7'",
         ),
     ],
 )

@@ -1,14 +1,14 @@
 import gzip
 import pickle
 import re
-import sys
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from regtopk.errors import ArgumentError, MissingExtraError
+from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data import images
 from regtopk.lab.experiments.data.images import load_images
 
@@ -28,12 +28,6 @@ def write_idx(path: Path, array: np.ndarray) -> None:
         file.write(head + array.astype(np.uint8).tobytes())
 
 
-def test_digits_are_divided_once_and_for_all() -> None:
-    digits = load_images("digits", None, "cpu")
-    assert digits.train.shape == (1437, 64) and digits.test.shape == (360, 64)
-    assert float(digits.train.max()) == 1.0 and set(digits.train_labels.tolist()) == set(range(10))
-
-
 @pytest.mark.usefixtures("small_counts")
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_fashion_mnist_is_read_from_idx_files(tmp_path: Path, suffix: str) -> None:
@@ -50,7 +44,9 @@ def test_an_incomplete_set_is_refused_with_its_counts(tmp_path: Path) -> None:
     for split in ("train", "t10k"):
         write_idx(tmp_path / f"{split}-images-idx3-ubyte", np.zeros((2, 28, 28)))
         write_idx(tmp_path / f"{split}-labels-idx1-ubyte", np.zeros(2))
-    with pytest.raises(ArgumentError, match="train part must hold 60,000 images and labels, got 2 and 2"):
+    with pytest.raises(
+        ArgumentError, match=r"train part of .* must hold 60,000 images and labels, got 2 and 2"
+    ):
         load_images("fashion-mnist", tmp_path, "cpu")
 
 
@@ -63,23 +59,19 @@ def write_archive(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def write_folder(folder: Path, suffix: str = "png") -> None:
-    image = pytest.importorskip("PIL.Image")
-    for split, count in (("train", 20), ("test", 10)):
-        for i in range(count):
-            path = folder / split / "abcdefghij"[i % 10] / f"{i:02}.{suffix}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.new("RGB", (32, 32), (i * 10, 0, 0)).save(path)
+def image_file(number: int, suffix: str) -> bytes:
+    content = BytesIO()
+    pytest.importorskip("PIL.Image").new("RGB", (32, 32), (number * 10, 0, 0)).save(content, suffix)
+    return content.getvalue()
 
 
-def write_packed(path: Path, folder: Path, **changes: np.ndarray) -> Path:
+def write_packed(path: Path, **changes: np.ndarray) -> Path:
     packed: dict[str, np.ndarray] = {}
-    for split in ("train", "test"):
-        files = sorted((folder / split).glob("*/*"), key=lambda file: file.name)
-        contents = [file.read_bytes() for file in files]
+    for split, count in (("train", 20), ("test", 10)):
+        contents = [image_file(i, "png") for i in range(count)]
         packed[f"{split}_jpeg"] = np.frombuffer(b"".join(contents), np.uint8)
         packed[f"{split}_offsets"] = np.cumsum([0, *map(len, contents)])
-        packed[f"{split}_labels"] = np.array(["abcdefghij".index(f.parent.name) for f in files], np.uint8)
+        packed[f"{split}_labels"] = np.arange(count, dtype=np.uint8) % 10
     np.savez(path, **{**packed, **changes})  # type: ignore[arg-type]
     return path
 
@@ -106,7 +98,11 @@ def test_a_damaged_archive_names_its_file(tmp_path: Path, content: bytes) -> Non
 
 @pytest.mark.usefixtures("small_counts")
 def test_the_guides_code_packs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(tmp_path / "images", suffix="jpg")
+    for split, count in (("train", 20), ("test", 10)):
+        for i in range(count):
+            path = tmp_path / "images" / split / "abcdefghij"[i % 10] / f"{i:02}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(image_file(i, "jpeg"))
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "data.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -121,14 +117,13 @@ def test_the_guides_code_packs_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_labels": np.arange(19)}, "train part must hold 20 images and labels, got 20 and 19"),
+        ({"train_labels": np.arange(19)}, "train part .* got 20 and 19"),
         ({"train_jpeg": np.frombuffer(b"no image" * 99, np.uint8)}, "packed.npz: UnidentifiedImageError"),
         ({"test_jpeg": np.zeros(0, np.uint8)}, "data must be a packed .npz file .*, got .*packed.npz"),
     ],
 )
 def test_a_packed_file_is_checked(tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
-    write_folder(tmp_path / "folder")
-    path = write_packed(tmp_path / "packed.npz", tmp_path / "folder", **changes)
+    path = write_packed(tmp_path / "packed.npz", **changes)
     with pytest.raises(ArgumentError, match=message):
         load_images("cifar10", path, "cpu")
 
@@ -141,15 +136,6 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(ArgumentError, match=r"packed .npz file of CIFAR-10, got .*packed.npz"):
             load_images("cifar10", path, "cpu")
-
-
-@pytest.mark.usefixtures("small_counts")
-def test_image_files_need_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(tmp_path / "folder")
-    path = write_packed(tmp_path / "packed.npz", tmp_path / "folder")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingExtraError, match=r"need Pillow: pip install 'regtopk\[experiments\]'"):
-        load_images("cifar10", path, "cpu")
 
 
 @pytest.mark.parametrize(

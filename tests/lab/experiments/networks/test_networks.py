@@ -83,8 +83,6 @@ def test_parameters_of_norms_may_stay_in_float32(name: str) -> None:
 
 def test_group_norm_takes_fewer_groups_for_fewer_channels() -> None:
     assert [GroupNorm(channels).num_groups for channels in (64, 16, 48)] == [32, 16, 16]
-    x, norm = torch.randn(2, 64, 4, 4), GroupNorm(64)
-    assert torch.equal(norm(x), F.group_norm(x, 32, norm.weight, norm.bias))
 
 
 @torch.no_grad()

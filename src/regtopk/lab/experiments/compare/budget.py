@@ -39,10 +39,8 @@ class PayloadProbe:
         low, high = math.log(1 / self._task.layout.numel), 0.0
         smallest = self.payload(method, math.exp(low))
         if smallest > budget:
-            raise ArgumentError(
-                f"the budget of bytes per step must be at least the smallest message of {method.label}, "
-                f"{smallest:.0f}, got {budget:.0f}"
-            )
+            least = f"{smallest:.0f}, the smallest message of {method.label}"
+            raise ArgumentError(f"bytes per step must be at least {least}, got {budget:.0f}")
         if self.payload(method, 1.0) <= budget:
             return 1.0
         while high - low > TOLERANCE:

@@ -10,6 +10,7 @@ import torch
 from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.training.trainer import Trainer
 
+CHECKPOINTS = "checkpoint-*.pt"
 EVERY_S = 60.0  # a checkpoint is written at the first evaluation after so many seconds
 
 
@@ -23,7 +24,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, run: MethodAt, seeds: Sequence[int]) -> None:
-        self._path = folder / f"checkpoint-{sha256(run.method.label.encode()).hexdigest()[:12]}.pt"
+        self._path = folder / CHECKPOINTS.replace("*", sha256(run.method.label.encode()).hexdigest()[:12])
         self._run = {"density": run.density, "seeds": list(seeds)}
         self._saved_at = time.perf_counter()
 
@@ -49,9 +50,3 @@ class Checkpoint:
     def remove(self) -> None:
         """The training is done."""
         self._path.unlink(missing_ok=True)
-
-
-def remove_all(folder: Path) -> None:
-    """Remove the checkpoints of a run that is replaced."""
-    for path in folder.glob("checkpoint-*"):
-        path.unlink()

@@ -20,7 +20,7 @@ from regtopk._version import __version__
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import runs_of
-from regtopk.lab.experiments.compare.checkpoint import Checkpoint, remove_all
+from regtopk.lab.experiments.compare.checkpoint import CHECKPOINTS, Checkpoint
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.compare.results import description_of, finished_curves, key_of, panels, summarise
 from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
@@ -38,6 +38,9 @@ Group = tuple[MethodAt, list[int]]  # a method, and the seeds of it that are tra
 class Comparison(Experiment[CompareConfig]):
     """An experiment that compares methods over seeds; `extras` are further fields of a record."""
 
+    about: Callable[[CompareConfig], str] = field(default=description_of)
+    config: type[CompareConfig] = CompareConfig
+    summarise: Callable[[CompareConfig, Sequence[Record]], Summary] = field(default=summarise)
     extras: Callable[[CompareConfig, Method, int], Record] = field(default=lambda config, method, step: {})
 
     def _record(self, config: CompareConfig, header: Header, place: Place, progress: ShowProgress) -> Summary:
@@ -47,7 +50,10 @@ class Comparison(Experiment[CompareConfig]):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
-        _check_not_tuned_on(config, recorded)
+        for seed in _tuning_seeds(recorded) & set(config.chosen_seeds):
+            raise ArgumentError(
+                f"seeds must not include the one that learning rates were picked on, got {seed}"
+            )
         check_device("device", config.device)
         problem = Problem(config)
         header["config"] |= problem.contents
@@ -56,8 +62,8 @@ class Comparison(Experiment[CompareConfig]):
         with _kernels(config.deterministic), threads_for(numel):
             runs = runs_of(config, problem)  # before the folder is claimed: bytes may be too few for one
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
-                if not writer.is_continued:
-                    remove_all(folder)
+                for checkpoint in () if writer.is_continued else folder.glob(CHECKPOINTS):
+                    checkpoint.unlink()
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
                 for new in self._run(config, problem, folder, _groups(config, runs, done), done, progress):
@@ -72,7 +78,7 @@ class Comparison(Experiment[CompareConfig]):
         problem: Problem,
         folder: Path,
         groups: Sequence[Group],
-        done: Sequence[Record],
+        done: list[Record],
         progress: ShowProgress,
     ) -> Iterator[Record]:
         metric = config.kind.metric
@@ -112,18 +118,7 @@ def _tuning_seeds(records: Sequence[Record]) -> set[int]:
     return {r["tuning_seed"] for r in records if r.get("tuning_seed") is not None}
 
 
-def _check_not_tuned_on(config: CompareConfig, records: Sequence[Record]) -> None:
-    """Refuse to count a seed on which learning rates were picked."""
-    for seed in _tuning_seeds(records) & set(config.chosen_seeds):
-        raise ArgumentError(
-            "seeds must not include the one on which the learning rates of the earlier slices were picked, "
-            f"got {seed}"
-        )
-
-
-def _tune(
-    config: CompareConfig, problem: Problem, run: MethodAt, done: Sequence[Record]
-) -> tuple[float, Record]:
+def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: list[Record]) -> tuple[float, Record]:
     """A run's learning rate, and for its records the seed that it was picked on and what each ended with.
 
     The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
@@ -226,11 +221,4 @@ def _kernels(deterministic: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = was[1]
 
 
-COMPARE = Comparison(
-    name="compare",
-    title="Methods compared",
-    about=description_of,
-    config=CompareConfig,
-    summarise=summarise,
-    panels=panels,
-)
+COMPARE = Comparison(name="compare", title="Methods compared", panels=panels)

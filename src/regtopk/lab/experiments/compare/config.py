@@ -74,9 +74,7 @@ class CompareConfig(TaskSettings):
         if self.like:
             Method.parse_like(self.like)
         if self.bytes_per_step and self.like:
-            raise ArgumentError(
-                f"give one of bytes_per_step and like, got {self.bytes_per_step}, {self.like!r}"
-            )
+            raise ArgumentError(f"give bytes_per_step or like, got {self.bytes_per_step} and {self.like!r}")
         self.kind.check(self)
         self._check_methods()
 
@@ -86,9 +84,7 @@ class CompareConfig(TaskSettings):
         for method in self.methods:
             check_choice("optimizer", method.optimizer, OPTIMIZERS)
             if self.num_steps % method.rounds.every:
-                raise ArgumentError(
-                    f"every must divide the number of steps, {self.num_steps}, got {method.label!r}"
-                )
+                raise ArgumentError(f"every must divide num_steps = {self.num_steps}, got {method.label!r}")
 
     @property
     def kind(self) -> type[Task]:

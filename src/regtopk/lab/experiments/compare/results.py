@@ -152,9 +152,8 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
 def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
     found = result[f"difference_from_{config.kind.base}"]
     digits = "+.2f" if config.kind.metric == "accuracy" else "+.3g"
-    interval = None
-    if found is not None and len(found["seeds"]) >= LEAST_SEEDS:
-        interval = f"{found['low']:{digits}} … {found['high']:{digits}}"
+    has_interval = found is not None and len(found["seeds"]) >= LEAST_SEEDS
+    interval = f"{found['low']:{digits}} … {found['high']:{digits}}" if has_interval else None
     return {
         "measure": result["method"],
         "density": result["density"],
@@ -190,13 +189,11 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 
 def description_of(config: CompareConfig) -> str:
     """What the page shows, and how runs are judged."""
-    sentences = [
+    words = config.kind.metric_words
+    return (
         f"{config.task}: {config.num_workers} workers with batches of {config.batch_size}, split "
-        f"{config.split}, {config.optimizer}, {config.precision}.",
-        "All methods start from the same models and see the same batches. Bytes are what one worker "
-        "contributes, frames included; those per step are of a local step. Final numbers are means of the "
-        f"last evaluations, {config.kind.num_last} of each run.",
-    ]
-    if config.kind.metric_words:
-        sentences.append(f"It is the {config.kind.metric_words}: smaller is better.")
-    return " ".join(sentences)
+        f"{config.split}, {config.optimizer}, {config.precision}. All methods start from the same models and "
+        "see the same batches. Bytes are what one worker contributes, frames included; those per step are of "
+        f"a local step. Final numbers are means of the last evaluations, {config.kind.num_last} of each run."
+        + (f" It is the {words}: smaller is better." if words else "")
+    )

@@ -36,9 +36,12 @@ def of_images(data_set: str, data: str, device: str) -> Examples:
     fingerprint = _fingerprint(*images)  # before arithmetic that a device may round in its own way
     images = standardised(images)
     labels = images.train_labels.cpu()
-    train, test = _channels_last(images.train), _channels_last(images.test)
-    targets = images.train_labels, images.test_labels
-    return Examples(train, targets[0], test, targets[1], labels, int(labels.max()) + 1, fingerprint)
+    train, test, num_classes = (
+        _channels_last(images.train),
+        _channels_last(images.test),
+        int(labels.max()) + 1,
+    )
+    return Examples(train, images.train_labels, test, images.test_labels, labels, num_classes, fingerprint)
 
 
 def _channels_last(images: Tensor) -> Tensor:

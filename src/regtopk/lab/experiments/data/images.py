@@ -69,9 +69,7 @@ def load_digits(path: Path | None) -> Images:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise MissingExtraError(
-            "the digits come with scikit-learn: pip install 'regtopk[experiments]'"
-        ) from error
+        raise MissingExtraError("digits need scikit-learn: pip install 'regtopk[experiments]'") from error
     x, y = datasets.load_digits(return_X_y=True)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     images = (torch.tensor(x, dtype=torch.float32) / 16)[order]
@@ -160,10 +158,8 @@ def _reading(rule: str, path: Path) -> Iterator[None]:
 
 def _check_counts(path: Path, split: str, images: Any, labels: Any, expected: int) -> None:
     if (len(images), len(labels)) != (expected, expected):
-        raise ArgumentError(
-            f"{split} part must hold {expected:,} images and labels, got {len(images):,} and {len(labels):,} "
-            f"in {path}"
-        )
+        rule = f"{split} part of {path} must hold {expected:,} images and labels"
+        raise ArgumentError(f"{rule}, got {len(images):,} and {len(labels):,}")
 
 
 LOADERS: dict[str, Callable[[Path | None], Images]] = {

@@ -125,25 +125,24 @@ def run(config: Fig2Config, progress: ShowProgress) -> Iterator[Record]:
     """Yield, every so often, each method's distances and jumps, one for each seed, and who follows dense."""
     table = algorithms(config)
     with threads_for(config.numel):
-        for iteration, distances, jumps in _descend(config, list(table.values())):
+        for iteration, distances, jumps in _descend(config, table):
             if iteration % config.record_every and iteration < config.num_iterations:
                 continue
             dense, *_ = distances.T.tolist()
             columns = zip(table, distances.T.tolist(), jumps.T.tolist(), strict=True)
             for (method, density), own, num_jumps in columns:
-                state = {"distance": own, "jumps": num_jumps, "following": _num_tracking(own, dense)}
+                following = sum(x <= TRACKS_WITHIN * base for x, base in zip(own, dense, strict=True))
+                state = {"distance": own, "jumps": num_jumps, "following": following}
                 for shown_at in config.densities if method == "dense" else (density,):
                     yield {"method": method, "density": shown_at, "iteration": iteration, **state}
             progress(iteration / config.num_iterations)
 
 
 @torch.inference_mode()
-def _descend(
-    config: Fig2Config, algorithms: Sequence[Algorithm[Any]]
-) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _descend(config: Fig2Config, table: Curves) -> Iterator[tuple[int, Tensor, Tensor]]:
     """w := w - lr g by M methods on R seeds: yields t, the distances (R, M) and numbers of jumps (R, M)."""
     problems = draw_regressions(config)
-    clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in algorithms]
+    clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
     models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(clusters), 1)  # (R, M, J)
     distances = problems.distances(models)
     num_jumps = torch.zeros_like(distances, dtype=torch.int64)
@@ -175,10 +174,6 @@ def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
         rows.append({"measure": f"S = {key}, following", **counts})
         rows.append({"measure": f"S = {key}, jumps", **num_jumps})
     return {"final_distance": final, "num_tracking_dense": tracking, "num_jumps": jumps, "table": rows}
-
-
-def _num_tracking(distances: list[float], dense: list[float]) -> int:
-    return sum(mine <= TRACKS_WITHIN * base for mine, base in zip(distances, dense, strict=True))
 
 
 def panels(config: Fig2Config) -> Sequence[Panel]:

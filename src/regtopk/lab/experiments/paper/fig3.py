@@ -10,7 +10,6 @@ from typing import Any
 
 from regtopk.lab.experiments.compare.comparison import Comparison
 from regtopk.lab.experiments.compare.config import CompareConfig
-from regtopk.lab.experiments.compare.results import description_of, summarise
 from regtopk.lab.experiments.published import published_figure
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Panel, Record
@@ -80,10 +79,7 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 FIG3 = Comparison(
     name="fig3",
     title="Figure 3: deep networks",
-    about=description_of,
-    config=CompareConfig,
     presets=PRESETS,
     extras=published_accuracy,
-    summarise=summarise,
     panels=panels,
 )

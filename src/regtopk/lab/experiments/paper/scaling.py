@@ -56,9 +56,8 @@ def run(config: ScalingConfig, progress: ShowProgress) -> Iterator[Record]:
     `step_scale` is the length of the step over that of the first step without sparsification.
     """
     unit = config.lr * grads(config, start(config)).mean(0).norm()
-    for method, iteration, w, step in descend(
-        config, partial(grads, config), config.num_iterations, progress
-    ):
+    path = descend(config, partial(grads, config), config.num_iterations, progress)
+    for method, iteration, w, step in path:
         yield {
             "method": method,
             "iteration": iteration,

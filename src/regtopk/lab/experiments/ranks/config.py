@@ -60,28 +60,25 @@ class TrainConfig(CompareConfig):
         check_choice("task", self.task, DEFAULTS)
         super().__post_init__()
         for name in SIMULATED:
-            if getattr(self, name) != getattr(CompareConfig, name):
-                raise ArgumentError(
-                    f"{name} is a setting of regtopk compare alone, got {getattr(self, name)!r}"
-                )
+            given = getattr(self, name)
+            if given != getattr(CompareConfig, name):
+                raise ArgumentError(f"{name} is a setting of regtopk compare alone, got {given!r}")
         if len(self.lr) > 1 or len(self.densities) > 1:
             raise ArgumentError(f"lr and density must be one number each, got {self.lr}, {self.densities}")
         if any(method.algorithm == "dense" and not method.rounds.has_updates for method in self.methods):
             raise ArgumentError(
-                "algorithms must not include dense, which is always there, unless it exchanges updates, "
-                f"got {self.algorithms!r}"
+                f"algorithms must not include dense, which is always there, got {self.algorithms!r}"
             )
         if self.task == "digits" and self.data:
             raise ArgumentError(f"data must be empty for digits, which scikit-learn has, got {self.data!r}")
-        if self.task == "digits" and self.batch_size * self.num_workers > NUM_DIGITS:
+        most, num_gpus = NUM_DIGITS // self.num_workers, torch.cuda.device_count()
+        if self.task == "digits" and self.batch_size > most:
             raise ArgumentError(
-                f"batch_size must be at most {NUM_DIGITS // self.num_workers} ({NUM_DIGITS} training digits, "
-                f"{self.num_workers} workers), got {self.batch_size}"
+                f"batch_size must be at most {most} for {NUM_DIGITS} digits, got {self.batch_size}"
             )
-        num_gpus = torch.cuda.device_count()
         if self.device == "cuda" and self.num_workers > num_gpus:
             raise ArgumentError(
-                f"num_workers must be at most the number of GPUs, {num_gpus}, got {self.num_workers}"
+                f"num_workers must be at most {num_gpus}, the GPUs here, got {self.num_workers}"
             )
 
     @property

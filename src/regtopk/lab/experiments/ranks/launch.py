@@ -31,13 +31,9 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
     records = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         place = num_workers, os.path.join(folder, "store")
+        of_rank = place, records, entry, args
         ranks = start_processes(
-            _run_rank,
-            args=(place, records, entry, args),
-            nprocs=num_workers,
-            join=False,
-            daemon=True,
-            start_method="spawn",
+            _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
         )
         try:
             is_done = False
@@ -59,9 +55,9 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
 
 def join_group(backend: str) -> None:
     """Initialise torch.distributed on a rank."""
+    store = f"file://{os.environ['REGTOPK_STORE']}"
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ["REGTOPK_STORE"], num_workers)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_workers)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_workers)
 
 
 def _run_rank(rank: int, place: tuple[int, str], records: Any, entry: Callable[..., None], args: Any) -> None:

@@ -51,11 +51,9 @@ def run(config: TrainConfig, progress: ShowProgress) -> Iterator[Record]:
 
 
 class RankTraining:
-    """The training of one task by a method; `is_plain_ddp` leaves gradients to DDP as it is."""
+    """The training of one task by a method; `is_plain` leaves gradients to DDP as it is."""
 
-    def __init__(
-        self, task: RankTask, config: TrainConfig, method: Method, is_plain_ddp: bool = False
-    ) -> None:
+    def __init__(self, task: RankTask, config: TrainConfig, method: Method, is_plain: bool = False) -> None:
         self.task, self.network, self.rounds = task, task.network, method.rounds
         self.num_steps = 0
         recipe = OPTIMIZERS[method.optimizer]
@@ -76,7 +74,7 @@ class RankTraining:
             self.exchange = UpdateExchange(self.network, self._descent.optimizer, algorithm, **options)
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
-            if not is_plain_ddp:
+            if not is_plain:
                 self.exchange = attach(self.model, algorithm, **options)
 
     def step(self) -> None:
@@ -138,12 +136,11 @@ def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:
 
 def _train(emit: Emit, config: TrainConfig, method: Method, examples: Path, device: torch.device) -> None:
     tasks = [load_task(config, examples, seed, device) for seed in config.chosen_seeds]
-    trainings = [
-        RankTraining(task, config, method, is_plain_ddp=method is config.trained[0]) for task in tasks
-    ]
+    is_plain = method is config.trained[0]
+    trainings = [RankTraining(task, config, method, is_plain) for task in tasks]
     for step in range(config.num_steps + 1):
         if step in config.record_steps(method):
-            record = _make_record(config, method, trainings, device)
+            record = _make_record(config, method, trainings)
             if dist.get_rank() == 0:
                 emit(record)
         if step < config.num_steps:
@@ -151,14 +148,13 @@ def _train(emit: Emit, config: TrainConfig, method: Method, examples: Path, devi
                 training.step()
 
 
-def _make_record(
-    config: TrainConfig, method: Method, trainings: Sequence[RankTraining], device: torch.device
-) -> Record:
+def _make_record(config: TrainConfig, method: Method, trainings: Sequence[RankTraining]) -> Record:
     """How good every seed is, on rank 0; losses as means over ranks; bytes and times over seeds too."""
     qualities = [t.evaluate() for t in trainings] if dist.get_rank() == 0 else []
     measured = [training.measure() for training in trainings]
     names = list(measured[0])
-    means = torch.tensor([[m[name] for name in names] for m in measured], dtype=torch.float64, device=device)
+    of_seeds = [[m[name] for name in names] for m in measured]
+    means = torch.tensor(of_seeds, dtype=torch.float64, device=trainings[0].task.train.device)
     means /= dist.get_world_size()
     dist.all_reduce(means)
     by_name = dict(zip(names, means.T.cpu(), strict=True))
@@ -167,7 +163,7 @@ def _make_record(
         "step": trainings[0].num_steps,
         "lr": method.lr or config.lr[0],
         **exchanged(method),
-        **{name: float(of_seeds.mean()) for name, of_seeds in by_name.items()},
+        **{name: float(own.mean()) for name, own in by_name.items()},
         "loss": by_name["loss"].tolist(),
         **{name: [quality[name] for quality in qualities] for name in next(iter(qualities), {})},
     }

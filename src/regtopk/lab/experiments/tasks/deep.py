@@ -85,9 +85,7 @@ class Gpt(DeepTask):
         if config.width > HEAD and config.width % HEAD:
             raise ArgumentError(f"width must be a multiple of {HEAD}, or smaller, got {config.width}")
         if config.split.startswith("dirichlet"):
-            raise ArgumentError(
-                f"split must be iid or sorted for gpt, whose text has no classes, got {config.split!r}"
-            )
+            raise ArgumentError(f"split must be iid or sorted for gpt, without classes, got {config.split!r}")
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:

@@ -90,9 +90,7 @@ class Task(ABC):
         for name in ("num_layers", "width", "context", "precision"):
             value = getattr(config, name)
             if name not in cls.network_settings and value != getattr(TaskSettings, name):
-                raise ArgumentError(
-                    f"{name} must not be given for {config.task}, whose network is fixed, got {value!r}"
-                )
+                raise ArgumentError(f"{name} is fixed for {config.task}: do not give it, got {value!r}")
 
     @classmethod
     @abstractmethod
