@@ -143,12 +143,12 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, messa
 
 
 def test_compare_runs_in_slices(tmp_path: Path) -> None:
-    words = ["compare", "toy", "--algorithms", "topk", "--density", "0.5", "--steps", "4"]
+    words = ["compare", "digits", "--algorithms", "topk", "--density", "0.5", "--steps", "4"]
     words += ["--out", str(tmp_path)]
     assert invoke(*words)[0] == 0
     code, printed, _ = invoke(*words, "--seeds", "3-3", "--resume", "--json")
     assert code == 0 and [result["seeds"] for result in json.loads(printed)["results"]] == [[0, 3]]
-    command = "regtopk compare toy --algorithms topk --density 0.5 --steps 4"
+    command = "regtopk compare digits --algorithms topk --density 0.5 --steps 4"
     commands = json.loads((tmp_path / "config.json").read_text())["command"]
     assert commands == f"{command}\n{command} --seeds 3-3 --resume"
 
@@ -157,8 +157,8 @@ def test_compare_runs_in_slices(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("digits --data /nowhere", "digits come with scikit-learn and take no data, got '/nowhere'"),
-        ("toy --set task=digits", "task must be given as the command's own argument"),
-        ("toy --resume --force", "give one of --resume and --force, got both"),
+        ("gpt --set task=digits", "task must be given as the command's own argument"),
+        ("digits --resume --force", "give one of --resume and --force, got both"),
     ],
 )
 def test_compare_refuses(tmp_path: Path, words: str, message: str) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
-from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config
-from regtopk.lab.experiments.tasks.regression import Regressions, draw_regressions
+from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config, Regressions, draw_regressions
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
 from regtopk.lab.report.panels import label_log_axis, line_of
 from regtopk.lab.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.slow_network.gpt_plan import Plan
 from benchmarks.slow_network.launch import launch
+from benchmarks.slow_network.library import library_sources
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.results import Results, Row
 from regtopk.lab.experiments.data.text import load_text
@@ -36,7 +37,8 @@ LinksOf = Callable[[int, float], AbstractContextManager[Links]]
 
 def measure(options: argparse.Namespace, command: str, links_of: LinksOf) -> str:
     """Losses and steps on unshaped links, then steps on slow ones; the table."""
-    load_text(options.data, window=PLAN.context + 1)  # refuses a file that is no text
+    # refuses a file that is no text
+    load_text(options.data, sources=library_sources, window=PLAN.context + 1)
     results = Results(options.out, command, KINDS)
     results.content["plan"] = {"lr": LR, "batch_size": BATCH_SIZE, "stretch": STRETCH, "latency_s": LATENCY_S}
     num_steps = 8 if options.quick else PLAN.num_steps

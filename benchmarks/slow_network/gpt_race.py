@@ -12,6 +12,7 @@ from benchmarks.slow_network.gpt_methods import EVERY, WORDS
 from benchmarks.slow_network.gpt_plan import FULL, QUICK
 from benchmarks.slow_network.gpt_tables import summarise, tables
 from benchmarks.slow_network.launch import launch
+from benchmarks.slow_network.library import library_sources
 from benchmarks.slow_network.links import Links
 from benchmarks.slow_network.results import Results, Row
 from regtopk.errors import ArgumentError
@@ -33,7 +34,8 @@ class GptRace:
     def __init__(self, options: argparse.Namespace, command: str) -> None:
         self.options = options
         self.plan = QUICK if options.quick else FULL
-        load_text(options.data, window=self.plan.context + 1)  # refuses a file that is no text
+        # refuses a file that is no text
+        load_text(options.data, sources=library_sources, window=self.plan.context + 1)
         self.results = Results(options.out, command, KINDS)
         plan = json.loads(json.dumps(asdict(self.plan)))
         if self.results.content.setdefault("plan", plan) != plan:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.slow_network.gpt_methods import every_of, join
 from benchmarks.slow_network.gpt_plan import Plan
+from benchmarks.slow_network.library import library_sources
 from benchmarks.slow_network.rank import Rank, joined
 from regtopk.lab.experiments.data.examples import Examples, of_text
 from regtopk.lab.experiments.data.splits import batch_order, divide
@@ -36,7 +37,7 @@ def main() -> None:
     with joined() as rank:
         plan = Plan(**rank.job["plan"])
         path = rank.job["data"]
-        text = load_text(path and Path(path), window=plan.context + 1)
+        text = load_text(path and Path(path), sources=library_sources, window=plan.context + 1)
         examples = of_text(text, "cpu", plan.context + 1)
         for run in rank.job["runs"]:
             row = (

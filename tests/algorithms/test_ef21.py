@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from regtopk.algorithms import EF21, Dense
-from regtopk.lab.experiments.paper.fig2 import Fig2Config
-from regtopk.lab.experiments.tasks.regression import draw_regressions
+from regtopk.lab.experiments.paper.fig2 import Fig2Config, draw_regressions
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import Steps
 

@@ -14,7 +14,7 @@ from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.networks.flat import flatten
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.experiments.ranks.tasks import load_task, save_examples
-from regtopk.lab.experiments.ranks.training import RankTraining
+from regtopk.lab.experiments.ranks.train import RankTraining
 from regtopk.lab.experiments.settings import threads_for
 from regtopk.lab.experiments.tasks import Problem
 from regtopk.lab.experiments.training.trainer import Trainer
@@ -38,10 +38,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path) -> Result:
     """What this rank ends with; without a hook gradients are left to DDP."""
-    config, method = TrainConfig(**settings), Method.parse(label)
-    task = load_task(config, examples, torch.device("cpu"))
-    algorithm = config.build(MethodAt(method, config.densities[0])) if has_hook else None
-    training = RankTraining(task, config, method, algorithm, SEED)
+    config = TrainConfig(**settings)
+    method = config.complete(Method.parse(label))
+    task = load_task(config, examples, SEED, torch.device("cpu"))
+    training = RankTraining(task, config, method, is_plain=not has_hook)
     for _ in range(config.num_steps):
         training.step()
     model = flatten(training.network)
@@ -55,17 +55,12 @@ def on_rank(settings: dict[str, Any], label: str, has_hook: bool, examples: Path
 
 def simulated(settings: dict[str, Any], label: str) -> Result:
     """What the comparison with the same settings, seed and method ends with."""
-    config, method = TrainConfig(**settings), Method.parse(label)
+    config = TrainConfig(**settings)
+    method = config.complete(Method.parse(label))
+    algorithm = config.build(MethodAt(method, config.densities[0]))
     with threads_for(0):
-        trainer = Trainer(
-            Problem(config).task([SEED]),
-            config.build(MethodAt(method, config.densities[0])),
-            optimizer=config.optimizer_of(method),
-            lr=method.lr or config.lr[0],
-            index_code=config.index_code_of(method),
-            rounds=method.rounds,
-            num_steps=config.num_steps,
-        )
+        task, lr = Problem(config).task([SEED]), method.lr or config.lr[0]
+        trainer = Trainer(task, algorithm, method, lr=lr, num_steps=config.num_steps)
         start = trainer.models[0].clone()
         trainer.run_until(config.num_steps)
     assert (trainer.models[0] != start).double().mean() > 0.01
@@ -96,6 +91,7 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         ("dense:exchange=updates:every=2:outer=sgd:outer_lr=0.5", 4),
         (f"{IMPUTED}:every=4:delay=2:mix=0.5", 2),
         (f"{IMPUTED}:every=4:fragments=3:delay=3:outer=nesterov", 4),
+        *((f"topk:exchange=updates:every=2:optimizer={name}", 2) for name in ("sgdw", "momentum", "adam")),
         ("regtopk:density=0.05", 2),
         ("regtopk:density=0.05", 4),
         ("dense", 4),  # with a hook, which sums in the order of ranks
@@ -115,11 +111,5 @@ def test_plain_ddp_of_two_ranks(two_ranks: Ranks, data: Path) -> None:
 def test_imputed_sums_however_they_run(
     two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, collective: str, data: Path
 ) -> None:
-    ranks = {2: two_ranks, 4: four_ranks}[num_ranks]
-    check(ranks, f"{IMPUTED}:every=2", data, densities=(0.1,), collective=collective)
-    check(ranks, "topk:impute=0.35", data, densities=(0.1,), collective=collective)
-
-
-def test_other_optimizers(two_ranks: Ranks, data: Path) -> None:
-    for optimizer in ("sgdw", "momentum", "adam"):
-        check(two_ranks, f"topk:exchange=updates:every=2:optimizer={optimizer}", data)
+    for label in (f"{IMPUTED}:every=2", "topk:impute=0.35"):
+        check({2: two_ranks, 4: four_ranks}[num_ranks], label, data, densities=(0.1,), collective=collective)

@@ -10,19 +10,15 @@ from regtopk.rounds import Rounds
 
 
 def test_words_become_fields() -> None:
-    method = Method.parse("topk:value_code=4bit:lr=0.1:index_code=raw32:density=0.5")
+    method = Method.parse("topk:value_code=4bit:lr=0.1:index_code=raw32:residual_dtype=bfloat16:density=0.5")
     assert (method.algorithm, method.options) == ("topk", {"value_code": "4bit", "density": 0.5})
-    assert (method.lr, method.index_code) == (0.1, "raw32") and not method.takes_density
+    assert (method.lr, method.index_code, method.residual_dtype) == (0.1, "raw32", "bfloat16")
+    assert not method.takes_density
     assert method.build(density=0.1, value_code="2bit") == TopK(density=0.5, value_code="4bit")
     assert Method.parse("topk").build(density=0.1, value_code="2bit") == TopK(density=0.1, value_code="2bit")
-    assert method.without("lr") == "topk:value_code=4bit:index_code=raw32:density=0.5"
-    assert method.is_same(Method.parse("topk:density=0.5:lr=0.1:value_code=4bit:index_code=raw32"))
-
-
-def test_how_residuals_are_kept_is_no_option_of_an_algorithm() -> None:
-    method = Method.parse("topk:residual_dtype=bfloat16:density=0.5")
-    assert method.residual_dtype == "bfloat16" and method.options == {"density": 0.5}
-    assert not method.is_same(Method.parse("topk:density=0.5"))
+    assert method.without("lr") == "topk:value_code=4bit:index_code=raw32:residual_dtype=bfloat16:density=0.5"
+    other = "topk:density=0.5:residual_dtype=bfloat16:lr=0.1:value_code=4bit:index_code=raw32"
+    assert method.is_same(Method.parse(other)) and not method.is_same(Method.parse(f"{other}:k=3"))
 
 
 def test_a_score_has_its_own_options() -> None:
@@ -59,21 +55,22 @@ def test_every_is_the_algorithms_own_unless_updates_are_exchanged() -> None:
     assert (shared.options, shared.rounds.every) == ({}, 3)
 
 
-def test_a_budget_goes_to_methods_that_keep_one_themselves() -> None:
-    labels = {
-        "adaptive": "adaptive:bytes_per_step=812",
-        "adaptive:bytes_per_step=5": "adaptive:bytes_per_step=5",
-        "adaptive:target_error=0.5": "adaptive:target_error=0.5",
-        "topk": "topk",
-    }
-    for given, expected in labels.items():
-        assert Method.parse(given).with_budget(812.3).label == expected
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("adaptive", "adaptive:bytes_per_step=812"),
+        ("adaptive:bytes_per_step=5", "adaptive:bytes_per_step=5"),
+        ("adaptive:target_error=0.5", "adaptive:target_error=0.5"),
+        ("topk", "topk"),
+    ],
+)
+def test_a_budget_goes_to_methods_that_keep_one_themselves(label: str, expected: str) -> None:
+    assert Method.parse(label).with_budget(812.3).label == expected
 
 
 def test_text_that_is_no_method_is_its_own_name() -> None:
     for text in ("density", "S = 0.4: distance", "regtopk-current"):
-        assert Method.read(text) == Method(text, text)
-    assert Method.read("S = 0.4: distance").without("lr") == "S = 0.4: distance"
+        assert Method.read(text) == Method(text, text) and Method.read(text).without("lr") == text
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
         ("adaptive:nu=2", r"option of regtopk must be .*got 'nu' \(did you mean 'mu'\?\)"),
         ("topk:4bit", r"method must be NAME\[:OPTION=VALUE\]..., got 'topk:4bit'"),
         ("topk:score=regtopk", "score must be 'regtopk', of an algorithm that takes one"),
-        ("topk:lr=fast", "lr must be a number, got 'topk:lr=fast'"),
+        ("topk:lr=fast", "lr must be positive and finite, got 'fast'"),
         ("topk:lr=0", "lr must be positive and finite, got 0"),
         ("topk:index_code=zip", "index_code must be"),
         ("topk:residual_dtype=int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
@@ -102,7 +99,7 @@ def test_the_method_whose_bytes_others_send() -> None:
     assert like.label == "topk:density=0.001:index_code=raw32:value_code=float32"
     for text, message in {
         "topk:0.1": "like must be NAME:DENSITY",
-        "topk:x:raw32:float32": "name a density",
+        "topk:x:raw32:float32": "density .*'x'",
     }.items():
         with pytest.raises(ArgumentError, match=message):
             Method.parse_like(text)

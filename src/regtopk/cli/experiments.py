@@ -4,10 +4,11 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import wraps
+from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -20,10 +21,9 @@ from regtopk.lab.experiments.compare.comparison import Comparison
 from regtopk.lab.experiments.paper.fig3 import PRESETS
 from regtopk.lab.experiments.tasks import TASKS
 from regtopk.lab.report import write_report
-from regtopk.lab.runs import CONFIG, check_holds_no_run
+from regtopk.lab.runs import CONFIG
 
 OUT = Path("out")
-
 # the settings that have an option of their own, and the options that are not called as their setting is
 REPRODUCED = ("algorithms", "like", "data", "deterministic", "device")
 COMPARED = (
@@ -34,95 +34,64 @@ TRAINED = (
     "task", "algorithms", "densities", "value_code", "index_code", "optimizer", "lr", "num_workers",
     "num_steps", "data", "device",
 )  # fmt: skip
+Seeds = Annotated[str | None, typer.Option(help="How many seeds, from 0 on: 3. Or which: 3,4,5 or 2-6.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")]
+RESUME_HELP = "Go on with the run that the folder holds, or add to it."
+Resume = Annotated[bool, typer.Option("--resume", help=RESUME_HELP)]
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
 
 
-def flag_of(setting: str) -> str:
-    """The option of a setting."""
-    return FLAGS.get(setting, f"--{setting.replace('_', '-')}")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a command is to run.
-
-    Args:
-        experiment: which.
-        name: of its folder in out/.
-        words: the command as typed, without options.
-        base: settings that the command stands for.
-    """
+class Request(NamedTuple):
+    """What a command is to run."""
 
     experiment: Experiment[Any]
-    name: str
-    words: Sequence[str]
-    base: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of its folder in out/
+    words: list[str]  # the command as typed, without options
+    base: dict[str, Any] | None = None  # settings that the command stands for
 
 
 def run(
     request: Request,
     chosen: dict[str, Any],
     *,
-    seeds: Annotated[
-        str | None,
-        typer.Option(help="How many seeds, from 0 on: 3. Or which: 3,4,5 or 2-6."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be given several times."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run that the folder holds, or add to it.")
-    ] = False,
+    seeds: Seeds = None,
+    out: Out = None,
+    settings: Settings = None,
+    resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Run an experiment and show what came out; every command here has these options."""
     if resume and force:
         raise ArgumentError("give one of --resume and --force, got both: one adds to a run, one replaces it")
-    if "task" in request.base and any(word.startswith("task=") for word in settings or ()):
+    if "task" in (request.base or ()) and any(word.startswith("task=") for word in settings or ()):
         raise ArgumentError("task must be given as the command's own argument, got it with --set")
-    experiment = request.experiment
-    if seeds is not None:
-        if "seeds" in {f.name for f in fields(experiment.config)}:
-            chosen["seeds"] = seeds
-        else:
-            typer.echo(
-                f"regtopk: {experiment.name} draws nothing at random, --seeds changes nothing", err=True
-            )
+    if seeds is not None and "seeds" in {f.name for f in fields(request.experiment.config)}:
+        chosen["seeds"] = seeds
+    elif seeds is not None:
+        typer.echo(f"regtopk: {request.name} draws nothing at random, --seeds changes nothing", err=True)
     given = [f"{name}={value}" for name, value in chosen.items()]
-    config = parse_settings(experiment.config, [*given, *(settings or ())], request.base)
-    typed = [*request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
+    config = parse_settings(request.experiment.config, [*given, *(settings or ())], request.base)
+    typed = ["regtopk", *request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
     folder = out or default_folder(request.name, resume=resume, force=force)
-    command = shlex.join(["regtopk", *typed])
     try:
         with progress_bar(request.name) as progress:
-            summary = experiment.record(
-                config, folder, command=command, resume=resume, force=force, progress=progress
+            summary = request.experiment.record(
+                config, folder, command=shlex.join(typed), resume=resume, force=force, progress=progress
             )
     except RunExistsError as error:
         advice = "choose another --out, go on with --resume, or replace it with --force"
         raise OutputError(f"{error}: {advice}") from None
     except KeyboardInterrupt:
-        if isinstance(experiment, Comparison) and (folder / CONFIG).exists():
+        if isinstance(request.experiment, Comparison) and (folder / CONFIG).exists():
             typer.echo(f"regtopk: {folder} keeps what is done; --resume goes on from there", err=True)
         raise
     show(summary, {request.name: summary}, write_report(folder), as_json=as_json)
 
 
 def runs(config: type, settings: Sequence[str]) -> Callable[[Callable[..., Request]], Any]:
-    """Make a command of a function that says what to run.
-
-    The command has the function's own options, an option for each of some settings, and those of `run`.
-    A setting's option takes its type, default and description from the dataclass of the settings.
-
-    Args:
-        config: the dataclass of the settings; its docstring describes them.
-        settings: which of them.
-    """
+    """Make a command of a function that says what to run; it also has options of settings, and of `run`."""
     options = {name: _option(config, name) for name in settings}
     common = {name: p for name, p in inspect.signature(run).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
@@ -148,43 +117,36 @@ def _option(config: type, name: str) -> Any:
     default: Any = next(f.default for f in fields(config) if f.name == name)
     kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-    text = escape(_described(config, name))
-    return Annotated[kind | None, typer.Option(flag_of(name), help=text, show_default=shown or False)]
+    flag, text = FLAGS.get(name, f"--{name.replace('_', '-')}"), escape(_described(config, name))
+    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown or False)]
 
 
 def _described(config: type, name: str) -> str:
     """A setting's sentence in the docstring of its class."""
-    for part in config.__mro__:
-        found = re.search(rf"^ {{8}}{name}: (.*(?:\n {{9,}}.*)*)", part.__doc__ or "", re.MULTILINE)
-        if found:
-            sentence = " ".join(found[1].split())
-            return sentence[0].upper() + sentence[1:]
-    raise AssertionError(f"{config.__name__} does not describe {name}")
+    pages = [part.__doc__ or "" for part in config.__mro__]
+    pattern = rf"^ {{8}}{name}: (.*(?:\n {{9,}}.*)*)"
+    found = next(filter(None, (re.search(pattern, page, re.MULTILINE) for page in pages)))
+    sentence = " ".join(found[1].split())
+    return sentence[0].upper() + sentence[1:]
 
 
 def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
     """Settings as one types them."""
-    pairs = [[flag_of(k)] if v is True else [flag_of(k), str(v)] for k, v in chosen.items()]
-    return [word for pair in (*pairs, *(["--set", setting] for setting in settings)) for word in pair]
+    flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in chosen}
+    pairs = [[flags[k]] if v is True else [flags[k], str(v)] for k, v in chosen.items()]
+    return [*chain(*pairs), *chain(*(["--set", setting] for setting in settings))]
 
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:
     """The first of out/NAME, out/NAME-2, out/NAME-3, ... without a run; to resume, the last with one."""
-    folder, number = OUT / name, 1
-    while not force and _holds_run(folder):
-        previous, number = folder, number + 1
-        folder = OUT / f"{name}-{number}"
-        if resume and not _holds_run(folder):
-            return previous
+    folder = OUT / name
+    for number in count(2):
+        following = OUT / f"{name}-{number}"
+        has_following = (following / CONFIG).exists()
+        if force or not (folder / CONFIG).exists() or (resume and not has_following):
+            break
+        folder = following
     return folder
-
-
-def _holds_run(folder: Path) -> bool:
-    try:
-        check_holds_no_run(folder)
-    except OutputError:
-        return True
-    return False
 
 
 @runs(COMPARE.config, REPRODUCED)

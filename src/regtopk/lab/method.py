@@ -1,11 +1,10 @@
 """A method: an algorithm with its options, learning rate, codes and optimizer, and what is exchanged.
 
-A method is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5", "topk:value_code=4bit:lr=0.1",
-"adaptive:algorithm=consensus:seed=1" or "topk:exchange=updates:every=2". The words are read here and nowhere
-else.
+It is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5" or "topk:exchange=updates:every=2:lr=0.1".
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from regtopk.rounds import GRADIENTS, Rounds
 SCORE_OPTIONS = {f.name for f in fields(PosteriorScore)}
 ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
 START = 0.01  # the density that an adaptive method starts from, unless told
+OWN = ("lr", "index_code", "optimizer", "residual_dtype")  # words that are no options of an algorithm
 Option = int | float | bool | str | None
 
 
@@ -29,28 +29,17 @@ class Method:
     """What a label such as "topk:lr=0.1" says.
 
     ``score=regtopk`` gives an algorithm RegTop-k's score; mu, damping, reference and q are then the score's
-    options.
-    ``algorithm=NAME`` says which algorithm an adaptive one adapts; other options may be that algorithm's.
-
-    Args:
-        label: the words.
-        algorithm: name of the algorithm.
-        options: of the algorithm, as the words say them.
-        lr: learning rate; None: that of the experiment.
-        index_code: how indices travel; None: that of the experiment.
-        optimizer: what follows the aggregate, or each worker's gradient; None: that of the experiment.
-        residual_dtype: how residuals are kept; None: in float32.
-        rounds: what is exchanged, and how often. Beside ``exchange``, ``every`` belongs to it.
+    options. ``algorithm=NAME`` says which algorithm an adaptive one adapts, whose options may follow.
     """
 
     label: str
     algorithm: str
-    options: Mapping[str, Option] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Option] = field(default_factory=dict, hash=False)  # of the algorithm
     lr: float | None = None
-    index_code: str | None = None
-    optimizer: str | None = None
-    residual_dtype: str | None = None
-    rounds: Rounds = GRADIENTS
+    index_code: str = ""
+    optimizer: str = ""  # what follows the aggregate, or each worker's gradient
+    residual_dtype: str = ""
+    rounds: Rounds = GRADIENTS  # what is exchanged, and how often
 
     @classmethod
     def read(cls, label: str) -> "Method":
@@ -59,30 +48,24 @@ class Method:
         if not all("=" in word for word in words):
             return cls(label, label)
         options = {key: _value(text) for key, text in cls(label, name).words}
-        lr: Any = options.pop("lr", None)
-        index_code: Any = options.pop("index_code", None)
-        optimizer: Any = options.pop("optimizer", None)
-        residual_dtype: Any = options.pop("residual_dtype", None)
-        return cls(label, name, options, lr, index_code, optimizer, residual_dtype, _rounds(name, options))
+        own: dict[str, Any] = {key: options.pop(key) for key in OWN if key in options}
+        known = {f.name for f in fields(ALGORITHMS[name])} if name in ALGORITHMS else set()
+        told = set(Rounds._fields) - (
+            set() if "exchange" in options else known
+        )  # every may be the algorithm's
+        rounds: dict[str, Any] = {key: options.pop(key) for key in list(options) if key in told}
+        return cls(label, name, options, **own, rounds=Rounds(**rounds))
 
     @classmethod
     def parse(cls, label: str) -> "Method":
-        """Split the words and check them.
-
-        Raises:
-            ArgumentError: an unknown algorithm or option, or a value that breaks its rule.
-        """
+        """Split the words and check them."""
         method = cls.read(label)
         if ":" in method.algorithm:
             raise ArgumentError(f"method must be NAME[:OPTION=VALUE]..., got {label!r}")
-        if isinstance(method.lr, str):
-            raise ArgumentError(f"lr must be a number, got {label!r}")
         if method.lr is not None:
             check_positive("lr", method.lr)
-        if method.index_code is not None:
-            check_index_code(method.index_code)
-        if method.residual_dtype is not None:
-            check_residual_dtype(method.residual_dtype)
+        check_index_code(method.index_code or "raw32")
+        check_residual_dtype(method.residual_dtype or "float32")
         method.rounds.check(label)
         method._arguments()
         return method
@@ -90,14 +73,10 @@ class Method:
     @classmethod
     def parse_like(cls, like: str) -> "Method":
         """Read NAME:DENSITY:INDEX_CODE:VALUE_CODE: the method whose bytes all others may send."""
-        words = like.split(":")
-        if len(words) != 4:
+        if like.count(":") != 3:
             raise ArgumentError(f"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got {like!r}")
-        name, density, index_code, value_code = words
-        try:
-            check_density(float(density))
-        except ValueError:
-            raise ArgumentError(f"like must name a density in (0, 1], got {like!r}") from None
+        name, density, index_code, value_code = like.split(":")
+        check_density(_value(density))
         check_value_code(value_code)
         return cls.parse(f"{name}:density={density}:index_code={index_code}:value_code={value_code}")
 
@@ -121,7 +100,8 @@ class Method:
         """The method with a budget, if it keeps to a budget by itself and its words name no other aim."""
         if "bytes_per_step" not in self._known or {"bytes_per_step", "target_error"} & set(self.options):
             return self
-        return Method.parse(f"{self.label}:bytes_per_step={bytes_per_step:.0f}")
+        label = f"{self.label}:bytes_per_step={bytes_per_step:.0f}"
+        return replace(self, label=label, options=Method.parse(label).options)
 
     @property
     def words(self) -> list[tuple[str, str]]:
@@ -163,18 +143,8 @@ class Method:
         return {**arguments, **given}
 
 
-def _rounds(algorithm: str, options: dict[str, Option]) -> Rounds:
-    """Take the words that say what is exchanged out of the options; `every` may be the algorithm's own."""
-    known = {f.name for f in fields(ALGORITHMS[algorithm])} if algorithm in ALGORITHMS else set()
-    taken = Rounds._fields if "exchange" in options else [key for key in Rounds._fields if key not in known]
-    own: dict[str, Any] = {key: options.pop(key) for key in taken if key in options}
-    return Rounds(**own)
-
-
 def _value(text: str) -> Option:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)

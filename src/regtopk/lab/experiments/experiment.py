@@ -3,14 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 from regtopk.lab.experiments.settings import ConfigT, settings_of
 from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
 
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
+ShowProgress = Callable[..., None]  # called with the fraction done, 0 to 1, and perhaps words
 
 
 class Place(NamedTuple):
@@ -19,13 +22,6 @@ class Place(NamedTuple):
     folder: Path
     force: bool
     resume: bool
-
-
-class ShowProgress(Protocol):
-    """Is told the fraction done, 0 to 1, and perhaps a few words about the newest result."""
-
-    def __call__(self, fraction: float, words: str = "") -> None:
-        """Show it."""
 
 
 def silent(fraction: float, words: str = "") -> None:
@@ -39,7 +35,7 @@ class Experiment(ABC, Generic[ConfigT]):
     Args:
         name: on the command line.
         title: on the page.
-        about: what it shows, in a sentence or two; a function where it depends on the configuration.
+        about: what the page says it shows, for a configuration.
         config: a frozen dataclass; every field has a default.
         presets: settings that have a name; the first is the default.
         summarise: from the records to summary.json. Its "table" is what is printed: one row per measure,
@@ -72,16 +68,13 @@ class Experiment(ABC, Generic[ConfigT]):
             folder: of the results.
             command: what a user types to get them.
             force: replace a run that the folder holds.
-            resume: go on with a run that the folder holds; what is finished there is not run again.
-            progress: is told the fraction done, and the newest result.
+            resume: go on with a run that the folder holds.
+            progress: is told how far the run is.
         """
+        about = self.about if isinstance(self.about, str) else self.about(config)
+        settings, panels = settings_of(config), self.panels(config)
         header = make_header(
-            self.name,
-            title=self.title,
-            about=self.about if isinstance(self.about, str) else self.about(config),
-            command=command,
-            config=settings_of(config),
-            panels=self.panels(config),
+            self.name, title=self.title, about=about, command=command, config=settings, panels=panels
         )
         return self._record(config, header, Place(folder, force, resume), progress)
 
@@ -95,7 +88,7 @@ class WholeExperiment(Experiment[ConfigT]):
     """An experiment that runs as a whole: an interrupted one starts again.
 
     Args:
-        run: from a configuration to records; calls the given function with the fraction done, 0 to 1.
+        run: from a configuration to records, telling how far it is.
     """
 
     run: Callable[[ConfigT, ShowProgress], Iterator[Record]]
@@ -115,8 +108,5 @@ class WholeExperiment(Experiment[ConfigT]):
 
 
 def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each method, in the order of the methods."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(record["method"], []).append(record)
-    return found
+    """The records of each method, which stand together."""
+    return {method: list(own) for method, own in groupby(records, itemgetter("method"))}

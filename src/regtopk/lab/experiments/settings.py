@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from regtopk.core.algorithm import check_density
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 
@@ -17,18 +18,12 @@ SMALL = 100_000  # entries of a model below which several threads cost more than
 def parse_settings(
     config_class: type[ConfigT], settings: Sequence[str], base: Mapping[str, Any] | None = None
 ) -> ConfigT:
-    """Build a configuration from its defaults and some `key=value` words.
-
-    A value is read as the type of the default: an integer, a number, a word, or numbers with commas.
+    """Build a configuration from `key=value` words, each read as the type of the setting's default.
 
     Args:
         config_class: the dataclass.
         settings: the words.
         base: settings of a preset, which the words may change.
-
-    Raises:
-        ArgumentError: a word without "=", an unknown key, a key given twice, or a value that cannot be read
-            or breaks its rule.
     """
     defaults: dict[str, Any] = {f.name: f.default for f in fields(config_class)}  # type: ignore[arg-type]
     chosen: dict[str, Any] = {}
@@ -51,9 +46,7 @@ def _parse(key: str, text: str, default: Any) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return type(default)(text)
     except (ValueError, KeyError):
-        kinds = {tuple: "numbers with commas", bool: "true or false"}
-        kind = kinds.get(type(default), f"of type {type(default).__name__}")
-        raise ArgumentError(f"{key} must be {kind} (default {default!r}), got {text!r}") from None
+        raise ArgumentError(f"{key} must be like its default, {default!r}, got {text!r}") from None
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -66,17 +59,13 @@ def parse_seeds(text: str) -> list[int]:
     try:
         if "," in text:
             seeds = [int(word) for word in text.rstrip(",").split(",")]
-        elif "-" in text:
-            first, _, last = text.partition("-")
-            seeds = list(range(int(first), int(last) + 1))
         else:
-            seeds = list(range(int(text)))
+            first, dash, last = text.partition("-")
+            seeds = list(range(int(first), int(last) + 1)) if dash else list(range(int(text)))
     except ValueError:
         seeds = []
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ArgumentError(
-            f"seeds must be a number of them, or different ones like 3,4,5 or 2-6, got {text!r}"
-        )
+        raise ArgumentError(f"seeds must be a number, or different ones like 3,4,5 or 2-6, got {text!r}")
     return seeds
 
 
@@ -87,12 +76,20 @@ def format_seeds(seeds: Sequence[int]) -> str:
     return "".join(f"{seed}," for seed in seeds)
 
 
-def check_device(device: str) -> None:
+def check_densities(name: str, densities: Sequence[float]) -> None:
+    """Refuse densities outside (0, 1], none at all, and one given twice."""
+    for density in densities:
+        check_density(density)
+    if not densities or len(set(densities)) < len(densities):
+        raise ArgumentError(f"{name} must be different and at least one, got {densities}")
+
+
+def check_device(name: str, device: str) -> None:
     """Refuse a device other than cpu and cuda, or cuda where there is none."""
     if device not in ("cpu", "cuda"):
-        raise ArgumentError(f"device must be cpu or cuda, got {device!r}")
+        raise ArgumentError(f"{name} must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device must be cpu where torch finds no GPU, got 'cuda'")
+        raise ArgumentError(f"{name} must be cpu where torch finds no GPU, got 'cuda'")
 
 
 @contextmanager

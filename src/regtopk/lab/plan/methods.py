@@ -122,7 +122,7 @@ def _steps(every: int | None, usual: Sequence[int]) -> Sequence[int]:
 def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:
     """An algorithm at every density and with every code that its words leave open."""
     check_choice("a planned algorithm", words.algorithm, PLANNED)
-    if words.residual_dtype is not None or words.index_code is not None or "k" in words.options:
+    if words.residual_dtype or words.index_code or "k" in words.options:
         raise ArgumentError(
             f"a planned method has a density, and no k, index_code or residual_dtype, got {words.label!r}"
         )

@@ -16,4 +16,5 @@ def test_fingerprints_tell_images_and_labels_apart() -> None:
 def test_examples_have_one() -> None:
     first, again = (of_images("digits", "", "cpu") for _ in range(2))
     assert first.fingerprint == again.fingerprint and len(first.fingerprint) == 16
-    assert first.train.shape == (1437, 8, 8, 1) and first.num_classes == 10
+    assert first.train.shape == (1437, 8, 8, 1) and first.test.shape == (360, 8, 8, 1)
+    assert first.num_classes == 10 and abs(float(first.train.mean())) < 1e-5

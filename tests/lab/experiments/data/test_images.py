@@ -1,7 +1,6 @@
 import gzip
 import pickle
 import re
-import sys
 from io import BytesIO
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from regtopk.errors import ArgumentError, MissingExtraError
+from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data import images
 from regtopk.lab.experiments.data.images import load_images
 
@@ -29,12 +28,6 @@ def write_idx(path: Path, array: np.ndarray) -> None:
         file.write(head + array.astype(np.uint8).tobytes())
 
 
-def test_digits_are_divided_once_and_for_all() -> None:
-    digits = load_images("digits", None, "cpu")
-    assert digits.train.shape == (1437, 64) and digits.test.shape == (360, 64)
-    assert float(digits.train.max()) == 1.0 and set(digits.train_labels.tolist()) == set(range(10))
-
-
 @pytest.mark.usefixtures("small_counts")
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_fashion_mnist_is_read_from_idx_files(tmp_path: Path, suffix: str) -> None:
@@ -51,7 +44,9 @@ def test_an_incomplete_set_is_refused_with_its_counts(tmp_path: Path) -> None:
     for split in ("train", "t10k"):
         write_idx(tmp_path / f"{split}-images-idx3-ubyte", np.zeros((2, 28, 28)))
         write_idx(tmp_path / f"{split}-labels-idx1-ubyte", np.zeros(2))
-    with pytest.raises(ArgumentError, match="train part must hold 60,000 images and labels, got 2 and 2"):
+    with pytest.raises(
+        ArgumentError, match=r"train part of .* must hold 60,000 images and labels, got 2 and 2"
+    ):
         load_images("fashion-mnist", tmp_path, "cpu")
 
 
@@ -64,23 +59,19 @@ def write_archive(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def write_folder(folder: Path, suffix: str = "png") -> None:
-    image = pytest.importorskip("PIL.Image")
-    for split, count in (("train", 20), ("test", 10)):
-        for i in range(count):
-            path = folder / split / "abcdefghij"[i % 10] / f"{i:02}.{suffix}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            image.new("RGB", (32, 32), (i * 10, 0, 0)).save(path)
+def image_file(number: int, suffix: str) -> bytes:
+    content = BytesIO()
+    pytest.importorskip("PIL.Image").new("RGB", (32, 32), (number * 10, 0, 0)).save(content, suffix)
+    return content.getvalue()
 
 
-def write_packed(path: Path, folder: Path, **changes: np.ndarray) -> Path:
+def write_packed(path: Path, **changes: np.ndarray) -> Path:
     packed: dict[str, np.ndarray] = {}
-    for split in ("train", "test"):
-        files = sorted((folder / split).glob("*/*"), key=lambda file: file.name)
-        contents = [file.read_bytes() for file in files]
+    for split, count in (("train", 20), ("test", 10)):
+        contents = [image_file(i, "png") for i in range(count)]
         packed[f"{split}_jpeg"] = np.frombuffer(b"".join(contents), np.uint8)
         packed[f"{split}_offsets"] = np.cumsum([0, *map(len, contents)])
-        packed[f"{split}_labels"] = np.array(["abcdefghij".index(f.parent.name) for f in files], np.uint8)
+        packed[f"{split}_labels"] = np.arange(count, dtype=np.uint8) % 10
     np.savez(path, **{**packed, **changes})  # type: ignore[arg-type]
     return path
 
@@ -92,104 +83,74 @@ def test_the_official_archive_is_read_without_running_its_pickles(tmp_path: Path
     assert found.train.shape == (20, 3, 32, 32) and float(found.train[0, 0, 0, 0]) == pytest.approx(0.2)
     assert found.train_labels.tolist() == [*range(10)] * 2
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Path("x")}))
-    with pytest.raises(ArgumentError, match="data batches must hold plain arrays, got pathlib"):
+    with pytest.raises(ArgumentError, match=r"test_batch: .*no plain array: pathlib"):
         load_images("cifar10", tmp_path, "cpu")
 
 
 @pytest.mark.usefixtures("small_counts")
-@pytest.mark.parametrize("content", [None, b"", b"cut", pickle.dumps({b"data": [1]}), pickle.dumps({})])
-def test_a_damaged_archive_names_its_file(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"cut", pickle.dumps({b"data": [1]}), pickle.dumps({})])
+def test_a_damaged_archive_names_its_file(tmp_path: Path, content: bytes) -> None:
     write_archive(tmp_path)
-    (tmp_path / "data_batch_3").unlink()
-    if content is not None:
-        (tmp_path / "data_batch_3").write_bytes(content)
-    expected = "data batches must be those of CIFAR-10's Python archive, got .*data_batch_3"
-    with pytest.raises(ArgumentError, match=expected):
+    (tmp_path / "data_batch_3").write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"data must be the folder .*, got .*data_batch_3"):
         load_images("cifar10", tmp_path, "cpu")
 
 
 @pytest.mark.usefixtures("small_counts")
 def test_the_guides_code_packs_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(tmp_path / "images", suffix="jpg")
+    for split, count in (("train", 20), ("test", 10)):
+        for i in range(count):
+            path = tmp_path / "images" / split / "abcdefghij"[i % 10] / f"{i:02}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(image_file(i, "jpeg"))
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "data.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(compile(code, str(page), "exec"), {})
     packed = load_images("cifar10", tmp_path / "cifar10.npz", "cpu")
+    assert packed.train.shape == (20, 3, 32, 32) and packed.train_labels.tolist() == sorted([*range(10)] * 2)
     red = packed.train[:, 0, 0, 0][packed.train_labels == 3]  # images 3 and 13
     assert torch.allclose(red, torch.tensor([30.0, 130.0]) / 255, atol=0.02)
 
 
 @pytest.mark.usefixtures("small_counts")
-def test_a_packed_file_is_decoded(tmp_path: Path) -> None:
-    write_folder(tmp_path / "folder")
-    found = load_images("cifar10", write_packed(tmp_path / "packed.npz", tmp_path / "folder"), "cpu")
-    assert found.train.shape == (20, 3, 32, 32) and found.train_labels.tolist() == [*range(10)] * 2
-    assert found.train[:, 0, 0, 0].tolist() == pytest.approx([i * 10 / 255 for i in range(20)])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_labels": np.arange(19)}, "train part .* got 20 and 19"),
+        ({"train_jpeg": np.frombuffer(b"no image" * 99, np.uint8)}, "packed.npz: UnidentifiedImageError"),
+        ({"test_jpeg": np.zeros(0, np.uint8)}, "data must be a packed .npz file .*, got .*packed.npz"),
+    ],
+)
+def test_a_packed_file_is_checked(tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
+    path = write_packed(tmp_path / "packed.npz", **changes)
+    with pytest.raises(ArgumentError, match=message):
+        load_images("cifar10", path, "cpu")
 
 
 @pytest.mark.usefixtures("small_counts")
-def test_a_packed_file_is_checked(tmp_path: Path) -> None:
-    write_folder(tmp_path / "folder")
+def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "packed.npz"
-
-    def refuses(message: str, **changes: np.ndarray) -> None:
-        with pytest.raises(ArgumentError, match=message):
-            load_images("cifar10", write_packed(path, tmp_path / "folder", **changes), "cpu")
-
-    labels = np.arange(20) % 10
-    refuses("train part must hold 20 images and labels, got 20 and 19", train_labels=labels[1:])
-    refuses(
-        r"train part must hold as many images of each class from 0 to 9, got \{0: 20\} in",
-        train_labels=labels * 0,
-    )
-    refuses("train_offsets must rise from 0 to the", train_offsets=np.arange(21))
-    content = np.frombuffer(b"no image" * 20, np.uint8)
-    refuses(
-        r"image files must be whole, got train image 0 of .*packed.npz: cannot identify",
-        train_jpeg=content,
-        train_offsets=np.arange(0, 161, 8),
-    )
-    small = BytesIO()
-    pytest.importorskip("PIL.Image").new("RGB", (28, 28)).save(small, "png")
-    refuses(
-        r"images must be 32 x 32 pixels, got \(28, 28\) in train image 0",
-        train_jpeg=np.frombuffer(20 * small.getvalue(), np.uint8),
-        train_offsets=np.arange(21) * len(small.getvalue()),
-    )
-    np.savez(path, train_jpeg=content)
-    with pytest.raises(ArgumentError, match=r"without \['train_offsets', 'train_labels'\]"):
-        load_images("cifar10", path, "cpu")
-    for damaged in (b"PK\x03\x04 cut short", b"nothing", b""):
+    np.savez(path, train_jpeg=np.zeros(1))
+    for damaged in (path.read_bytes(), b"PK\x03\x04 cut short", b"nothing", b""):
         path.write_bytes(damaged)
-        with pytest.raises(ArgumentError, match=r"packed file must be a whole .npz file, got"):
+        with pytest.raises(ArgumentError, match=r"packed .npz file of CIFAR-10, got .*packed.npz"):
             load_images("cifar10", path, "cpu")
 
 
-@pytest.mark.usefixtures("small_counts")
-def test_image_files_need_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_folder(tmp_path / "folder")
-    path = write_packed(tmp_path / "packed.npz", tmp_path / "folder")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(
-        MissingExtraError, match=r"image files need Pillow: pip install 'regtopk\[experiments\]'"
-    ):
-        load_images("cifar10", path, "cpu")
-
-
-@pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
-def test_a_path_without_the_data_says_what_was_found(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ArgumentError, match=r"data path must be .* it is empty"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fashion-mnist", r"data must be an IDX file .*, got .*train-images-idx3-ubyte: FileNotFoundError"),
+        ("cifar10", r"data must be the folder of CIFAR-10's Python archive, .* got .*data_batch_1: FileNot"),
+        ("mnist", "data set must be one of digits"),
+    ],
+)
+def test_a_path_without_the_data_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         load_images(name, tmp_path, "cpu")
-    (tmp_path / "other").touch()
-    with pytest.raises(ArgumentError, match="it holds other"):
-        load_images(name, tmp_path, "cpu")
-    with pytest.raises(ArgumentError, match="there is nothing"):
-        load_images(name, tmp_path / "missing", "cpu")
 
 
 def test_cifar10_needs_a_path() -> None:
     with pytest.raises(ArgumentError, match="data must be given for cifar10"):
         load_images("cifar10", None, "cpu")
-    with pytest.raises(ArgumentError, match="data set must be one of digits"):
-        load_images("mnist", None, "cpu")

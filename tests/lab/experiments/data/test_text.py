@@ -1,4 +1,3 @@
-import string
 from pathlib import Path
 
 import pytest
@@ -6,31 +5,17 @@ import torch
 
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data import text as texts
-from regtopk.lab.experiments.data.text import library_sources, load_text, torch_sources, windows
+from regtopk.lab.experiments.data.text import load_text, torch_sources, windows
 
 
 def test_a_file_is_read_character_by_character(tmp_path: Path) -> None:
     content = "büßt\n€" * 500
     (tmp_path / "text").write_text(content, encoding="utf-8", newline="")
-    text = load_text(tmp_path / "text")
+    text = load_text(tmp_path / "text", window=129)
     vocabulary = sorted(set(content))
     assert text.vocabulary_size == len(vocabulary) == 6
     assert (len(text.train), len(text.test)) == (2700, 300)
     assert "".join(vocabulary[token] for token in torch.cat([text.train, text.test]).tolist()) == content
-
-
-def test_library_sources_are_two_megabytes_of_ascii() -> None:
-    text = load_text()
-    assert len(text.train) + len(text.test) == 2_000_000
-    assert 90 < text.vocabulary_size <= 128 and text.train.dtype == torch.int64
-    assert int(text.train.min()) >= 0 and int(text.train.max()) < text.vocabulary_size
-    assert all(torch.equal(a, b) for a, b in zip(text[:2], load_text()[:2], strict=True))
-
-
-def test_sources_come_in_order_and_without_what_a_build_wrote(tmp_path: Path) -> None:
-    for name, content in {"b": "two", "a": "one", "c": "dr€i", "_sysconfigdata_x": "paths"}.items():
-        (tmp_path / f"{name}.py").write_text(content, encoding="utf-8")
-    assert library_sources(tmp_path) == "onetwo"
 
 
 def test_torch_sources_are_drawn_once_and_end_with_files_of_all_kinds(
@@ -58,17 +43,16 @@ def test_windows_predict_every_token_once() -> None:
     assert examples[:, 1:].flatten().tolist() == list(range(1, 17))
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"text must be a file, got .*: nothing there"):
-        load_text(tmp_path / "missing")
-    with pytest.raises(ArgumentError, match=r"text must be a file, got .*: a folder"):
-        load_text(tmp_path)
-    path = tmp_path / "text"
-    path.write_text(string.ascii_letters)
-    with pytest.raises(ArgumentError, match=r"text must have at least 1,290 characters, got 52 in .*text"):
-        load_text(path)
-    path.write_bytes(b"ab\xff" * 1000)
-    with pytest.raises(ArgumentError, match="text must be UTF-8, got another byte at 2 of"):
-        load_text(path)
-    with pytest.raises(ArgumentError, match=r"this Python has no library sources in .*: give a text file"):
-        library_sources(tmp_path)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"text must be a file, got .*text: No such file"),
+        (b"abc" * 99, r"text must have at least 1,290 characters, got 297 in .*text"),
+        (b"ab\xff" * 1000, "text must be UTF-8, got another byte at 2 of .*text"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ArgumentError, match=message):
+        load_text(tmp_path / "text", window=129)

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.paper.fig2 import FIG2, METHODS, Fig2Config
-from regtopk.lab.experiments.tasks.regression import draw_regressions
+from regtopk.lab.experiments.paper.fig2 import FIG2, METHODS, Fig2Config, draw_regressions
 from regtopk.lab.runs import Record
 
 SMALL = Fig2Config(seeds="2", num_iterations=30, record_every=20, num_workers=5, numel=12, num_points=40)
@@ -28,8 +27,7 @@ def test_optimum_is_where_the_mean_gradient_vanishes() -> None:
 
 
 def test_gradients_of_least_squares() -> None:
-    config = Fig2Config(num_workers=3, numel=4, num_points=10)
-    problems = draw_regressions(config)
+    problems = draw_regressions(Fig2Config(num_workers=3, numel=4, num_points=10))
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(3, 10, 4, generator=generator, dtype=torch.float64)
     means = 5**0.5 * torch.randn(3, 1, generator=generator, dtype=torch.float64)
@@ -60,8 +58,7 @@ def test_records_and_progress() -> None:
     fractions: list[float] = []
     records = list(FIG2.run(SMALL, lambda fraction, words="": fractions.append(fraction)))
     assert sorted({record["iteration"] for record in records}) == [0, 20, 30]
-    assert len(records) == 3 * len(METHODS) * 3  # iterations, methods, densities
-    assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
+    assert len(records) == 3 * len(METHODS) * 3 and fractions == [0, 20 / 30, 1]
 
 
 LONG = Fig2Config(seeds="1-1", num_iterations=4000, record_every=500, densities=(0.6,))
@@ -78,9 +75,3 @@ def test_a_seed_at_density_06_and_beyond() -> None:
     num_jumps = FIG2.summarise(LONG, records)["num_jumps"]
     jumps = {method: num_jumps[method]["0.6"][0] for method in following}
     assert jumps.pop("regtopk") > 0 and not any(jumps.values())
-
-
-def test_seeds_may_be_chosen() -> None:
-    both = draw_regressions(SMALL)
-    second = draw_regressions(Fig2Config(**{**vars(SMALL), "seeds": "1-1"}))
-    assert torch.equal(second.moment[0], both.moment[1])

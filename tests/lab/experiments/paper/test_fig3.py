@@ -24,9 +24,8 @@ def test_only_the_papers_protocol_is_compared_with_what_was_published() -> None:
     assert not is_as_published(replace(PAPER, split="sorted:2"))
     assert "published" in published_accuracy(PAPER, Method.parse("topk"), 2520)
     assert published_accuracy(PAPER, Method.parse("regtopk:mu=1"), 2520) == {}
-    assert (
-        FIG3.panels(PAPER)[0].dots == "published" and FIG3.panels(replace(PAPER, lr=(1.0,)))[0].dots is None
-    )
+    assert FIG3.panels(PAPER)[0].dots == "published"
+    assert FIG3.panels(replace(PAPER, lr=(1.0,)))[0].dots is None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -42,11 +41,8 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
     command = ["reproduce", "fig3", "--preset", "smoke", "--set", "num_steps=60", "--deterministic"]
     command += ["--out", str(tmp_path), "--json"]
     summary = json.loads(runner.invoke(app, command, catch_exceptions=False).stdout)
-    assert {r["method"]: r["seeds"] for r in summary["results"]} == {
-        "dense": [0, 1],
-        "topk": [0, 1],
-        "regtopk:mu=1": [0, 1],
-    }
+    seeds = {r["method"]: r["seeds"] for r in summary["results"]}
+    assert seeds == {"dense": [0, 1], "topk": [0, 1], "regtopk:mu=1": [0, 1]}
     assert all(r["mean"] > 90 and not r["diverged"] for r in summary["results"])
     assert (tmp_path / "index.html").exists()
     header = json.loads((tmp_path / "config.json").read_text())
@@ -59,11 +55,8 @@ def test_the_smoke_preset_learns_and_is_added_to(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["fig3", "--preset", "papr"], "preset must be one of"),
-        (["fig3", "--algorithms", "topq"], "algorithm must be one of"),
-        (["fig3", "--set", "deterministic=maybe"], "deterministic must be true or false"),
         (["fig3", "--set", "task=digits"], "task must be given as the command's own argument"),
         (["fig3"], "data must be given for cifar10"),
-        (["fig3", "--data", "nowhere.npz"], "nowhere.npz"),
         (["fig1", "--preset", "paper"], "preset must not be given for fig1, which has none, got 'paper'"),
         (["fig1", "--algorithms", "topk"], "one of num_iterations, lr, mu, w_1, device, got 'algorithms'"),
     ],

@@ -34,13 +34,8 @@ def make_examples() -> Examples:
 
 def make_trainer(config: CompareConfig) -> Trainer:
     (method,) = config.methods
-    return Trainer(
-        SmallCnnTask(config, config.chosen_seeds, make_examples()),
-        config.build(MethodAt(method, config.densities[0])),
-        optimizer=config.optimizer,
-        lr=config.lr[0],
-        index_code=config.index_code_of(method),
-    )
+    task = SmallCnnTask(config, config.chosen_seeds, make_examples())
+    return Trainer(task, config.build(MethodAt(method, config.densities[0])), method, lr=config.lr[0])
 
 
 def grads_of_seed(config: CompareConfig, examples: Examples, seed: int) -> tuple[list[Tensor], list[int]]:
@@ -69,14 +64,6 @@ def test_a_worker_weighs_what_its_shard_does(split: str) -> None:
         torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_workers_with_models_of_their_own_have_gradients_there() -> None:
-    task = SmallCnnTask(make_config(), [0, 1], make_examples())
-    shared = task.start()
-    expected = [x.clone() for x in task.grads(shared, 1)]
-    found = task.grads(shared.unsqueeze(1).repeat(1, 3, 1), 1)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_convolutions_and_linear_layers_compute_in_the_precision_asked_for(precision: str) -> None:
     dtypes: dict[str, torch.dtype] = {}
@@ -98,19 +85,12 @@ def test_convolutions_and_linear_layers_compute_in_the_precision_asked_for(preci
 @pytest.mark.parametrize(
     "setting",
     [
-        {"split": "sorted"},
-        {"num_workers": 2},
-        {"batch_size": 4},
-        {"lr": (0.2,)},
-        {"optimizer": "momentum"},
-        {"optimizer": "adam"},
-        {"densities": (0.02,)},
-        {"value_code": "4bit"},
-        {"algorithms": "topk:index_code=raw32"},
-        {"seeds": "1,"},
+        {"split": "sorted"}, {"num_workers": 2}, {"batch_size": 4}, {"lr": (0.2,)}, {"optimizer": "momentum"},
+        {"optimizer": "adam"}, {"densities": (0.02,)}, {"value_code": "4bit"},
+        {"algorithms": "topk:index_code=raw32"}, {"seeds": "1,"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_no_setting_is_ignored(setting: dict[str, Any]) -> None:
     found = []
     for own in ({}, setting):

@@ -1,6 +1,7 @@
 """Methods compared over seeds, in slices: each slice runs some methods and seeds, and adds to one folder.
 
-A (method, seed) that is finished there is never run again. One that was interrupted starts over.
+A (method, seed) that is finished there is never run again. One that was interrupted goes on from its last
+checkpoint.
 """
 
 import os
@@ -9,22 +10,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from regtopk._version import __version__
 from regtopk.core.options import counted
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.budget import at_densities, at_equal_bytes
+from regtopk.lab.experiments.compare.budget import runs_of
+from regtopk.lab.experiments.compare.checkpoint import CHECKPOINTS, Checkpoint
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
-from regtopk.lab.experiments.compare.page import description_of, panels
-from regtopk.lab.experiments.compare.results import is_finished, summarise
+from regtopk.lab.experiments.compare.results import description_of, finished_curves, key_of, panels, summarise
 from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
-from regtopk.lab.experiments.settings import check_device, threads_for
+from regtopk.lab.experiments.settings import check_device, format_seeds, threads_for
 from regtopk.lab.experiments.tasks import Problem, Task
-from regtopk.lab.experiments.tasks.task import Quality
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
@@ -35,14 +36,11 @@ Group = tuple[MethodAt, list[int]]  # a method, and the seeds of it that are tra
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Experiment[CompareConfig]):
-    """An experiment that compares methods over seeds.
+    """An experiment that compares methods over seeds; `extras` are further fields of a record."""
 
-    Args:
-        load: reads the data; what cannot be run is refused here, before anything is written.
-        extras: further fields of a record, such as what was published.
-    """
-
-    load: Callable[[CompareConfig], Problem] = Problem
+    about: Callable[[CompareConfig], str] = field(default=description_of)
+    config: type[CompareConfig] = CompareConfig
+    summarise: Callable[[CompareConfig, Sequence[Record]], Summary] = field(default=summarise)
     extras: Callable[[CompareConfig, Method, int], Record] = field(default=lambda config, method, step: {})
 
     def _record(self, config: CompareConfig, header: Header, place: Place, progress: ShowProgress) -> Summary:
@@ -52,22 +50,24 @@ class Comparison(Experiment[CompareConfig]):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
-        _check_not_tuned_on(config, recorded)
-        methods = [method for method in config.methods if _is_open(config, method, recorded)]
-        check_device(config.device)
-        problem = self.load(config) if methods else None
-        contents = problem.contents if problem else {}
-        header["config"] |= contents
-        shared = {**config.shared, **contents}
-        with _kernels(config.deterministic), threads_for(_numel(config, problem) if problem else 0):
-            runs = _runs(config, methods, problem) if problem else []  # bytes may be too few for one of them
+        for seed in _tuning_seeds(recorded) & set(config.chosen_seeds):
+            raise ArgumentError(
+                f"seeds must not include the one that learning rates were picked on, got {seed}"
+            )
+        check_device("device", config.device)
+        problem = Problem(config)
+        header["config"] |= problem.contents
+        shared = {**config.shared, **problem.contents}
+        numel = problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
+        with _kernels(config.deterministic), threads_for(numel):
+            runs = runs_of(config, problem)  # before the folder is claimed: bytes may be too few for one
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
+                for checkpoint in () if writer.is_continued else folder.glob(CHECKPOINTS):
+                    checkpoint.unlink()
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
-                groups = _groups(config, runs, done)
-                if problem:
-                    for new in self._run(config, problem, groups, done, progress):
-                        writer.add(new)
+                for new in self._run(config, problem, folder, _groups(config, runs, done), done, progress):
+                    writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
         return summary
@@ -76,53 +76,41 @@ class Comparison(Experiment[CompareConfig]):
         self,
         config: CompareConfig,
         problem: Problem,
+        folder: Path,
         groups: Sequence[Group],
-        done: Sequence[Record],
+        done: list[Record],
         progress: ShowProgress,
     ) -> Iterator[Record]:
         metric = config.kind.metric
         for place, (run, seeds) in enumerate(groups):
             label = run.method.label
             progress(place / len(groups), f"{label}, training")
-            tuned = _tune(config, problem, run, done)
-            for new in _train(config, problem.task(seeds), run, tuned.lr):
+            lr, tuning = _tune(config, problem, run, done)
+            checkpoint = Checkpoint(folder, run, seeds)
+            for new in _train(config, problem.task(seeds), run, lr, checkpoint):
                 fraction = (place + new["step"] / config.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
-                found = {"tuning_seed": tuned.seed, "tuning": tuned.finals}
-                yield {**new, **found, **self.extras(config, run.method, new["step"])}
+                yield {**new, **tuning, **self.extras(config, run.method, new["step"])}
+            checkpoint.remove()
 
 
 def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, Any]:
     """The settings that name the methods and seeds of this slice, and of the slices before."""
     labels = [*(record["method"] for record in records), *(m.label for m in config.methods)]
     seeds = sorted({*(record["seed"] for record in records), *config.chosen_seeds})
-    return config.with_slices(list(dict.fromkeys(labels)), seeds)
-
-
-def _is_open(config: CompareConfig, method: Method, records: Sequence[Record]) -> bool:
-    """Whether anything of a method is still to be run."""
-    runs = [MethodAt(method, None)] if config.is_at_equal_bytes else at_densities(config, [method])
-    return bool(_groups(config, runs, records))
+    return {"algorithms": ",".join(dict.fromkeys(labels)), "seeds": format_seeds(seeds)}
 
 
 def _groups(config: CompareConfig, runs: Sequence[MethodAt], records: Sequence[Record]) -> list[Group]:
     """What is still to be run: methods, each with the seeds that are trained at once."""
+    finished = finished_curves(config, records)
     groups: list[Group] = []
     for run in runs:
-        seeds = [seed for seed in config.chosen_seeds if not is_finished(config, records, run, seed)]
+        done = finished.get(key_of(config, run.method.label, run.density), {})
+        seeds = [seed for seed in config.chosen_seeds if seed not in done]
         at_once = config.kind.num_at_once or len(seeds)
         groups += [(run, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
     return groups
-
-
-def _runs(config: CompareConfig, methods: Sequence[Method], problem: Problem) -> list[MethodAt]:
-    if config.is_at_equal_bytes:
-        return at_equal_bytes(config, methods, problem)
-    return at_densities(config, methods)
-
-
-def _numel(config: CompareConfig, problem: Problem) -> int:
-    return problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
 
 
 def _tuning_seeds(records: Sequence[Record]) -> set[int]:
@@ -130,74 +118,50 @@ def _tuning_seeds(records: Sequence[Record]) -> set[int]:
     return {r["tuning_seed"] for r in records if r.get("tuning_seed") is not None}
 
 
-def _check_not_tuned_on(config: CompareConfig, records: Sequence[Record]) -> None:
-    """Refuse to count a seed on which learning rates were picked."""
-    for seed in _tuning_seeds(records) & set(config.chosen_seeds):
-        raise ArgumentError(
-            "seeds must not include the one on which the learning rates of the earlier slices were picked, "
-            f"got {seed}"
-        )
-
-
-class Tuned(NamedTuple):
-    """A learning rate, the seed on which it was picked, and what each ended with there.
-
-    Seed and numbers are None where there was no choice. A number is None where the training diverged.
-    """
-
-    lr: float
-    seed: int | None = None
-    finals: dict[str, float | None] | None = None
-
-
-def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: Sequence[Record]) -> Tuned:
-    """A run's learning rate.
+def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: list[Record]) -> tuple[float, Record]:
+    """A run's learning rate, and for its records the seed that it was picked on and what each ended with.
 
     The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
     counts, and no later slice may count it.
     """
     if run.method.lr is not None or len(config.lr) == 1:
-        return Tuned(run.method.lr or config.lr[0])
+        return run.method.lr or config.lr[0], {"tuning_seed": None, "tuning": None}
     for record in done:
         if record["method"] == run.method.label and record["density"] == run.density:
-            return Tuned(float(record["lr"]), record.get("tuning_seed"), record.get("tuning"))
+            return float(record["lr"]), {name: record.get(name) for name in ("tuning_seed", "tuning")}
     counted_seeds = {*config.chosen_seeds, *(record["seed"] for record in done)}
     seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
-    finals: dict[float, float | None] = {}
+    finals: dict[float, float | None] = {}  # None where the training diverged
     for lr in config.lr:
         records = list(_train(config, problem.task([seed]), run, lr))
         last = [r[config.kind.metric] for r in records[-config.kind.num_last :]]
         finals[lr] = None if records[-1]["diverged"] else fmean(last)
     trained = {lr: final for lr, final in finals.items() if final is not None} or {config.lr[0]: 0.0}
     best = (max if config.kind.is_better_higher else min)(trained, key=trained.__getitem__)
-    return Tuned(best, seed, {f"{lr:g}": final for lr, final in finals.items()})
+    return best, {"tuning_seed": seed, "tuning": {f"{lr:g}": final for lr, final in finals.items()}}
 
 
-def _train(config: CompareConfig, task: Task, run: MethodAt, lr: float) -> Iterator[Record]:
-    """Train one method's seeds to the end."""
-    trainer = Trainer(
-        task,
-        config.build(run),
-        optimizer=config.optimizer_of(run.method),
-        lr=lr,
-        index_code=config.index_code_of(run.method),
-        rounds=run.method.rounds,
-        num_steps=config.stops[-1],
-        residual_dtype=run.method.residual_dtype or "float32",
-    )
-    start = time.perf_counter()
-    for stop in config.stops:
-        trainer.run_until(stop)
-        qualities = trainer.evaluate()
-        yield from _records(config, trainer, run, qualities, time.perf_counter() - start)
-
-
-def _records(
-    config: CompareConfig, trainer: Trainer, run: MethodAt, qualities: list[Quality], time_s: float
+def _train(
+    config: CompareConfig, task: Task, run: MethodAt, lr: float, checkpoint: Checkpoint | None = None
 ) -> Iterator[Record]:
-    """One record per seed. Seeds that are trained at once share the time evenly."""
+    """Train one method's seeds to the end, from where their checkpoint stands."""
+    trainer = Trainer(task, config.build(run), run.method, lr=lr, num_steps=config.stops[-1])
+    start = time.perf_counter()
+    if checkpoint:
+        start -= checkpoint.load(trainer)
+    for stop in [stop for stop in config.stops if stop > trainer.num_steps or not trainer.num_steps]:
+        trainer.run_until(stop)
+        yield from _records(config, trainer, run, start)
+        if checkpoint:
+            checkpoint.save(trainer, time.perf_counter() - start)
+
+
+def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: float) -> Iterator[Record]:
+    """One record per seed. Seeds that are trained at once share the time since the start evenly."""
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
-    losses, payloads, diverged = trainer.take_losses(), trainer.payload_bytes, trainer.is_diverged
+    qualities, losses = trainer.evaluate(), trainer.take_losses()
+    time_s = time.perf_counter() - start
+    payloads, diverged = trainer.payload_bytes, trainer.is_diverged
     for place, seed in enumerate(seeds):
         yield {
             "method": method.label,
@@ -209,9 +173,9 @@ def _records(
             "loss": losses[place],
             "density": run.density,
             "value_code": getattr(algorithm, "value_code", None),
-            "index_code": config.index_code_of(method),
+            "index_code": method.index_code,
             "lr": trainer.lr,
-            **exchanged(config, method),
+            **exchanged(method),
             "payload_bytes": payloads[place],
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
@@ -222,7 +186,7 @@ def _records(
         }
 
 
-def exchanged(config: CompareConfig, method: Method) -> Record:
+def exchanged(method: Method) -> Record:
     """What a method's workers exchange, the optimizer, and which gradients it clips."""
     rounds = method.rounds
     clipped = "each worker's own" if rounds.has_updates else "the aggregate"
@@ -230,8 +194,8 @@ def exchanged(config: CompareConfig, method: Method) -> Record:
         "exchange": rounds.exchange,
         "every": rounds.every,
         "outer": {"name": rounds.outer, **rounds.outer_settings._asdict()} if rounds.has_updates else None,
-        "optimizer": config.optimizer_of(method),
-        "clipped": clipped if OPTIMIZERS[config.optimizer_of(method)].max_norm else None,
+        "optimizer": method.optimizer,
+        "clipped": clipped if OPTIMIZERS[method.optimizer].max_norm else None,
     }
 
 
@@ -257,11 +221,4 @@ def _kernels(deterministic: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = was[1]
 
 
-COMPARE = Comparison(
-    name="compare",
-    title="Methods compared",
-    about=description_of,
-    config=CompareConfig,
-    summarise=summarise,
-    panels=panels,
-)
+COMPARE = Comparison(name="compare", title="Methods compared", panels=panels)

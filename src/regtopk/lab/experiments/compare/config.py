@@ -1,21 +1,20 @@
 """The settings of a comparison of methods on one task, checked before anything runs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from regtopk.algorithms import ALGORITHMS
-from regtopk.core.algorithm import Algorithm, check_density
+from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code, check_value_code
-from regtopk.core.options import check_choice, check_integer, check_number, check_positive
+from regtopk.core.options import check_choice, check_options, check_positive, integer, one_of, option, within
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.data.splits import check_split
-from regtopk.lab.experiments.settings import format_seeds, parse_seeds, settings_of
+from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
-from regtopk.lab.experiments.tasks.task import Defaults
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
 from regtopk.lab.method import Method
+
+OWN = ("data", "algorithms", "seeds")  # settings in which runs of one folder may differ
 
 
 class MethodAt(NamedTuple):
@@ -50,66 +49,42 @@ class CompareConfig(TaskSettings):
     """
 
     algorithms: str = ""
-    densities: tuple[float, ...] = (0.01,)
-    bytes_per_step: float = 0.0
+    densities: tuple[float, ...] = option((0.01,), check_densities)
+    bytes_per_step: float = option(0.0, within("[0, inf)"))
     like: str = ""
-    value_code: str = "float32"
-    index_code: str = "elias-fano"
-    optimizer: str = ""
+    value_code: str = option("float32", lambda name, given: check_value_code(given))
+    index_code: str = option("elias-fano", lambda name, given: check_index_code(given))
+    optimizer: str = option("", one_of(*OPTIMIZERS))
     lr: tuple[float, ...] = ()
     seeds: str = "1"
-    num_evaluations: int = 15
+    num_evaluations: int = option(15, integer(at_least=1))
     deterministic: bool = False
-
-    free: ClassVar[tuple[str, ...]] = ("data", "algorithms", "seeds")  # may differ between runs of a folder
 
     def __post_init__(self) -> None:
         """Fill in the task's defaults, and check the settings."""
         check_choice("task", self.task, TASKS)
-        for name, default in self.defaults._asdict().items():
+        for name, default in {"optimizer": "sgd", **self.defaults}.items():
             object.__setattr__(self, name, getattr(self, name) or default)
         labels = self.algorithms or ",".join(ALGORITHMS)
         object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
-        check_split(self.split)
-        check_value_code(self.value_code)
-        check_index_code(self.index_code)
+        check_options(self)
         parse_seeds(self.seeds)
-        for name in ("num_workers", "num_steps", "batch_size", "num_evaluations"):
-            check_integer(name, getattr(self, name), at_least=1)
-        for density in self.densities:
-            check_density(density)
-        if not self.densities or len(set(self.densities)) < len(self.densities):
-            raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
         for lr in self.lr:
             check_positive("lr", lr)
-        self._check_budget()
-        self.kind.check(self)
-        self._check_methods()
-
-    def _check_budget(self) -> None:
-        check_number(
-            "bytes_per_step", self.bytes_per_step, "positive (0: off)", lambda x: 0 <= x < float("inf")
-        )
         if self.like:
             Method.parse_like(self.like)
         if self.bytes_per_step and self.like:
-            raise ArgumentError(
-                f"give one of bytes_per_step and like, got {self.bytes_per_step}, {self.like!r}"
-            )
+            raise ArgumentError(f"give bytes_per_step or like, got {self.bytes_per_step} and {self.like!r}")
+        self.kind.check(self)
+        self._check_methods()
 
     def _check_methods(self) -> None:
-        for name in (self.optimizer, *(self.optimizer_of(method) for method in self.methods)):
-            check_choice("optimizer", name, OPTIMIZERS)
         if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
             raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
         for method in self.methods:
-            if method.rounds.has_updates and not self.kind.has_own_models:
-                can = ", ".join(name for name, own in TASKS.items() if own.has_own_models)
-                raise ArgumentError(f"exchange=updates needs one of the tasks {can}, got {self.task!r}")
+            check_choice("optimizer", method.optimizer, OPTIMIZERS)
             if self.num_steps % method.rounds.every:
-                raise ArgumentError(
-                    f"every must divide the number of steps, {self.num_steps}, got {method.label!r}"
-                )
+                raise ArgumentError(f"every must divide num_steps = {self.num_steps}, got {method.label!r}")
 
     @property
     def kind(self) -> type[Task]:
@@ -117,14 +92,14 @@ class CompareConfig(TaskSettings):
         return TASKS[self.task]
 
     @property
-    def defaults(self) -> Defaults:
+    def defaults(self) -> dict[str, Any]:
         """What is used where the settings say nothing."""
         return self.kind.defaults
 
     @cached_property
     def methods(self) -> list[Method]:
         """What is compared."""
-        return _parse_methods(self.algorithms)
+        return [self.complete(method) for method in _parse_methods(self.algorithms)]
 
     @property
     def chosen_seeds(self) -> list[int]:
@@ -142,44 +117,30 @@ class CompareConfig(TaskSettings):
         """Whether densities follow from a number of bytes."""
         return bool(self.like or self.bytes_per_step)
 
-    def with_slices(self, labels: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-        """The settings that name these methods and seeds: those of all slices in a folder."""
-        return {"algorithms": ",".join(labels), "seeds": format_seeds(seeds)}
-
     @property
     def shared(self) -> dict[str, Any]:
         """All settings that every run of a results folder shares."""
-        return {key: value for key, value in settings_of(self).items() if key not in self.free}
+        return {key: value for key, value in settings_of(self).items() if key not in OWN}
 
     def build(self, run: MethodAt) -> Algorithm[Any]:
         """The algorithm that the workers run."""
         return run.method.build(density=run.density, value_code=self.value_code)
 
-    def index_code_of(self, method: Method) -> str:
-        """How a method's indices travel."""
-        return method.index_code or self.index_code
-
-    def optimizer_of(self, method: Method) -> str:
-        """What follows a method's aggregate, or its workers' gradients: one of `OPTIMIZERS`."""
-        return method.optimizer or self.optimizer
-
-    def is_like(self, method: Method) -> bool:
-        """Whether a method is the one that `like` names; its learning rate does not matter."""
-        if not self.like:
-            return False
-        like, options = Method.parse_like(self.like), method.options
-        own = method.algorithm, method.rounds, options.get("density"), self.index_code_of(method)
-        return (*own, options.get("value_code", self.value_code)) == (
-            like.algorithm, like.rounds, like.options["density"], like.index_code, like.options["value_code"],
-        )  # fmt: skip
+    def complete(self, method: Method) -> Method:
+        """A method with the codes and the optimizer of the settings where its words name none."""
+        return replace(
+            method,
+            index_code=method.index_code or self.index_code,
+            optimizer=method.optimizer or self.optimizer,
+            residual_dtype=method.residual_dtype or "float32",
+        )
 
     def _identity(self, method: Method) -> tuple[Any, ...]:
         """What two spellings of a method share. An open density is a number only if all methods share it."""
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.densities) > 1)
         algorithm = method.build(density=self.densities[0], value_code=self.value_code)
         lr = method.lr or (self.lr[0] if len(self.lr) == 1 else None)
-        how = self.index_code_of(method), self.optimizer_of(method), method.residual_dtype, method.rounds
-        return algorithm, lr, is_open, *how
+        return algorithm, is_open, replace(method, label="", options={}, lr=lr)
 
 
 def _parse_methods(text: str) -> list[Method]:

@@ -1,41 +1,39 @@
-"""From the records of a comparison, one for each (method, seed, step), to final numbers and a table."""
+"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
 from typing import Any
 
 from regtopk.core.options import counted
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.experiment import Summary
 from regtopk.lab.method import Method
-from regtopk.lab.runs import Record
+from regtopk.lab.runs import Panel, Record
 from regtopk.rounds import GRADIENTS
 
 LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 BASES = {"topk": "from Top-k", "dense": "from dense"}  # columns, by what differences are taken from
-PICKING_SEEDS = (0, 1)  # of several learning rates of a base, the best is chosen on these
 CERTAINTY = 0.95  # how often an interval holds the true mean
 
 Key = tuple[str, float | None]  # a method's label, and its density where several are compared
-Finals = dict[Key, dict[int, float]]  # the final number of each finished run, by seed
+Curves = dict[int, list[Record]]  # the records of each finished run of a method, by seed
 
 
-def is_finished(config: CompareConfig, records: Sequence[Record], run: MethodAt, seed: int) -> bool:
-    """Whether a method's seed ran to its end."""
-    last = run.method.label, seed, config.stops[-1]
-    return any(
-        (r["method"], r["seed"], r["step"]) == last and _key(config, r)[1] in (None, run.density)
-        for r in records
-    )
+def key_of(config: CompareConfig, label: str, density: float | None) -> Key:
+    """What tells the runs of a comparison apart, but for their seeds."""
+    has_densities = not config.is_at_equal_bytes and len(config.densities) > 1
+    return label, density if has_densities else None
 
 
 def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
     """Every finished method: its final numbers by seed, mean, spread, bytes, time, and the difference."""
-    finals = _finals_of(config, records)
-    lost = {_key(config, r) for r in records if r["diverged"]}
-    results = [_result(config, records, key, finals, _base_of(config, finals, lost, key)) for key in finals]
+    curves = finished_curves(config, records)
+    results = [_result(config, key, curves) for key in curves]
+    sign = -1 if config.kind.is_better_higher else 1
+    best_first = sorted(results, key=lambda result: (bool(result["diverged"]), sign * result["mean"]))
     return {
         "task": config.task,
         "better": "higher" if config.kind.is_better_higher else "smaller",
@@ -44,57 +42,51 @@ def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
         "minutes": sum(result["minutes"] for result in results),
         "hardware": sorted({r["hardware"] for r in records}),
         "software": sorted({r["software"] for r in records}),
-        "table": _table(config, results),
+        "table": [_row(config, result) for result in best_first],
     }
 
 
-def _key(config: CompareConfig, record: Record) -> Key:
-    has_densities = not config.is_at_equal_bytes and len(config.densities) > 1
-    return record["method"], record["density"] if has_densities else None
-
-
-def _finals_of(config: CompareConfig, records: Sequence[Record]) -> Finals:
-    """The mean of the last evaluations of each finished run."""
-    curves: dict[Key, dict[int, dict[int, float]]] = {}
+def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Key, Curves]:
+    """The runs that reached their last step; of a step that was recorded twice, the later record counts."""
+    found: dict[Key, dict[int, dict[int, Record]]] = {}
     for r in records:
-        curves.setdefault(_key(config, r), {}).setdefault(r["seed"], {})[r["step"]] = r[config.kind.metric]
-    finals: Finals = {}
-    for key, by_seed in curves.items():
+        found.setdefault(key_of(config, r["method"], r["density"]), {}).setdefault(r["seed"], {})[
+            r["step"]
+        ] = r
+    finished: dict[Key, Curves] = {}
+    for key, by_seed in found.items():
         for seed, curve in sorted(by_seed.items()):
             if config.stops[-1] in curve:
-                last = [curve[step] for step in sorted(curve)[-config.kind.num_last :]]
-                finals.setdefault(key, {})[seed] = fmean(last)
-    return finals
+                finished.setdefault(key, {})[seed] = [curve[step] for step in sorted(curve)]
+    return finished
 
 
-def _base_of(config: CompareConfig, finals: Finals, lost: set[Key], key: Key) -> Key | None:
-    """What a method's difference is taken from: Top-k, or dense on some tasks.
+def _finals(config: CompareConfig, curves: Curves) -> dict[int, float]:
+    """The mean of the last evaluations, by seed."""
+    metric, num_last = config.kind.metric, config.kind.num_last
+    return {seed: fmean(r[metric] for r in curve[-num_last:]) for seed, curve in curves.items()}
 
-    It is the method that `like` names, if that ran and is of the base's algorithm: with the best of its
-    learning rates that did not diverge. Else, of several Top-k at the same density, it is the plain one, or
-    the first. Methods that exchange updates are no base.
+
+def _base_of(config: CompareConfig, curves: dict[Key, Curves], key: Key) -> Key:
+    """What a method's difference is taken from: Top-k, or dense on some tasks; itself, where there is none.
+
+    It is the method that `like` names if that ran, or else the plain one: the best, where several differ in
+    their learning rate alone. What diverged or exchanges updates is no base.
     """
-    base = config.kind.base
-    methods = {k: Method.read(k[0]) for k in finals}
+    base, best = config.kind.base, max if config.kind.is_better_higher else min
+    methods = {k: replace(Method.read(k[0]), lr=None) for k in curves}
     bases = [
         k
         for k, method in methods.items()
         if (method.algorithm, method.rounds) == (base, GRADIENTS)
         and (base == "dense" or key[1] in (None, k[1]))
+        and not any(curve[-1]["diverged"] for curve in curves[k].values())
     ]
-    alike = [k for k in bases if config.is_like(methods[k])]
-    if alike:
-        return _best_of(finals, [k for k in alike if k not in lost] or alike)
+    like = Method.parse_like(config.like) if config.like else None
+    alike = [k for k in bases if like and methods[k].is_same(like)]
     plain = [k for k in bases if methods[k].is_same(Method(base, base))]
-    return next(iter([*plain, *bases]), None)
-
-
-def _best_of(finals: Finals, keys: Sequence[Key]) -> Key:
-    """The best on the picking seeds, of those that ran on them all; without such, the first."""
-    picked = [key for key in keys if all(seed in finals[key] for seed in PICKING_SEEDS)]
-    if not picked:
-        return keys[0]
-    return max(picked, key=lambda key: fmean(finals[key][seed] for seed in PICKING_SEEDS))
+    candidates = alike or plain or bases[:1] or [key]
+    return best(candidates, key=lambda k: fmean(_finals(config, curves[k]).values()))
 
 
 def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] | None:
@@ -115,11 +107,7 @@ def difference(own: dict[int, float], base: dict[int, float]) -> dict[str, Any] 
 
 @cache
 def student_t(num_free: int) -> float:
-    """The t that |T| stays below with a probability of 95 %.
-
-    Args:
-        num_free: degrees of freedom of T, >= 1: for a mean of n differences, n - 1.
-    """
+    """The t that |T| stays below with a probability of 95 %, at so many degrees of freedom."""
     low, high = 0.0, math.pi / 2
     while low < (angle := (low + high) / 2) < high:  # halved down to the last bit
         low, high = (angle, high) if _share_below(angle, num_free) < CERTAINTY else (low, angle)
@@ -137,25 +125,23 @@ def _share_below(angle: float, num_free: int) -> float:
     return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
-def _result(
-    config: CompareConfig, records: Sequence[Record], key: Key, finals: Finals, base: Key | None
-) -> dict[str, Any]:
-    own = finals[key]
-    last = {r["seed"]: r for r in records if _key(config, r) == key and r["step"] == config.stops[-1]}
-    ends = [last[seed] for seed in own]
-    values = list(own.values())
+def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[str, Any]:
+    finals, base = _finals(config, curves[key]), _base_of(config, curves, key)
+    values = list(finals.values())
+    ends = [curve[-1] for curve in curves[key].values()]
+    off_base = None if base == key else difference(finals, _finals(config, curves[base]))
     return {
         "method": key[0],
         "density": ends[0]["density"],
         "value_code": ends[0].get("value_code"),
-        "optimizer": config.optimizer_of(Method.read(key[0])),
+        "optimizer": ends[0].get("optimizer"),
         "lr": ends[0]["lr"],
-        "seeds": list(own),
+        "seeds": list(finals),
         "final": values,
         "mean": fmean(values),
         "std": stdev(values) if len(values) > 1 else None,
         "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.stops[-1],
-        f"difference_from_{config.kind.base}": None if base in (None, key) else difference(own, finals[base]),
+        f"difference_from_{config.kind.base}": off_base,
         "diverged": [r["seed"] for r in ends if r["diverged"]],
         "minutes": sum(r["time_s"] for r in ends) / 60,
         "seconds_a_run": fmean(r["time_s"] for r in ends),
@@ -163,19 +149,11 @@ def _result(
     }
 
 
-def _table(config: CompareConfig, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per method, the best first and those that diverged last."""
-    sign = -1 if config.kind.is_better_higher else 1
-    rows = sorted(results, key=lambda r: (bool(r["diverged"]), sign * r["mean"]))
-    return [_row(config, result) for result in rows]
-
-
 def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
     found = result[f"difference_from_{config.kind.base}"]
     digits = "+.2f" if config.kind.metric == "accuracy" else "+.3g"
-    interval = None
-    if found is not None and len(found["seeds"]) >= LEAST_SEEDS:
-        interval = f"{found['low']:{digits}} … {found['high']:{digits}}"
+    has_interval = found is not None and len(found["seeds"]) >= LEAST_SEEDS
+    interval = f"{found['low']:{digits}} … {found['high']:{digits}}" if has_interval else None
     return {
         "measure": result["method"],
         "density": result["density"],
@@ -190,3 +168,32 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
         "s a run": result["seconds_a_run"],
         "compress, %": 100 * result["compress_share"],
     }
+
+
+def panels(config: CompareConfig) -> Sequence[Panel]:
+    """Loss against iterations, quality against bytes, and where each method ended."""
+    metric, words = config.kind.metric, config.kind.metric_words or config.kind.metric
+    name, contributed = words.split(",")[0].capitalize(), "bytes a worker has contributed"
+    densities = () if config.is_at_equal_bytes else config.densities
+    shown = []
+    for where in [{"density": density} for density in densities] or [{}]:
+        suffix = f", density {where['density']:g}" if len(densities) > 1 else ""
+        by_bytes, at_end = f"{name} against bytes{suffix}", f"{name} at the end{suffix}"
+        shown += [
+            Panel(f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where),
+            Panel(by_bytes, "payload_bytes", metric, contributed, words, where=where, log_x=True),
+            Panel(at_end, "step", metric, words, "", where=where, marks="bars"),
+        ]
+    return shown
+
+
+def description_of(config: CompareConfig) -> str:
+    """What the page shows, and how runs are judged."""
+    words = config.kind.metric_words
+    return (
+        f"{config.task}: {config.num_workers} workers with batches of {config.batch_size}, split "
+        f"{config.split}, {config.optimizer}, {config.precision}. All methods start from the same models and "
+        "see the same batches. Bytes are what one worker contributes, frames included; those per step are of "
+        f"a local step. Final numbers are means of the last evaluations, {config.kind.num_last} of each run."
+        + (f" It is the {words}: smaller is better." if words else "")
+    )

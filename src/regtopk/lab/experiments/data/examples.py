@@ -1,5 +1,6 @@
 """Training and test examples of deep networks, resident on the device."""
 
+import math
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regtopk.lab.experiments.data.images import load_images, standardised
-from regtopk.lab.experiments.data.text import WINDOW, Text, windows
+from regtopk.lab.experiments.data.text import Text, windows
 
 NUM_FINGERPRINTED = 500  # images
 
@@ -30,25 +31,27 @@ class Examples(NamedTuple):
 
 
 def of_images(data_set: str, data: str, device: str) -> Examples:
-    """The images of a data set, standardised.
-
-    Args:
-        data_set: cifar10 or digits.
-        data: where it is; empty where it needs no place.
-        device: where the examples go.
-    """
+    """The images of a data set in some place, standardised; `data` is empty where it needs no place."""
     images = load_images(data_set, Path(data) if data else None, device)
     fingerprint = _fingerprint(*images)  # before arithmetic that a device may round in its own way
     images = standardised(images)
-    if data_set == "digits":
-        images = images._replace(train=images.train.view(-1, 1, 8, 8), test=images.test.view(-1, 1, 8, 8))
     labels = images.train_labels.cpu()
-    train, test = (x.permute(0, 2, 3, 1).contiguous() for x in (images.train, images.test))  # channels last
-    targets = images.train_labels, images.test_labels
-    return Examples(train, targets[0], test, targets[1], labels, int(labels.max()) + 1, fingerprint)
+    train, test, num_classes = (
+        _channels_last(images.train),
+        _channels_last(images.test),
+        int(labels.max()) + 1,
+    )
+    return Examples(train, images.train_labels, test, images.test_labels, labels, num_classes, fingerprint)
 
 
-def of_text(text: Text, device: str, window: int = WINDOW) -> Examples:
+def _channels_last(images: Tensor) -> Tensor:
+    if images.dim() == 2:  # rows of square grey images
+        side = math.isqrt(images.shape[1])
+        return images.view(-1, side, side, 1)
+    return images.permute(0, 2, 3, 1).contiguous()
+
+
+def of_text(text: Text, device: str, window: int) -> Examples:
     """Windows of a text: all but the last character of each are read, all but the first predicted."""
     train, test = (windows(tokens, window).to(device) for tokens in (text.train, text.test))
     places = torch.arange(len(train))

@@ -11,7 +11,8 @@ Nothing is fetched. Understood layouts (docs/data.md describes them):
 import gzip
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +28,12 @@ from regtopk.errors import ArgumentError, MissingExtraError
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts it
 FASHION_COUNTS = {"train": 60_000, "t10k": 10_000}
 CIFAR_COUNTS = {"train": 50_000, "test": 10_000}
-CIFAR_CLASSES = 10
-CIFAR_SHAPE = (32, 32, 3)
+BATCHES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}  # of CIFAR-10's archive
+# what readers raise for damaged files
+DAMAGES = (
+    OSError, EOFError, LookupError, AttributeError, TypeError, ValueError, SyntaxError,
+    pickle.UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 class Images(NamedTuple):
@@ -41,12 +46,7 @@ class Images(NamedTuple):
 
 
 def load_images(name: str, path: Path | None, device: str | torch.device) -> Images:
-    """Load a data set onto a device.
-
-    Raises:
-        ArgumentError: the path does not hold it; the message says what was looked for and what was found.
-        MissingExtraError: a package that reads it is not installed.
-    """
+    """Load a data set onto a device; a path that does not hold it is refused."""
     check_choice("data set", name, LOADERS)
     images = Images(*(tensor.to(device) for tensor in LOADERS[name](path)))
     if images.train.is_floating_point():
@@ -69,9 +69,7 @@ def load_digits(path: Path | None) -> Images:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise MissingExtraError(
-            "the digits come with scikit-learn: pip install 'regtopk[experiments]'"
-        ) from error
+        raise MissingExtraError("digits need scikit-learn: pip install 'regtopk[experiments]'") from error
     x, y = datasets.load_digits(return_X_y=True)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     images = (torch.tensor(x, dtype=torch.float32) / 16)[order]
@@ -84,144 +82,84 @@ def load_fashion_mnist(path: Path | None) -> Images:
     folder = path or FASHION_FOLDER
     parts = []
     for split, count in FASHION_COUNTS.items():
-        images = _read_idx(folder, f"{split}-images-idx3-ubyte")
-        labels = _read_idx(folder, f"{split}-labels-idx1-ubyte")
-        _check_counts(folder, split, len(images), len(labels), count)
+        images = _read_idx(folder / f"{split}-images-idx3-ubyte")
+        labels = _read_idx(folder / f"{split}-labels-idx1-ubyte")
+        _check_counts(folder, split, images, labels, count)
         parts += [torch.tensor(images).flatten(1), torch.tensor(labels).long()]
     return Images(*parts)
 
 
-def _read_idx(folder: Path, name: str) -> Any:
-    for path, opener in ((folder / f"{name}.gz", gzip.open), (folder / name, open)):
-        if path.is_file():
-            with opener(path, "rb") as file:
-                content = file.read()
-            num_dims = content[3]
-            shape = np.frombuffer(content, ">i4", num_dims, offset=4)
-            return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy()
-    raise ArgumentError(
-        f"data path must be a folder with {name}[.gz] (Debian: apt install dataset-fashion-mnist), "
-        f"got {folder}: {_found(folder)}"
-    )
+def _read_idx(path: Path) -> Any:
+    zipped = path.with_name(f"{path.name}.gz")
+    with _reading("an IDX file of Fashion-MNIST (Debian: apt install dataset-fashion-mnist)", path):
+        content = gzip.decompress(zipped.read_bytes()) if zipped.exists() else path.read_bytes()
+        num_dims = content[3]
+        shape = np.frombuffer(content, ">i4", num_dims, offset=4)
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape).copy()
 
 
 def load_cifar10(path: Path | None) -> Images:
     """CIFAR-10: 50,000 + 10,000 images of 3 x 32 x 32, from either layout."""
     if path is None:
         raise ArgumentError("data must be given for cifar10: the archive's folder or a packed file")
-    if path.is_file() and path.suffix == ".npz":
-        return _load_packed(path)
-    for folder in (path, path / "cifar-10-batches-py"):
-        if (folder / "data_batch_1").is_file():
-            return _load_batches(folder)
-    raise ArgumentError(
-        "data path must be the folder of the official archive (data_batch_1 ...) or a packed .npz file, "
-        f"got {path}: {_found(path)}"
-    )
-
-
-def _load_batches(folder: Path) -> Images:
-    def read(split: str, names: list[str]) -> tuple[Tensor, Tensor]:
-        batches = [_read_batch(folder / name) for name in names]
-        pixels = np.concatenate([pixels for pixels, _ in batches])
-        labels = np.concatenate([labels for _, labels in batches])
-        _check_cifar(folder, split, len(pixels), labels)
-        return torch.tensor(pixels), torch.tensor(labels).long()
-
-    return Images(*read("train", [f"data_batch_{i}" for i in range(1, 6)]), *read("test", ["test_batch"]))
+    below = path / "cifar-10-batches-py"
+    folder = below if below.is_dir() else path
+    parts = []
+    for split, count in CIFAR_COUNTS.items():
+        if path.suffix == ".npz":
+            with _reading("a packed .npz file of CIFAR-10", path):
+                pixels, labels = _read_packed(path, split)
+        else:
+            batches = [_read_batch(folder / name) for name in BATCHES[split]]
+            pixels, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+        _check_counts(path, split, pixels, labels, count)
+        parts += [torch.tensor(pixels), torch.tensor(labels).long()]
+    return Images(*parts)
 
 
 def _read_batch(path: Path) -> tuple[Any, Any]:
-    try:
-        with path.open("rb") as file:
-            batch = _PlainUnpickler(file, encoding="bytes").load()
+    with _reading("the folder of CIFAR-10's Python archive, or a packed .npz file", path):
+        batch = _PlainUnpickler(BytesIO(path.read_bytes()), encoding="bytes").load()
         return batch[b"data"].reshape(-1, 3, 32, 32), np.asarray(batch[b"labels"])
-    except (OSError, EOFError, pickle.UnpicklingError, LookupError, AttributeError, ValueError) as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise ArgumentError(
-            f"data batches must be those of CIFAR-10's Python archive, got {path}: {error!r}"
-        ) from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Reads arrays and plain containers, and refuses to run anything else a pickle may ask for."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype"):
+        is_array = module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype")
+        if is_array or (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
-        if (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise ArgumentError(f"data batches must hold plain arrays, got {module}.{name}")
+        raise pickle.UnpicklingError(f"no plain array: {module}.{name}")
 
 
-def _load_packed(path: Path) -> Images:
-    """All JPEG files one after another, with offsets and labels: decoded here, once."""
-    try:
-        with path.open("rb") as file:
-            packed = dict(np.load(file))
-    except (OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ArgumentError(
-            f"packed file must be a whole .npz file, got {path} ({type(error).__name__})"
-        ) from error
-    parts = []
-    for split in CIFAR_COUNTS:
-        names = [f"{split}_{part}" for part in ("jpeg", "offsets", "labels")]
-        missing = [name for name in names if name not in packed]
-        if missing:
-            raise ArgumentError(f"packed file must hold {', '.join(names)}, got {path} without {missing}")
-        jpegs, offsets, labels = (packed[name] for name in names)
-        _check_cifar(path, split, len(offsets) - 1, labels)
-        if offsets[0] != 0 or offsets[-1] != len(jpegs) or (np.diff(offsets) <= 0).any():
-            raise ArgumentError(f"{split}_offsets must rise from 0 to the {len(jpegs):,} bytes in {path}")
-        pixels = np.empty((len(labels), *CIFAR_SHAPE), np.uint8)
-        for i, (start, end) in enumerate(pairwise(offsets)):
-            pixels[i] = _decode(jpegs[start:end].tobytes(), f"{split} image {i} of {path}")
-        parts += [torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels).long()]
-    return Images(*parts)
-
-
-def _decode(image: bytes, where: str) -> Any:
+def _read_packed(path: Path, split: str) -> tuple[Any, Any]:
+    """All image files one after another, with offsets and labels: decoded here, once."""
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("image files need Pillow: pip install 'regtopk[experiments]'") from error
+    with path.open("rb") as file:
+        packed = np.load(file)
+        files, offsets, labels = (packed[f"{split}_{part}"] for part in ("jpeg", "offsets", "labels"))
+    contents = (BytesIO(files[start:end].tobytes()) for start, end in pairwise(offsets))
+    pixels = np.stack([np.asarray(Image.open(content).convert("RGB")) for content in contents])
+    return pixels.transpose(0, 3, 1, 2).reshape(-1, 3, 32, 32), labels
+
+
+@contextmanager
+def _reading(rule: str, path: Path) -> Iterator[None]:
+    """Turn what a reader raises into an error that names the file."""
     try:
-        pixels = np.asarray(Image.open(BytesIO(image)).convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
-        raise ArgumentError(f"image files must be whole, got {where}: {error}") from error
-    if pixels.shape != CIFAR_SHAPE:
-        raise ArgumentError(f"images must be 32 x 32 pixels, got {pixels.shape[:2]} in {where}")
-    return pixels
+        yield
+    except DAMAGES as error:
+        raise ArgumentError(f"data must be {rule}, got {path}: {error!r}") from error
 
 
-def _check_cifar(path: Path, split: str, num_images: int, labels: Any) -> None:
-    """As many images as CIFAR-10 has, and as many of each class."""
-    _check_counts(path, split, num_images, len(labels), CIFAR_COUNTS[split])
-    expected = dict.fromkeys(range(CIFAR_CLASSES), CIFAR_COUNTS[split] // CIFAR_CLASSES)
-    classes, counts = np.unique(labels, return_counts=True)
-    found = dict(zip(classes.tolist(), counts.tolist(), strict=True))
-    if found != expected:
-        raise ArgumentError(
-            f"{split} part must hold as many images of each class from 0 to 9, got {found} in {path}"
-        )
-
-
-def _check_counts(path: Path, split: str, num_images: int, num_labels: int, expected: int) -> None:
-    if (num_images, num_labels) != (expected, expected):
-        raise ArgumentError(
-            f"{split} part must hold {expected:,} images and labels, got {num_images:,} and {num_labels:,} "
-            f"in {path}"
-        )
-
-
-def _found(path: Path) -> str:
-    if not path.exists():
-        return "there is nothing"
-    if path.is_file():
-        return "that is a file"
-    names = sorted(part.name for part in path.iterdir())[:5]
-    return f"it holds {', '.join(names)}" if names else "it is empty"
+def _check_counts(path: Path, split: str, images: Any, labels: Any, expected: int) -> None:
+    if (len(images), len(labels)) != (expected, expected):
+        rule = f"{split} part of {path} must hold {expected:,} images and labels"
+        raise ArgumentError(f"{rule}, got {len(images):,} and {len(labels):,}")
 
 
 LOADERS: dict[str, Callable[[Path | None], Images]] = {

@@ -15,19 +15,17 @@ DEFAULTS = {"iid": 0.0, "sorted": 2.0, "dirichlet": 0.5}  # of the number after 
 def check_split(split: str) -> tuple[str, float]:
     """Read "iid", "sorted", "sorted:SHARDS" or "dirichlet:ALPHA"."""
     kind, _, text = split.partition(":")
-    if kind not in DEFAULTS:
-        raise ArgumentError(f"{RULE}, got {split!r}{did_you_mean(kind, DEFAULTS)}")
     try:
-        number = float(text) if text else DEFAULTS[kind]
+        number = float(text) if text else DEFAULTS.get(kind, 0.0)
     except ValueError:
         number = -1.0
-    is_fine = {
-        "iid": not text,
-        "sorted": number >= 1 and number.is_integer(),
-        "dirichlet": 0 < number < float("inf"),
-    }
-    if not is_fine[kind]:
-        raise ArgumentError(f"{RULE}, got {split!r}")
+    is_fine = (
+        split == "iid"
+        or (kind == "sorted" and number >= 1 and number.is_integer())
+        or (kind == "dirichlet" and 0 < number < float("inf"))
+    )
+    if not is_fine:
+        raise ArgumentError(f"{RULE}, got {split!r}{did_you_mean(kind, DEFAULTS)}")
     return kind, number
 
 
@@ -37,9 +35,6 @@ def divide(labels: Tensor, num_workers: int, split: str, seed: int) -> list[Tens
     iid: the examples are shuffled and cut evenly. sorted: they are sorted by label and cut into SHARDS N
     pieces, and each worker draws SHARDS. dirichlet: each class is divided by a draw from Dirichlet(ALPHA), so
     sizes differ too.
-
-    Raises:
-        ArgumentError: the split is not one of these, or there are too few examples for so many workers.
     """
     kind, number = check_split(split)
     least = num_workers * (int(number) if kind == "sorted" else 1)
@@ -74,8 +69,7 @@ def _dirichlet(
     parts: list[list[Tensor]] = [[] for _ in range(num_workers)]
     for label in labels.unique().tolist():
         members = by_label[labels[by_label] == label]
-        share = _dirichlet_shares(num_workers, alpha, generator)
-        cuts = (share.cumsum(0) * len(members)).round().long()[:-1]
+        cuts = (dirichlet_shares(num_workers, alpha, generator).cumsum(0) * len(members)).round().long()[:-1]
         for pieces, piece in zip(parts, members.tensor_split(cuts), strict=True):
             pieces.append(piece)
     divided = [torch.cat(pieces) for pieces in parts]
@@ -86,7 +80,7 @@ def _dirichlet(
     return divided
 
 
-def _dirichlet_shares(num: int, alpha: float, generator: torch.Generator) -> Tensor:
+def dirichlet_shares(num: int, alpha: float, generator: torch.Generator) -> Tensor:
     """One draw of `num` shares that sum to one, by logarithms: of a small alpha the gammas underflow.
 
     Gamma(alpha) = Gamma(alpha + 1) · U^(1 / alpha) with U uniform.

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regtopk.lab.experiments.networks.norm import BatchNorm, GroupNorm
 
-CHANNELS = (64, 128, 256, 512)
 MakeNorm = Callable[[int], nn.Module]
 
 
@@ -37,22 +37,19 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """A stem 3 x 3 for images of 32 pixels, four layers of two blocks, and a linear head `fc`.
 
-    Names and first values of parameters are torchvision's: 11,173,962 parameters with ten classes.
-
-    Args:
-        num_classes: outputs of the head.
-        norm: makes a normalisation of so many channels.
+    Names and first values of parameters are torchvision's: 11,173,962 parameters with ten classes. `norm`
+    makes a normalisation of so many channels.
     """
 
     def __init__(self, num_classes: int = 10, norm: MakeNorm = BatchNorm) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, CHANNELS[0], 3, padding=1, bias=False)
-        self.bn1 = norm(CHANNELS[0])
-        self.layer1 = _make_layer(CHANNELS[0], CHANNELS[0], 1, norm)
-        self.layer2 = _make_layer(CHANNELS[0], CHANNELS[1], 2, norm)
-        self.layer3 = _make_layer(CHANNELS[1], CHANNELS[2], 2, norm)
-        self.layer4 = _make_layer(CHANNELS[2], CHANNELS[3], 2, norm)
-        self.fc = nn.Linear(CHANNELS[3], num_classes)
+        self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.bn1 = norm(64)
+        self.layer1 = _make_layer(64, 64, 1, norm)
+        self.layer2 = _make_layer(64, 128, 2, norm)
+        self.layer3 = _make_layer(128, 256, 2, norm)
+        self.layer4 = _make_layer(256, 512, 2, norm)
+        self.fc = nn.Linear(512, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -76,20 +73,16 @@ class SmallCnn(nn.Module):
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False)
-        self.bn1 = BatchNorm(16)
-        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False)
-        self.bn2 = BatchNorm(32)
-        self.conv3 = nn.Conv2d(32, 48, 3, stride=2, padding=1, bias=False)
-        self.bn3 = BatchNorm(48)
+        layers: list[nn.Module] = []
+        for a, b in pairwise((3, 16, 32, 48)):
+            conv = nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False)
+            layers += [conv, BatchNorm(b), nn.ReLU(inplace=True)]
+        self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(48, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores (B, num_classes) of images (B, 3, H, W), or (B, 1, H, W): grey ones."""
-        x = F.relu(self.bn1(self.conv1(images.expand(-1, 3, -1, -1))), inplace=True)
-        x = F.relu(self.bn2(self.conv2(x)), inplace=True)
-        x = F.relu(self.bn3(self.conv3(x)), inplace=True)
-        scores: Tensor = self.fc(x.mean((2, 3)))
+        scores: Tensor = self.fc(self.features(images.expand(-1, 3, -1, -1)).mean((2, 3)))
         return scores
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regtopk.core.worker import Layout
 from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.networks.flat import FlatWeights
 from regtopk.lab.experiments.networks.norm import record_statistics
@@ -53,13 +52,12 @@ class Engine:
         num_in_all = num_models * num_workers
         num_owners = num_in_all if has_own_weights else num_models
         self._weights = FlatWeights(network, num_owners, dtype, device)
-        networks = [copy.deepcopy(network).to(device) for _ in range(num_owners)]
-        for row, one in enumerate(networks):
-            self._weights.bind(one, row)
+        self.layout = self._weights.layout
+        copies = [copy.deepcopy(network).to(device) for _ in range(num_owners)]
+        self._networks = [self._weights.bind(one, row) for row, one in enumerate(copies)]
         self._apply: list[Callable[[Tensor], Tensor]] = [
-            torch.compile(one, dynamic=False) if is_compiled else one for one in networks
+            torch.compile(one, dynamic=False) if is_compiled else one for one in copies
         ]
-        self._networks = networks
         self._shape = num_models, num_workers
         self._rows = torch.zeros(num_in_all, batch_size, dtype=torch.int64, device=device)
         # rows without gaps, as a cluster's residuals are: selection reads both in the widest loads only if
@@ -71,17 +69,10 @@ class Engine:
         self._streams = [torch.cuda.Stream() for _ in range(num_streams)]
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    @property
-    def layout(self) -> Layout:
-        """Which parameter owns which entries."""
-        return self._weights.layout
-
     def grads(self, params: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Each worker's gradient (R, N, J) and loss (R, N), in buffers that the next call overwrites.
 
-        Args:
-            params: (R, J), or (R, N, J) where workers have weights of their own.
-            rows: (R, N, B), which training examples.
+        Weights are (R, J), or (R, N, J) where workers have their own. Rows (R, N, B) are training examples.
         """
         self._weights.load_(params)
         self._rows.copy_(rows.view_as(self._rows))

@@ -16,26 +16,13 @@ class FlatWeights:
     """(W, J) weights of W networks, in float32 and, for the layers that compute in it, a lower precision.
 
     Norms stay in float32: their parameters are few and their sums long.
-
-    Args:
-        network: its parameters say names, shapes and first values.
-        num: W.
-        dtype: what convolutions and linear layers compute in.
-        device: where.
     """
 
     def __init__(self, network: nn.Module, num: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout_of(network)
         self.full = aligned_rows(num, self.layout.numel, torch.float32, device)
-        self.low = (
-            self.full if dtype == torch.float32 else aligned_rows(num, self.layout.numel, dtype, device)
-        )
-        self._is_norm = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in network.named_modules()
-            if isinstance(module, NORMS)
-            for name, _ in module.named_parameters(recurse=False)
-        }
+        is_low = dtype != torch.float32
+        self.low = aligned_rows(num, self.layout.numel, dtype, device) if is_low else self.full
 
     def load_(self, params: Tensor) -> None:
         """Take over parameters in float32: W J of them, or J for all."""
@@ -45,8 +32,9 @@ class FlatWeights:
 
     def bind(self, network: nn.Module, row: int) -> nn.Module:
         """Make the network's parameters views of a row."""
+        norms = {id(p) for part in network.modules() if isinstance(part, NORMS) for p in part.parameters()}
         for layer, parameter in zip(self.layout.layers, network.parameters(), strict=True):
-            source = self.full if layer.name in self._is_norm else self.low
+            source = self.full if id(parameter) in norms else self.low
             parameter.data = self.views(source[row])[layer.name]
         return network
 

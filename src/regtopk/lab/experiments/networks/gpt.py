@@ -5,7 +5,6 @@ import math
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.networks.norm import LayerNorm
 
 
@@ -54,16 +53,9 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        num_tokens: int,
-        context: int = 128,
-        width: int = 128,
-        num_layers: int = 4,
-        num_heads: int = 4,
+        self, num_tokens: int, context: int = 128, width: int = 128, num_layers: int = 4, num_heads: int = 4
     ) -> None:
         super().__init__()
-        if width % num_heads:
-            raise ArgumentError(f"width must be a multiple of num_heads={num_heads}, got {width}")
         self.token = nn.Embedding(num_tokens, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(GptBlock(width, num_heads) for _ in range(num_layers)))
@@ -77,8 +69,5 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the next character (B, T, num_tokens) after each of tokens (B, T), T <= context."""
-        length, context = tokens.shape[1], self.position.num_embeddings
-        if length > context:
-            raise ArgumentError(f"tokens must be at most {context} long, the context, got {length}")
-        x = self.token(tokens).float() + self.position.weight[:length].float()
+        x = self.token(tokens).float() + self.position.weight[: tokens.shape[1]].float()
         return F.linear(self.norm(self.blocks(x)).to(self.token.weight.dtype), self.token.weight)

@@ -1,31 +1,103 @@
-"""Figure 1: on the toy problem Top-1 stands still, and RegTop-1 follows training without sparsification."""
+"""Figure 1: on the paper's two workers that cancel (Section 1.2) Top-1 stands still, and RegTop-1 moves.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+    x_1 = (100, 1), x_2 = (-100, 1), both labelled 1, w_n = 1/2, start at w = (0, 1)
+    F_n(w) = log(1 + exp(-<w, x_n>)),   grad F_n = -x_n / (1 + exp(<w, x_n>))
 
+The first entries are large and cancel; all there is to learn is in the second.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regtopk.algorithms import Dense, RegTopK, TopK
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
-from regtopk.lab.experiments.paper.toy import ToyConfig, descend
 from regtopk.lab.experiments.published import published_figure
-from regtopk.lab.experiments.tasks import toy
+from regtopk.lab.experiments.settings import check_device
 from regtopk.lab.runs import Panel, Record
+from regtopk.simulate import Cluster
 
-# the curve of the paper that each method is held against
-PUBLISHED_AS = {
-    "dense": "no_sparsification",
-    "topk": "topk",
-    "regtopk": "regtopk",
-    "regtopk-cap": "regtopk",
-    "regtopk-current": "regtopk",
-}
+OTHER_CURVES = {"dense": "no_sparsification", "topk": "topk"}  # the paper's; all else is held against regtopk
+POINTS = ((100.0, 1.0), (-100.0, 1.0))
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Settings of an experiment on the toy problem.
+
+    Args:
+        num_iterations: T; the paper shows 100.
+        lr: learning rate.
+        mu: RegTop-k's; in Figure 1 every mu gives the same curve.
+        w_1: where the first entry starts; 0 in the paper, and off 0 a lr of 0.9 is too large for dense too.
+        device: cpu or cuda.
+    """
+
+    num_iterations: int = option(100, integer(at_least=1))
+    lr: float = option(0.9, within("(0, inf)"))
+    mu: float = option(1.0, within("(0, inf)"))
+    w_1: float = option(0.0, within("(-inf, inf)"))
+    device: str = option("cpu", check_device)
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_options(self)
+
+
+def start(config: ToyConfig) -> Tensor:
+    """w^0."""
+    return torch.tensor((config.w_1, 1.0), dtype=torch.float64, device=config.device)
+
+
+def risk(w: Tensor) -> Tensor:
+    """F(w), the mean of the F_n."""
+    x = -(_points(w) @ w)
+    return (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).mean()  # log(1 + exp x), but exp may overflow
+
+
+def grads(w: Tensor) -> Tensor:
+    """The workers' gradients, (2, 2)."""
+    points = _points(w)
+    return -points * torch.sigmoid(-(points @ w)).unsqueeze(-1)
+
+
+def _points(w: Tensor) -> Tensor:
+    return torch.tensor(POINTS, dtype=w.dtype, device=w.device)
+
+
+def descend(
+    config: ToyConfig, gradients: Callable[[Tensor], Tensor], num_iterations: int, progress: ShowProgress
+) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """w^{t+1} = w^t - lr g^t by every method: yields its name, t, w^t and the step lr g^t taken from it."""
+    algorithms: dict[str, Algorithm[Any]] = {
+        "dense": Dense(),
+        "topk": TopK(k=1),
+        "regtopk": RegTopK(k=1, mu=config.mu, reference="previous"),
+        "regtopk-cap": RegTopK(k=1, mu=config.mu, damping="cap"),
+        "regtopk-current": RegTopK(k=1, mu=config.mu, reference="current"),
+    }
+    for done, (method, algorithm) in enumerate(algorithms.items(), start=1):
+        cluster = Cluster(algorithm, num_workers=len(POINTS))
+        w = start(config)
+        for iteration in range(num_iterations):
+            step = config.lr * cluster.step(gradients(w))
+            yield method, iteration, w, step
+            w = w - step
+        progress(done / len(algorithms))
 
 
 def run(config: ToyConfig, progress: ShowProgress) -> Iterator[Record]:
     """Yield the empirical risk of every method at every iteration, beside the published one."""
     points = published_figure(1)
     num_iterations = config.num_iterations + 1  # the last w is looked at too
-    for method, iteration, w, _ in descend(config, toy.grads, num_iterations, progress):
-        record: Record = {"method": method, "iteration": iteration, "risk": float(toy.risk(w))}
-        curve = points[PUBLISHED_AS[method]]
+    for method, iteration, w, _ in descend(config, grads, num_iterations, progress):
+        record: Record = {"method": method, "iteration": iteration, "risk": float(risk(w))}
+        curve = points[OTHER_CURVES.get(method, "regtopk")]
         if iteration < len(curve):
             record["published"] = curve[iteration]
         yield record
@@ -33,30 +105,26 @@ def run(config: ToyConfig, progress: ShowProgress) -> Iterator[Record]:
 
 def summarise(config: ToyConfig, records: Sequence[Record]) -> Summary:
     """The largest distance of each curve from the published points, and where it ends."""
+    curves = by_method(records)
+    final = {method: own[-1]["risk"] for method, own in curves.items()}
     difference = {
         method: max(abs(r["risk"] - r["published"]) for r in own if "published" in r)
-        for method, own in by_method(records).items()
+        for method, own in curves.items()
     }
-    final = {method: own[-1]["risk"] for method, own in by_method(records).items()}
     as_printed = "regtopk-current"  # Algorithm 1 as printed is none of the published curves
     return {
         "max_abs_difference": {method: x for method, x in difference.items() if method != as_printed},
         "difference_as_printed": difference[as_printed],
         "final_risk": final,
         "source": published_figure(1)["source"],
-        "table": [
-            {"measure": "off published points", **difference},
-            {"measure": "final risk", **final},
-        ],
+        "table": [{"measure": "off published points", **difference}, {"measure": "final risk", **final}],
     }
 
 
 def panels(config: ToyConfig) -> Sequence[Panel]:
     """Risk against iterations with the published points as circles, whole and at its beginning."""
-    title = "Training loss, published points as circles"
-    whole = Panel(
-        title, "iteration", "risk", "iteration", "empirical risk F(w)", log_y=True, dots="published"
-    )
+    title, y_label = "Training loss, published points as circles", "empirical risk F(w)"
+    whole = Panel(title, "iteration", "risk", "iteration", y_label, log_y=True, dots="published")
     return whole, replace(whole, title="The first 20 iterations", x_max=20)
 
 

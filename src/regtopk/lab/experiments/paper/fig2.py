@@ -1,23 +1,27 @@
-"""Figure 2: linear regression on workers that disagree, at densities 0.4, 0.5 and 0.6.
+"""Figure 2: linear regression on workers that disagree (Section 4.1), at densities 0.4, 0.5 and 0.6.
+
+    X_n iid N(0, 1), (D, J);  t_n iid N(u_n, 1), u_n ~ N(0, 5);  y_n = X_n t_n + N(0, 0.5)
+    F_n(w) = ||X_n w - y_n||^2 / (2 D),   w_n = 1/N,   full batches, w^0 = 0
 
 What is recorded is the distance ||w^t - w*|| to the minimiser of the mean of the F_n, and how often a single
-step made it more than ten times longer: a jump. All data seeds and all methods are one batch.
+step made it more than ten times longer: a jump. The gradients X_n^T (X_n w - y_n) / D = A_n w - b_n of all
+methods and all data seeds are one product.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from regtopk.algorithms import Dense, GlobalTopK, RegTopK, TopK
-from regtopk.core.algorithm import Algorithm, check_density
-from regtopk.core.options import check_integer, check_positive
-from regtopk.errors import ArgumentError
+from regtopk.core.algorithm import Algorithm
+from regtopk.core.options import check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment
-from regtopk.lab.experiments.settings import parse_seeds, threads_for
-from regtopk.lab.experiments.tasks.regression import Regressions, RegressionSettings, draw_regressions
+from regtopk.lab.experiments.settings import check_densities, check_device, parse_seeds, threads_for
 from regtopk.lab.runs import Panel, Record
 from regtopk.simulate import Cluster
 
@@ -25,37 +29,84 @@ METHODS = ("dense", "topk", "regtopk", "regtopk-cap", "regtopk-current", "global
 Curves = dict[tuple[str, float], Algorithm[Any]]  # by method and density
 TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
 JUMP = 10.0  # a step that makes the distance so many times longer is a jump
+MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
 
 
 @dataclass(frozen=True)
-class Fig2Config(RegressionSettings):
-    """Settings of Figure 2.
+class Fig2Config:
+    """Settings of Figure 2; memory is 1.6 MB per seed at the default sizes.
 
     Args:
-        densities: S = k / J, each in (0, 1] and different.
+        seeds: how many data seeds, from 0 on: 3. Or which: 3,4,5 or 7001-7005.
+        num_workers: N.
+        numel: J.
+        num_points: D, points of one worker.
+        device: cpu or cuda.
+        densities: S = k / J, each different.
         num_iterations: T.
-        lr: learning rate, > 0.
-        mu: RegTop-k's, > 0.
+        lr: learning rate.
+        mu: RegTop-k's.
         record_every: iterations between records.
     """
 
-    densities: tuple[float, ...] = (0.4, 0.5, 0.6)
-    num_iterations: int = 2500
-    lr: float = 0.01
-    mu: float = 4.0
-    record_every: int = 25
+    seeds: str = "1"
+    num_workers: int = option(20, integer(at_least=1))
+    numel: int = option(100, integer(at_least=1))
+    num_points: int = option(500, integer(at_least=1))
+    device: str = option("cpu", check_device)
+    densities: tuple[float, ...] = option((0.4, 0.5, 0.6), check_densities)
+    num_iterations: int = option(2500, integer(at_least=1))
+    lr: float = option(0.01, within("(0, inf)"))
+    mu: float = option(4.0, within("(0, inf)"))
+    record_every: int = option(25, integer(at_least=1))
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        super().__post_init__()
-        for name in ("num_iterations", "record_every"):
-            check_integer(name, getattr(self, name), at_least=1)
-        for name in ("lr", "mu"):
-            check_positive(name, getattr(self, name))
-        for density in self.densities:
-            check_density(density)
-        if not self.densities or len(set(self.densities)) < len(self.densities):
-            raise ArgumentError(f"densities must be different and at least one, got {self.densities}")
+        check_options(self)
+        parse_seeds(self.seeds)
+
+
+@dataclass(frozen=True)
+class Regressions:
+    """The regressions of R seeds: A_n = X_n^T X_n / D, b_n = X_n^T y_n / D, and the minimiser w*."""
+
+    gram: Tensor  # (R, J, N J): the A_n side by side
+    moment: Tensor  # (R, N, J): the b_n
+    optimum: Tensor  # (R, J)
+
+    def grads(self, models: Tensor) -> Tensor:
+        """A_n w - b_n for M models of each seed: (R, M, J) in, (R, M, N, J) out."""
+        grads = (models @ self.gram).view(*models.shape[:2], *self.moment.shape[1:])
+        return grads.sub_(self.moment.unsqueeze(1))
+
+    def distances(self, models: Tensor) -> Tensor:
+        """||w - w*|| for M models of each seed: (R, M, J) in, (R, M) out."""
+        found: Tensor = torch.linalg.vector_norm(models - self.optimum.unsqueeze(1), dim=-1)
+        return found
+
+
+def draw_regressions(config: Fig2Config) -> Regressions:
+    """Draw the data of every seed, on the CPU in float64, so that a seed means the same everywhere."""
+    drawn = zip(*(_draw(config, seed) for seed in parse_seeds(config.seeds)), strict=True)
+    gram, moment = (torch.stack(parts).to(config.device) for parts in drawn)
+    optimum = torch.linalg.solve(gram.mean(1), moment.mean(1))
+    return Regressions(gram.transpose(1, 2).flatten(2), moment, optimum)  # A_n is symmetric
+
+
+def _draw(config: Fig2Config, seed: int) -> tuple[Tensor, Tensor]:
+    """A_n and b_n."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, variance: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * math.sqrt(variance)
+
+    points = normal(config.num_workers, config.num_points, config.numel)
+    means = normal(config.num_workers, 1, variance=MEAN_VARIANCE)
+    truths = means + normal(config.num_workers, config.numel)
+    labels = torch.einsum("ndj,nj->nd", points, truths)
+    labels = labels + normal(*labels.shape, variance=NOISE_VARIANCE)
+    gram = torch.einsum("ndi,ndj->nij", points, points) / config.num_points
+    return gram, torch.einsum("ndj,nd->nj", points, labels) / config.num_points
 
 
 def algorithms(config: Fig2Config) -> Curves:
@@ -73,71 +124,56 @@ def algorithms(config: Fig2Config) -> Curves:
 def run(config: Fig2Config, progress: ShowProgress) -> Iterator[Record]:
     """Yield, every so often, each method's distances and jumps, one for each seed, and who follows dense."""
     table = algorithms(config)
-    recorded = sorted({*range(0, config.num_iterations, config.record_every), config.num_iterations})
     with threads_for(config.numel):
-        descent = CurvesDescent(config, draw_regressions(config), table)
-        for iteration in recorded:
-            while descent.num_steps < iteration:
-                descent.step()
-            distances, jumps = (
-                dict(zip(table, x.T.tolist(), strict=True)) for x in (descent.distances, descent.num_jumps)
-            )
-            for method, density in table:
-                own = distances[method, density]
-                state = {"distance": own, "jumps": jumps[method, density]}
-                state["following"] = _num_tracking(own, distances["dense", 1.0])
+        for iteration, distances, jumps in _descend(config, table):
+            if iteration % config.record_every and iteration < config.num_iterations:
+                continue
+            dense, *_ = distances.T.tolist()
+            columns = zip(table, distances.T.tolist(), jumps.T.tolist(), strict=True)
+            for (method, density), own, num_jumps in columns:
+                following = sum(x <= TRACKS_WITHIN * base for x, base in zip(own, dense, strict=True))
+                state = {"distance": own, "jumps": num_jumps, "following": following}
                 for shown_at in config.densities if method == "dense" else (density,):
                     yield {"method": method, "density": shown_at, "iteration": iteration, **state}
             progress(iteration / config.num_iterations)
 
 
-class CurvesDescent:
-    """Gradient descent of M methods on the problems of R seeds: w := w - lr g."""
-
-    def __init__(self, config: Fig2Config, problems: Regressions, table: Curves) -> None:
-        self.lr, self.problems = config.lr, problems
-        self.clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
-        self.models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(table), 1)  # (R, M, J)
-        self.distances = problems.distances(self.models)  # (R, M)
-        self.num_jumps = torch.zeros_like(self.distances, dtype=torch.int64)
-        self.num_steps = 0
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        """One iteration of every method on every seed."""
-        grads = self.problems.grads(self.models).unbind(1)
-        aggregates = [cluster.step(own) for cluster, own in zip(self.clusters, grads, strict=True)]
-        self.models = self.models - self.lr * torch.stack(aggregates, dim=1)
-        before, self.distances = self.distances, self.problems.distances(self.models)
-        self.num_jumps += self.distances > JUMP * before
-        self.num_steps += 1
+@torch.inference_mode()
+def _descend(config: Fig2Config, table: Curves) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """w := w - lr g by M methods on R seeds: yields t, the distances (R, M) and numbers of jumps (R, M)."""
+    problems = draw_regressions(config)
+    clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
+    models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(clusters), 1)  # (R, M, J)
+    distances = problems.distances(models)
+    num_jumps = torch.zeros_like(distances, dtype=torch.int64)
+    yield 0, distances, num_jumps
+    for iteration in range(1, config.num_iterations + 1):
+        grads = problems.grads(models).unbind(1)
+        aggregates = [cluster.step(own) for cluster, own in zip(clusters, grads, strict=True)]
+        models = models - config.lr * torch.stack(aggregates, dim=1)
+        before, distances = distances, problems.distances(models)
+        num_jumps += distances > JUMP * before
+        yield iteration, distances, num_jumps
 
 
 def summarise(config: Fig2Config, records: Sequence[Record]) -> Summary:
     """Final distances, jumps, and how many seeds follow dense: within three times its distance."""
-    num_seeds = len(parse_seeds(config.seeds))
     final: dict[str, dict[str, list[float]]] = {method: {} for method in METHODS}
     jumps: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
+    tracking: dict[str, dict[str, int]] = {method: {} for method in METHODS}
     for record in records:
-        final[record["method"]][str(record["density"])] = record["distance"]
-        jumps[record["method"]][str(record["density"])] = record["jumps"]
-    num_tracking = {
-        method: {key: _num_tracking(distances, final["dense"][key]) for key, distances in by_density.items()}
-        for method, by_density in final.items()
-    }
+        method, key = record["method"], str(record["density"])
+        final[method][key], jumps[method][key] = record["distance"], record["jumps"]
+        tracking[method][key] = record["following"]
     rows: list[dict[str, Any]] = []
     for key in map(str, config.densities):
         distance = {method: median(final[method][key]) for method in METHODS}
-        counts = {method: f"{num_tracking[method][key]}/{num_seeds}" for method in METHODS}
+        counts = {method: f"{tracking[method][key]}/{len(parse_seeds(config.seeds))}" for method in METHODS}
         num_jumps = {method: sum(jumps[method][key]) for method in METHODS}
         rows.append({"measure": f"S = {key}, distance", **distance})
         rows.append({"measure": f"S = {key}, following", **counts})
         rows.append({"measure": f"S = {key}, jumps", **num_jumps})
-    return {"final_distance": final, "num_tracking_dense": num_tracking, "num_jumps": jumps, "table": rows}
-
-
-def _num_tracking(distances: list[float], dense: list[float]) -> int:
-    return sum(mine <= TRACKS_WITHIN * base for mine, base in zip(distances, dense, strict=True))
+    return {"final_distance": final, "num_tracking_dense": tracking, "num_jumps": jumps, "table": rows}
 
 
 def panels(config: Fig2Config) -> Sequence[Panel]:

@@ -10,22 +10,17 @@ from typing import Any
 
 from regtopk.lab.experiments.compare.comparison import Comparison
 from regtopk.lab.experiments.compare.config import CompareConfig
-from regtopk.lab.experiments.compare.page import description_of
-from regtopk.lab.experiments.compare.results import summarise
 from regtopk.lab.experiments.published import published_figure
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Panel, Record
 
 PUBLISHED = {"topk": "topk", "regtopk:mu=5": "regtopk"}  # of our methods, in the paper's figure
 FREE = ("precision", "device", "deterministic", "num_evaluations")  # how it is computed, not what
-
+REGTOPK = "regtopk:mu=1,regtopk:mu=5,regtopk:mu=1:reference=current,regtopk:mu=5:reference=current"
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "task": "resnet18",
-        "algorithms": (
-            "dense,topk,regtopk:mu=1,regtopk:mu=5,regtopk:mu=1:reference=current,"
-            "regtopk:mu=5:reference=current,dgc,dgc:score=regtopk:mu=5,ef21:eta=0.1,global-topk"
-        ),
+        "algorithms": f"dense,topk,{REGTOPK},dgc,dgc:score=regtopk:mu=5,ef21:eta=0.1,global-topk",
         "densities": (0.001,),
         "precision": "bfloat16",
         "num_evaluations": 42,
@@ -33,11 +28,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "non-iid": {
         "task": "resnet18-gn",
-        "algorithms": (
-            "dense,topk,regtopk:mu=1,regtopk:mu=5,regtopk:mu=1:reference=current,"
-            "regtopk:mu=5:reference=current,dgc:lr=0.005,dgc:score=regtopk:mu=5:lr=0.005,ef21:eta=0.1,global-topk,"
-            "consensus,sketch"
-        ),
+        "algorithms": f"dense,topk,{REGTOPK},dgc:lr=0.005,dgc:score=regtopk:mu=5:lr=0.005,ef21:eta=0.1,"
+        "global-topk,consensus,sketch",
         "densities": (0.001,),
         "split": "sorted:2",
         "lr": (0.05,),
@@ -77,13 +69,8 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
     """Accuracy and loss by step (beside the published curves), and accuracy by bytes."""
     accuracy = Panel("Accuracy, by steps", "step", "accuracy", "step", "test accuracy, %")
     loss = Panel("Training loss", "step", "loss", "step", "training loss")
-    by_bytes = replace(
-        accuracy,
-        title="Accuracy, by bytes",
-        x="payload_bytes",
-        x_label="bytes a worker has contributed",
-        log_x=True,
-    )
+    contributed: dict[str, Any] = {"x": "payload_bytes", "x_label": "bytes a worker has contributed"}
+    by_bytes = replace(accuracy, title="Accuracy, by bytes", log_x=True, **contributed)
     if is_as_published(config):
         accuracy = replace(accuracy, title=f"{accuracy.title}; published as circles", dots="published")
     return accuracy, loss, by_bytes
@@ -92,10 +79,7 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
 FIG3 = Comparison(
     name="fig3",
     title="Figure 3: deep networks",
-    about=description_of,
-    config=CompareConfig,
     presets=PRESETS,
     extras=published_accuracy,
-    summarise=summarise,
     panels=panels,
 )

@@ -9,17 +9,17 @@ The paper leaves G open. Here
 Curvature gives the loss a minimum that one can jump over; 0 is a straight line.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from regtopk.core.options import check_number
+from regtopk.core.options import option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
-from regtopk.lab.experiments.paper.toy import ToyConfig, descend, start
-from regtopk.lab.experiments.tasks import toy
+from regtopk.lab.experiments.paper import fig1
+from regtopk.lab.experiments.paper.fig1 import ToyConfig, descend, start
 from regtopk.lab.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -31,33 +31,23 @@ class ScalingConfig(ToyConfig):
     """Settings of the second toy example.
 
     Args:
-        slope: G'(1), finite; the paper's is 1.
-        curvature: G'', >= 0 and finite.
+        slope: G'(1); the paper's is 1.
+        curvature: G'', at least 0.
     """
 
-    slope: float = 1.0
-    curvature: float = 0.75
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        super().__post_init__()
-        check_number("slope", self.slope, "finite", math.isfinite)
-        check_number("curvature", self.curvature, ">= 0 and finite", lambda x: 0 <= x < math.inf)
+    slope: float = option(1.0, within("(-inf, inf)"))
+    curvature: float = option(0.75, within("[0, inf)"))
 
 
-def risk(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
-    """F(w) + G(w_2), as a function of w."""
-    return lambda w: toy.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
+def risk(config: ScalingConfig, w: Tensor) -> Tensor:
+    """F(w) + G(w_2)."""
+    return fig1.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
 
 
-def grads(config: ScalingConfig) -> Callable[[Tensor], Tensor]:
-    """The workers' gradients (2, 2), as a function of w."""
-
-    def gradients(w: Tensor) -> Tensor:
-        slope_here = config.slope + config.curvature * (w[1] - 1)
-        return toy.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
-
-    return gradients
+def grads(config: ScalingConfig, w: Tensor) -> Tensor:
+    """The workers' gradients, (2, 2)."""
+    slope_here = config.slope + config.curvature * (w[1] - 1)
+    return fig1.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
 
 
 def run(config: ScalingConfig, progress: ShowProgress) -> Iterator[Record]:
@@ -65,12 +55,13 @@ def run(config: ScalingConfig, progress: ShowProgress) -> Iterator[Record]:
 
     `step_scale` is the length of the step over that of the first step without sparsification.
     """
-    unit = config.lr * grads(config)(start(config)).mean(0).norm()
-    for method, iteration, w, step in descend(config, grads(config), config.num_iterations, progress):
+    unit = config.lr * grads(config, start(config)).mean(0).norm()
+    path = descend(config, partial(grads, config), config.num_iterations, progress)
+    for method, iteration, w, step in path:
         yield {
             "method": method,
             "iteration": iteration,
-            "risk": float(risk(config)(w)),
+            "risk": float(risk(config, w)),
             "w_2": float(w[1]),
             "step_length": float(step.norm()),
             "step_scale": float(step.norm() / unit),
@@ -104,13 +95,11 @@ def summarise(config: ScalingConfig, records: Sequence[Record]) -> Summary:
 
 def panels(config: ScalingConfig) -> Sequence[Panel]:
     """Two: the lengths of the steps, and the model they lead to."""
+    title, y_label = "Length of every step, in units of dense's first", "learning step scaled by"
     return (
-        Panel(
-            "Length of every step, in units of dense's first", "iteration", "step_scale", "iteration",
-            "learning step scaled by", log_y=True, marks="stems", y_min=0.1,
-        ),
+        Panel(title, "iteration", "step_scale", "iteration", y_label, log_y=True, marks="stems", y_min=0.1),
         Panel("The entry that matters", "iteration", "w_2", "iteration", "second entry of w"),
-    )  # fmt: skip
+    )
 
 
 SCALING = WholeExperiment(

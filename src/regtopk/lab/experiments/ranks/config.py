@@ -1,35 +1,33 @@
 """The settings of `regtopk train`: those of a comparison, which real processes then run."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_choice, integer, one_of, option
 from regtopk.distributed.options import Collective
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.config import CompareConfig
-from regtopk.lab.experiments.tasks.task import Defaults
 from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
-DENSE = Method.parse("dense")
 NUM_DIGITS = 1437  # scikit-learn's for training
 SIMULATED = ("split", "like", "bytes_per_step", "precision")  # settings that only the simulator has
 
-# small enough for processes on one machine
-SIZES = {
-    "digits": Defaults(num_workers=2, num_steps=300, batch_size=32, lr=(0.4,)),
-    "gpt": Defaults(
-        num_workers=2, num_steps=240, batch_size=4, lr=(0.004,), optimizer="adamw",
+# of a task: sizes small enough for processes on one machine, and what docs/which-method.md advises
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": dict(
+        num_workers=2, num_steps=300, batch_size=32, lr=(0.4,), num_evaluations=30,
+        algorithms="consensus:value_code=4bit",
+    ),
+    "gpt": dict(
+        num_workers=2, num_steps=240, batch_size=4, lr=(0.004,), num_evaluations=4, optimizer="adamw",
         num_layers=2, width=64, context=64,
+        algorithms=f"{ADVISED_UPDATES}:exchange=updates:every=2:fragments=2",
     ),
 }  # fmt: skip
-# what docs/which-method.md advises
-ADVISED = {
-    "digits": "consensus:value_code=4bit",
-    "gpt": f"{ADVISED_UPDATES}:exchange=updates:every=2:fragments=2",
-}
-NUM_EVALUATIONS = {"digits": 30, "gpt": 4}
 
 
 @dataclass(frozen=True)
@@ -53,50 +51,45 @@ class TrainConfig(CompareConfig):
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """
 
+    num_workers: int = option(0, integer(at_least=2))
     num_evaluations: int = 0
-    collective: Collective = "auto"
+    collective: Collective = option("auto", one_of("auto", "all_gather", "split"))
 
     def __post_init__(self) -> None:
         """Fill in the defaults, and check what a comparison does not check."""
-        check_choice("task", self.task, SIZES)
-        object.__setattr__(self, "algorithms", self.algorithms or ADVISED[self.task])
-        object.__setattr__(self, "num_evaluations", self.num_evaluations or NUM_EVALUATIONS[self.task])
+        check_choice("task", self.task, DEFAULTS)
         super().__post_init__()
-        check_integer("num_workers", self.num_workers, at_least=2)
-        check_choice("collective", self.collective, ("auto", "all_gather", "split"))
         for name in SIMULATED:
-            if getattr(self, name) != getattr(CompareConfig, name):
-                raise ArgumentError(
-                    f"{name} is a setting of regtopk compare alone, got {getattr(self, name)!r}"
-                )
+            given = getattr(self, name)
+            if given != getattr(CompareConfig, name):
+                raise ArgumentError(f"{name} is a setting of regtopk compare alone, got {given!r}")
         if len(self.lr) > 1 or len(self.densities) > 1:
             raise ArgumentError(f"lr and density must be one number each, got {self.lr}, {self.densities}")
         if any(method.algorithm == "dense" and not method.rounds.has_updates for method in self.methods):
             raise ArgumentError(
-                "algorithms must not include dense, which is always there, unless it exchanges updates, "
-                f"got {self.algorithms!r}"
+                f"algorithms must not include dense, which is always there, got {self.algorithms!r}"
             )
-        if self.task == "digits":
-            self._check_digits()
-        if self.device == "cuda" and self.num_workers > torch.cuda.device_count():
-            raise ArgumentError(
-                f"num_workers must be at most the number of GPUs, {torch.cuda.device_count()}, "
-                f"got {self.num_workers}"
-            )
-
-    def _check_digits(self) -> None:
-        if self.data:
+        if self.task == "digits" and self.data:
             raise ArgumentError(f"data must be empty for digits, which scikit-learn has, got {self.data!r}")
-        if self.batch_size * self.num_workers > NUM_DIGITS:
+        most, num_gpus = NUM_DIGITS // self.num_workers, torch.cuda.device_count()
+        if self.task == "digits" and self.batch_size > most:
             raise ArgumentError(
-                f"batch_size must be at most {NUM_DIGITS // self.num_workers} ({NUM_DIGITS} training digits, "
-                f"{self.num_workers} workers), got {self.batch_size}"
+                f"batch_size must be at most {most} for {NUM_DIGITS} digits, got {self.batch_size}"
+            )
+        if self.device == "cuda" and self.num_workers > num_gpus:
+            raise ArgumentError(
+                f"num_workers must be at most {num_gpus}, the GPUs here, got {self.num_workers}"
             )
 
     @property
-    def defaults(self) -> Defaults:
+    def defaults(self) -> dict[str, Any]:
         """Of the task, on ranks."""
-        return SIZES[self.task]
+        return DEFAULTS[self.task]
+
+    @cached_property
+    def trained(self) -> list[Method]:
+        """Dense, which is left to DDP, and the methods."""
+        return [self.complete(Method.parse("dense")), *self.methods]
 
     def record_steps(self, method: Method) -> list[int]:
         """After which steps a record is made: at both ends, and every few, where a round ends."""

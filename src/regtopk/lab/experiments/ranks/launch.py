@@ -26,25 +26,14 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
     """Call an importable function on every rank, as entry(emit, *args), and yield what the ranks emit.
 
     The ranks end with the iteration: when all are done, when one fails, or when the caller stops asking.
-
-    Args:
-        entry: what a rank does; it calls `join_group` first.
-        num_workers: how many ranks.
-        args: what pickle can hold.
-
-    Raises:
-        ClusterError: a rank failed; says which and how.
+    `entry` calls `join_group` first.
     """
     records = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         place = num_workers, os.path.join(folder, "store")
+        of_rank = place, records, entry, args
         ranks = start_processes(
-            _run_rank,
-            args=(place, records, entry, args),
-            nprocs=num_workers,
-            join=False,
-            daemon=True,
-            start_method="spawn",
+            _run_rank, of_rank, num_workers, join=False, daemon=True, start_method="spawn"
         )
         try:
             is_done = False
@@ -66,9 +55,9 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
 
 def join_group(backend: str) -> None:
     """Initialise torch.distributed on a rank."""
+    store = f"file://{os.environ['REGTOPK_STORE']}"
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ["REGTOPK_STORE"], num_workers)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_workers)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_workers)
 
 
 def _run_rank(rank: int, place: tuple[int, str], records: Any, entry: Callable[..., None], args: Any) -> None:

@@ -10,16 +10,12 @@ from regtopk.lab.experiments.experiment import Summary, by_method
 from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.runs import Panel, Record
 
-# of a task: the metric in the summary, and in words
-QUALITIES = {
-    "digits": ("test_accuracy", "test digits read right, %"),
-    "gpt": ("test_loss", "test loss, nats per character"),
-}
+DIGITS_READ = "test digits read right, %"
 
 
 def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     """Where each method ended, what it sent, and where its time went."""
-    name, words = QUALITIES[config.task]
+    name, words = f"test_{config.kind.metric.removeprefix('test_')}", config.kind.metric_words or DIGITS_READ
     curves = by_method(records)
     final = {method: own[-1] for method, own in curves.items()}
     sent = {method: record["sent_bytes"] for method, record in final.items()}
@@ -55,14 +51,10 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
 
 def panels(config: TrainConfig) -> Sequence[Panel]:
     """Quality and training loss, against steps and against bytes sent."""
-    metric, words = config.kind.metric, QUALITIES[config.task][1]
+    metric, words = config.kind.metric, config.kind.metric_words or DIGITS_READ
     title, is_log = metric.replace("_", " ").capitalize(), not config.kind.is_better_higher
     quality = Panel(f"{title}, by steps", "step", metric, "step", words, log_y=is_log)
     loss = replace(quality, title="Loss, by steps", y="loss", y_label="training loss", log_y=True)
     bytes_sent: dict[str, Any] = {"x": "sent_bytes", "x_label": "bytes sent by a worker", "log_x": True}
-    return (
-        quality,
-        replace(quality, title=f"{title}, by bytes", **bytes_sent),
-        loss,
-        replace(loss, title="Loss, by bytes", **bytes_sent),
-    )
+    quality_by_bytes = replace(quality, title=f"{title}, by bytes", **bytes_sent)
+    return quality, quality_by_bytes, loss, replace(loss, title="Loss, by bytes", **bytes_sent)

@@ -1,23 +1,20 @@
 """Deep networks as tasks: a GPT on the characters of a text, ResNet-18 and a small network on images."""
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples, of_images, of_text
-from regtopk.lab.experiments.data.splits import batch_order, divide, weights_of
-from regtopk.lab.experiments.data.text import load_text, torch_sources
+from regtopk.lab.experiments.data.text import load_text
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
-from regtopk.lab.experiments.networks.flat import flatten, layout_of
 from regtopk.lab.experiments.networks.gpt import GPT
-from regtopk.lab.experiments.tasks.task import Defaults, Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import Task, TaskSettings
 
 HEAD = 64  # width of an attention head; a narrower network has one head
 MOST_TESTED = 4096  # windows of the test part that are evaluated, evenly spread over it
@@ -26,29 +23,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class DeepTask(Task):
-    """A deep network, whose workers' passes an engine runs side by side on a GPU.
-
-    Args:
-        config: sizes, split and device.
-        seeds: of the first weights, the shards and the batches.
-        examples: on the device.
-    """
+    """A deep network, whose workers' passes an engine runs side by side on a GPU."""
 
     is_loss_averaged = True
-    has_own_models = True
     network_settings: ClassVar[tuple[str, ...]] = ("precision",)
     is_compiled: ClassVar[bool] = False  # whether torch.compile fuses small operations on a GPU
 
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
-        super().__init__(config, seeds)
-        self.examples = examples
-        shards = [shards_of(config, examples, seed) for seed in seeds]
-        orders = [order_of(config, own, seed) for own, seed in zip(shards, seeds, strict=True)]
-        self.order = torch.stack(orders, 1).to(config.device)  # (T, R, N, B)
-        self.weights = [weights_of(own, config.split) for own in shards]
-        self._weights = torch.tensor(self.weights, device=config.device)
-        self._start = torch.stack([flatten(self.make_network(config, examples, seed)) for seed in seeds])
-        self.layout = layout_of(self.make_network(config, examples, seed=0))
+        super().__init__(config, seeds, examples)
         self._engines: dict[bool, Engine] = {}  # by whether workers have weights of their own
 
     @classmethod
@@ -57,19 +39,9 @@ class DeepTask(Task):
         super().check(config)
         check_choice("precision", config.precision, DTYPES)
 
-    @classmethod
-    @abstractmethod
-    def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> nn.Module:
-        """The network as it starts."""
-
-    def start(self) -> Tensor:
-        """The network's own initialisation, by seed."""
-        return self._start.to(self.config.device, copy=True)
-
-    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Of each worker's own mini-batch, at the seed's model or at its own."""
-        grads, losses = self._engine(models.dim() == 3).grads(models, self.order[step])
-        return grads, (self._weights * losses).sum(-1)
+    def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """In buffers that the next call overwrites."""
+        return self._engine(models.dim() == 3).grads(models, rows)
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, and what is guessed right of the test examples, in percent."""
@@ -92,16 +64,6 @@ class DeepTask(Task):
         return self._engines[has_own_weights]
 
 
-def shards_of(config: TaskSettings, examples: Examples, seed: int) -> list[Tensor]:
-    """Which examples each worker has."""
-    return divide(examples.labels, config.num_workers, config.split, seed)
-
-
-def order_of(config: TaskSettings, shards: list[Tensor], seed: int) -> Tensor:
-    """The examples of every step, (T, N, B)."""
-    return batch_order(shards, config.batch_size, config.num_steps, seed)
-
-
 class Gpt(DeepTask):
     """The next character of a text: the test loss in nats per character."""
 
@@ -109,58 +71,37 @@ class Gpt(DeepTask):
     metric_words = "test loss, nats per character"
     is_better_higher = False
     base = "dense"
+    contents = "text_sha256"
     network_settings = ("num_layers", "width", "context", "precision")
-    defaults = Defaults(
-        num_workers=8,
-        num_steps=1536,
-        batch_size=16,
-        lr=(0.004,),
-        optimizer="adamw",
-        num_layers=6,
-        width=256,
-        context=128,
-    )
+    defaults: ClassVar = dict(
+        num_workers=8, num_steps=1536, batch_size=16, lr=(0.004,), optimizer="adamw",
+        num_layers=6, width=256, context=128,
+    )  # fmt: skip
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
         """Refuse sizes that make no network."""
         super().check(config)
-        for name in ("num_layers", "width", "context"):
-            check_integer(name, getattr(config, name), at_least=1)
         if config.width > HEAD and config.width % HEAD:
             raise ArgumentError(f"width must be a multiple of {HEAD}, or smaller, got {config.width}")
         if config.split.startswith("dirichlet"):
-            raise ArgumentError(
-                f"split must be iid or sorted for gpt, whose text has no classes, got {config.split!r}"
-            )
+            raise ArgumentError(f"split must be iid or sorted for gpt, without classes, got {config.split!r}")
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:
         """Windows of the text, those of the test thinned out."""
         window = config.context + 1
         path = Path(config.data) if config.data else None
-        examples = of_text(load_text(path, sources=torch_sources, window=window), config.device, window)
+        examples = of_text(load_text(path, window=window), config.device, window)
         stride = -(-len(examples.test) // MOST_TESTED)
         tested = examples.test[::stride], examples.test_targets[::stride]
         return examples._replace(test=tested[0].contiguous(), test_targets=tested[1].contiguous())
 
     @classmethod
-    def contents_of(cls, examples: Examples) -> Mapping[str, str]:
-        """The hash of the text."""
-        return {"text_sha256": examples.fingerprint}
-
-    @classmethod
-    def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> GPT:
+    def draw_network(cls, config: TaskSettings, examples: Examples) -> GPT:
         """With GPT-2's initialisation."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return GPT(
-                examples.num_classes,
-                context=config.context,
-                width=config.width,
-                num_layers=config.num_layers,
-                num_heads=max(1, config.width // HEAD),
-            )
+        num_heads = max(1, config.width // HEAD)
+        return GPT(examples.num_classes, config.context, config.width, config.num_layers, num_heads)
 
 
 class ImageNetwork(DeepTask):
@@ -172,7 +113,7 @@ class ImageNetwork(DeepTask):
     num_at_once = 3
     network: ClassVar[str]  # one of NETWORKS
     data_set: ClassVar[str] = "cifar10"
-    defaults = Defaults(num_workers=8, num_steps=2520, batch_size=20, lr=(0.01,))
+    defaults: ClassVar = dict(num_workers=8, num_steps=2520, batch_size=20, lr=(0.01,))
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:
@@ -180,16 +121,9 @@ class ImageNetwork(DeepTask):
         return of_images(cls.data_set, config.data, config.device)
 
     @classmethod
-    def contents_of(cls, examples: Examples) -> Mapping[str, str]:
-        """A hash of labels and pixels."""
-        return {"examples": examples.fingerprint}
-
-    @classmethod
-    def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> nn.Module:
+    def draw_network(cls, config: TaskSettings, examples: Examples) -> nn.Module:
         """With torchvision's initialisation."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return NETWORKS[cls.network](examples.num_classes)
+        return NETWORKS[cls.network](examples.num_classes)
 
 
 class ResNet18Task(ImageNetwork):

@@ -4,16 +4,18 @@ A model is a flat vector. R seeds are R rows, and all workers of all seeds give 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from regtopk.core.worker import Layout
+from regtopk.core.options import integer, option
 from regtopk.errors import ArgumentError
-
-Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
+from regtopk.lab.experiments.data.examples import Examples
+from regtopk.lab.experiments.data.splits import batch_order, check_split, divide, weights_of
+from regtopk.lab.experiments.networks.flat import flatten, layout_of
 
 
 @dataclass(frozen=True)
@@ -36,63 +38,51 @@ class TaskSettings:
     """
 
     task: str = "digits"
-    split: str = "iid"
-    num_workers: int = 0
-    num_steps: int = 0
-    batch_size: int = 0
+    split: str = option("iid", lambda name, given: check_split(given))
+    num_workers: int = option(0, integer(at_least=1))
+    num_steps: int = option(0, integer(at_least=1))
+    batch_size: int = option(0, integer(at_least=1))
     data: str = ""
-    num_layers: int = 0
-    width: int = 0
-    context: int = 0
+    num_layers: int = option(0, integer(at_least=0))
+    width: int = option(0, integer(at_least=0))
+    context: int = option(0, integer(at_least=0))
     precision: str = "float32"
     device: str = "cpu"
 
 
-class Defaults(NamedTuple):
-    """What a comparison on a task uses where its settings say nothing; 0: the task has no such setting."""
-
-    num_workers: int
-    num_steps: int
-    batch_size: int
-    lr: tuple[float, ...]
-    optimizer: str = "sgd"
-    num_layers: int = 0
-    width: int = 0
-    context: int = 0
-
-
 class Task(ABC):
-    """A problem, for some seeds.
+    """A network that learns from examples, for some seeds: they draw first weights, shards and batches.
 
     Args:
         config: sizes, split and device.
         seeds: R of them.
-        examples: what `load` returned.
-
-    Attributes:
-        layout: which parameter owns which entries.
-        weights: w_n for each seed.
+        examples: what `load` returned, on the device.
     """
 
     metric: ClassVar[str]  # what `evaluate` gives, and a run is judged by
     metric_words: ClassVar[str] = ""  # the same for people, with its unit; empty: the metric says enough
     is_better_higher: ClassVar[bool]
     num_last: ClassVar[int] = 1  # the final number of a run is the mean of so many of its last evaluations
-    has_log_axis: ClassVar[bool] = False  # whether the metric is drawn on a logarithmic axis
     base: ClassVar[str] = "topk"  # the algorithm that differences are taken from
     num_at_once: ClassVar[int | None] = None  # how many seeds are trained at once; None: all
     is_loss_averaged: ClassVar[bool] = False  # whether a record has the mean loss since the record before
-    has_own_models: ClassVar[bool] = False  # whether `grads` also takes a model for every worker
     network_settings: ClassVar[tuple[str, ...]] = ()  # which settings of the network one may choose
-    defaults: ClassVar[Defaults]
+    contents: ClassVar[str] = "examples"  # what a record calls the hash of the examples
+    defaults: ClassVar[dict[str, Any]]  # of settings that say nothing
 
-    layout: Layout
-    weights: Sequence[list[float]]
-
-    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Any = None) -> None:
-        self.config = config
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
+        self.config, self.seeds, self.examples = config, list(seeds), examples
         self.num_workers = config.num_workers
-        self.seeds = list(seeds)
+        shards = [divide(examples.labels, config.num_workers, config.split, seed) for seed in seeds]
+        orders = [
+            batch_order(own, config.batch_size, config.num_steps, seed)
+            for own, seed in zip(shards, seeds, strict=True)
+        ]
+        self.order = torch.stack(orders, 1).to(config.device)  # (T, R, N, B)
+        self.weights = [weights_of(own, config.split) for own in shards]  # w_n for each seed
+        self._weights = torch.tensor(self.weights, device=config.device)
+        self._start = torch.stack([flatten(self.make_network(config, examples, seed)) for seed in seeds])
+        self.layout = layout_of(self.make_network(config, examples, seed=0))
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
@@ -100,39 +90,40 @@ class Task(ABC):
         for name in ("num_layers", "width", "context", "precision"):
             value = getattr(config, name)
             if name not in cls.network_settings and value != getattr(TaskSettings, name):
-                raise ArgumentError(
-                    f"{name} must not be given for {config.task}, whose network is fixed, got {value!r}"
-                )
+                raise ArgumentError(f"{name} is fixed for {config.task}: do not give it, got {value!r}")
 
     @classmethod
-    def load(cls, config: TaskSettings) -> Any:
-        """Read what is learned, once for all seeds; None where nothing is read.
-
-        Raises:
-            ArgumentError: there is no such data, or the task takes none.
-        """
-        if config.data:
-            raise ArgumentError(
-                f"data must be empty for {config.task}, which reads none, got {config.data!r}"
-            )
-
-    @classmethod
-    def contents_of(cls, examples: Any) -> Mapping[str, str]:
-        """What tells the examples from others of the same name."""
-        return {}
-
     @abstractmethod
+    def load(cls, config: TaskSettings) -> Examples:
+        """Read what is learned, once for all seeds."""
+
+    @classmethod
+    def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> nn.Module:
+        """The network as it starts."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls.draw_network(config, examples)
+
+    @classmethod
+    @abstractmethod
+    def draw_network(cls, config: TaskSettings, examples: Examples) -> nn.Module:
+        """The network, its weights drawn by torch's generator."""
+
     def start(self) -> Tensor:
         """The first models, (R, J)."""
+        return self._start.to(self.config.device, copy=True)
 
-    @abstractmethod
     def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The workers' gradients, (R, N, J), and their mean loss (R,); the next call may overwrite both.
 
-        Args:
-            models: (R, J), or (R, N, J) for a task whose workers may have their own.
-            step: which mini-batches.
+        Models are (R, J), or (R, N, J) where workers have their own. The step says which mini-batches.
         """
+        grads, losses = self.grads_at(models, self.order[step])
+        return grads, (self._weights * losses).sum(-1)
+
+    @abstractmethod
+    def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients (R, N, J) and losses (R, N) of some examples (R, N, B)."""
 
     @abstractmethod
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:

@@ -13,22 +13,13 @@ from regtopk.core.worker import Layout
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer and what goes with it.
+    """An optimizer and what goes with it."""
 
-    Args:
-        make: from parameters and lr to a torch optimizer.
-        weight_decay: of matrices and embeddings alone, apart from the gradient:
-            theta := (1 - lr weight_decay) theta.
-        max_norm: gradients of a larger norm are scaled down to it; 0: never.
-        warm_up: steps in which the learning rate grows linearly.
-        last_share: of the learning rate, where a cosine ends after the warm-up; 1: it stays.
-    """
-
-    make: Callable[..., torch.optim.Optimizer]
-    weight_decay: float = 0.0
-    max_norm: float = 0.0
-    warm_up: int = 0
-    last_share: float = 1.0
+    make: Callable[..., torch.optim.Optimizer]  # from parameters and lr
+    weight_decay: float = 0.0  # of matrices and embeddings alone: theta := (1 - lr weight_decay) theta
+    max_norm: float = 0.0  # gradients of a larger norm are scaled down to it; 0: never
+    warm_up: int = 0  # steps in which the learning rate grows linearly
+    last_share: float = 1.0  # of the learning rate, where a cosine ends after the warm-up; 1: it stays
 
     def lr_share(self, step: int, num_steps: int) -> float:
         """The share of the learning rate in a step of so many."""
@@ -40,17 +31,12 @@ class Recipe:
         return self.last_share + (1 - self.last_share) * (1 + math.cos(math.pi * done)) / 2
 
 
+ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
 OPTIMIZERS = {
     "sgd": Recipe(torch.optim.SGD),
     "momentum": Recipe(partial(torch.optim.SGD, momentum=0.9)),
     "adam": Recipe(torch.optim.Adam),
-    "adamw": Recipe(
-        partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0),
-        weight_decay=0.1,
-        max_norm=1.0,
-        warm_up=100,
-        last_share=0.1,
-    ),
+    "adamw": Recipe(ADAMW, weight_decay=0.1, max_norm=1.0, warm_up=100, last_share=0.1),
     "sgdw": Recipe(torch.optim.SGD, weight_decay=0.1, warm_up=100, last_share=0.1),
 }
 
@@ -61,23 +47,21 @@ class Descent:
     Simulated workers and real ranks take their steps here, so both make the same operations in one order.
 
     Args:
-        model: the parameters of one network, or flat models (..., J), each of which goes its own way.
-        layout: of flat models: which parameter owns which entries.
+        model: one network, or flat models (..., J), each of which goes its own way.
         recipe: how.
         lr: learning rate.
         num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
+        layout: of flat models.
     """
 
     def __init__(
         self,
         model: nn.Module | Tensor,
-        layout: Layout | None = None,
-        *,
         recipe: Recipe,
         lr: float,
         num_steps: int,
+        layout: Layout | None = None,
     ) -> None:
-        assert num_steps or recipe.last_share == 1, "a schedule needs its number of steps"
         self._are_models = isinstance(model, Tensor)
         self._parameters = [model] if isinstance(model, Tensor) else list(model.parameters())
         if layout is None:
@@ -86,9 +70,7 @@ class Descent:
             decays = [torch.full((x.numel,), recipe.weight_decay * (len(x.shape) > 1)) for x in layout.layers]
             self._decays = [torch.cat(decays).to(self._parameters[0])]
         self.optimizer = recipe.make(self._parameters, lr=lr)
-        self._recipe = recipe
-        self._lr = lr
-        self._num_steps = num_steps
+        self._recipe, self._lr, self._num_steps = recipe, lr, num_steps
 
     @torch.no_grad()
     def step(self, step: int) -> None:

@@ -11,11 +11,13 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.link import Link
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layer, Layout
-from regtopk.lab.experiments.tasks.task import Quality, Task
+from regtopk.lab.experiments.tasks.task import Task
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS, Descent
-from regtopk.rounds import GRADIENTS, LocalRounds, RoundMaker, Rounds, cut_evenly
+from regtopk.lab.method import Method
+from regtopk.rounds import LocalRounds, RoundMaker, cut_evenly
 from regtopk.simulate import Cluster
 
+Quality = dict[str, float | None]  # by the name of what was measured, such as "accuracy"
 LINK = Link(bandwidth=100e6, latency_s=1e-3, compute_s=20e-3)  # what methods that adapt to time are told
 
 
@@ -77,29 +79,17 @@ class Trainer:
     Args:
         task: gives gradients and judges models.
         algorithm: run by every seed's workers.
-        optimizer: one of `OPTIMIZERS`.
+        method: its codes, its optimizer and its rounds.
         lr: learning rate.
-        index_code: how indices are counted.
-        rounds: what is exchanged, and how often.
         num_steps: how many steps there will be, for optimizers whose learning rate has a schedule.
-        residual_dtype: how residuals are kept.
     """
 
     def __init__(
-        self,
-        task: Task,
-        algorithm: Algorithm[Any],
-        *,
-        optimizer: str,
-        lr: float,
-        index_code: str,
-        rounds: Rounds = GRADIENTS,
-        num_steps: int = 0,
-        residual_dtype: str = "float32",
+        self, task: Task, algorithm: Algorithm[Any], method: Method, *, lr: float, num_steps: int = 0
     ) -> None:
         self.task = task
         self.algorithm = algorithm
-        self.rounds = rounds
+        self.rounds = rounds = method.rounds
         self.models = task.start()
         self.num_steps = 0
         is_alike = all(weights == task.weights[0] for weights in task.weights)
@@ -112,10 +102,10 @@ class Trainer:
                 num_workers=task.num_workers,
                 weights=weights,
                 layout=Layout.of_shapes((layer.name, layer.shape, layer.kind) for layer in layers),
-                index_code=index_code,
+                index_code=method.index_code,
                 link=LINK,
                 is_checked=False,  # what is not finite is looked for here
-                residual_dtype=residual_dtype,
+                residual_dtype=method.residual_dtype,
             )
 
         self._parts: list[ModelPart] = []
@@ -132,10 +122,9 @@ class Trainer:
             self._outer = rounds.make_outer([part.models for part in self._parts])
             maker = SimulatedRounds(self._parts, self._local, self._outer, self._aggregate)
             self._rounds = LocalRounds(rounds, maker)
-        self._descent = Descent(
-            self._local, task.layout, recipe=OPTIMIZERS[optimizer], lr=lr, num_steps=num_steps
-        )
+        self._descent = Descent(self._local, OPTIMIZERS[method.optimizer], lr, num_steps, task.layout)
         self._timer = Timer(self.models.device)
+        self._exchange_s = 0.0  # spent in exchanges before the state was loaded
         self._at_stop = self.models.clone()  # the models at the last stop, all finite
         self._is_diverged = torch.zeros(len(task.seeds), dtype=torch.bool, device=self.models.device)
         self._losses: Tensor | None = None  # of the last step
@@ -173,28 +162,53 @@ class Trainer:
         return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
 
     @property
-    def clusters(self) -> list[Cluster]:
-        """All that aggregate, of one part after another."""
-        return [cluster for part in self._parts for cluster in part.clusters]
-
-    @property
     def payload_bytes(self) -> list[float]:
         """What a worker has contributed so far, on average, for each seed."""
-        by_cluster = torch.stack([c.total.payload_bytes.double().mean(-1) for c in self.clusters])
-        found = by_cluster.unflatten(0, (len(self._parts), -1)).sum(0).flatten()
-        counts: list[float] = found.expand(len(self.models)).tolist()
-        return counts
+        by_part = []
+        for part in self._parts:
+            own = torch.stack([c.total.payload_bytes.double().mean(-1) for c in part.clusters])
+            by_part.append(own.flatten().expand(len(self.models)))  # a part not yet sent has one zero
+        return [float(count) for count in torch.stack(by_part).sum(0)]
 
     @property
     def exchange_s(self) -> float:
         """Seconds spent in exchanges so far; waits for the GPU."""
-        return self._timer.seconds()["exchange"]
+        return self._exchange_s + self._timer.seconds()["exchange"]
 
     @property
     def is_diverged(self) -> list[bool]:
         """Which seeds diverged."""
-        flags: list[bool] = self._is_diverged.tolist()
-        return flags
+        return [bool(flag) for flag in self._is_diverged]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on later to the same bits; to be asked for after losses were taken."""
+        return {
+            "models": self.models,
+            "local": self._local,
+            "num_steps": self.num_steps,
+            "is_diverged": self._is_diverged,
+            "losses": self._losses,
+            "seen": self._seen,
+            "exchange_s": self.exchange_s,
+            "optimizer": self._descent.optimizer.state_dict(),
+            "outer": self._outer and self._outer.state_dict(),
+            "clusters": [[c.state_dict() for c in part.clusters] for part in self._parts],
+            "sent": self._rounds.sent if self._outer else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` of a trainer of the same kind returned."""
+        for own, saved in ((self.models, "models"), (self._at_stop, "models"), (self._local, "local")):
+            own.copy_(state[saved])
+        self.num_steps, self._exchange_s = state["num_steps"], state["exchange_s"]
+        self._is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
+        self._descent.optimizer.load_state_dict(state["optimizer"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+            self._rounds.load(self.num_steps, state["sent"], is_start=False)
+        for part, clusters in zip(self._parts, state["clusters"], strict=True):
+            for cluster, own_state in zip(part.clusters, clusters, strict=True):
+                cluster.load_state_dict(own_state)
 
     def _step(self) -> None:
         grads, losses = self.task.grads(self._local, self.num_steps)
