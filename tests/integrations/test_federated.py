@@ -1,6 +1,5 @@
 """A server and clients that it asks now and then: nothing is lost, and nothing stale is taken for fresh."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +306,17 @@ def test_which_algorithms_a_server_with_sampled_clients_can_run(name: str) -> No
             check_algorithm(algorithm)
 
 
+class HalfOfIt(TopK):
+    """Top-k that does not apply the sum as it is."""
+
+    def exchange(self, grad: Tensor, state: Any, worker: Any) -> Any:
+        aggregate = yield from super().exchange(grad, state, worker)
+        return aggregate / 2
+
+
 def test_options_matter_to_what_can_be_run() -> None:
+    with pytest.raises(ArgumentError, match="algorithm must need one sparse sum per round and apply it"):
+        check_algorithm(HalfOfIt(k=1))
     check_algorithm(ChunkedTopK(density=0.1, chunk=16, score=PosteriorScore()))
     check_algorithm(TopK(k=1000))
     for algorithm in (TopK(k=1, impute=0.5), RegTopK(k=1, impute=1.0)):
@@ -315,12 +324,3 @@ def test_options_matter_to_what_can_be_run() -> None:
             check_algorithm(algorithm)
     with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):
         check_algorithm(TopK)  # type: ignore[arg-type]
-
-
-def test_code_on_the_page_is_that_of_the_example() -> None:
-    root = Path(__file__).parents[2]
-    blocks = re.findall(
-        r"```python\n(.*?)```", (root / "docs/federated.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    files = [path.read_text(encoding="utf-8") for path in (root / "examples/flower").rglob("*.py")]
-    assert blocks and all(any(block in file for file in files) for block in blocks)

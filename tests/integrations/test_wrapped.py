@@ -86,6 +86,8 @@ def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
 def test_options_are_checked_at_the_call() -> None:
     ExchangeInTrainer("attach", TOPK, "updates", {"every": 2, "fragments": 2})
     ExchangeInTrainer("attach", TOPK, "gradients", {"weight": 0.5})
+    with pytest.raises(ArgumentError, match="exchange must be one of gradients, updates, got 'weights'"):
+        ExchangeInTrainer("attach", TOPK, "weights", {})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="every must be given with exchange='updates' alone, got 'grad"):
         ExchangeInTrainer("attach", TOPK, "gradients", {"every": 2})
     with pytest.raises(TypeError, match=r"attach\(\) got an unexpected option 'process_group'"):

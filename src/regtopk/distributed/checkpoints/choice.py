@@ -16,8 +16,8 @@ from regtopk.errors import StateError
 
 
 @dataclass
-class Found:
-    """What is found of a save, by one rank or by all."""
+class Seen:
+    """What is seen of a save, by one rank or by all."""
 
     parts: dict[int, Manifest] = field(default_factory=dict)  # those that can be used, by rank
     unusable: set[str] = field(default_factory=set)  # why others that were finished cannot be
@@ -63,12 +63,12 @@ class Found:
         return not facts.shared or bool(self.shared_files)
 
 
-def found_in(folder: Path) -> dict[Save, Found]:
+def found_in(folder: Path) -> dict[Save, Seen]:
     """What this rank sees of each save."""
     saves = {}
     for save in saves_in(folder):
-        found = saves[save] = Found()
-        for path in (folder / save.folder).glob("rank-*.json"):
+        found = saves[save] = Seen()
+        for path in (folder / save.folder).glob("rank-*[0-9].json"):
             try:
                 found.parts[int(path.stem.removeprefix("rank-"))] = read_manifest(path)
             except StateError as reason:
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
     """A save to go on from, and what becomes of the others."""
 
     save: Save | None
-    found: Found
+    found: Seen
     usable: list[Save]  # up to the chosen one
     removable: set[Save]  # all that can be used, and all that were never complete
     skipped: list[str]  # why newer ones are not used
@@ -89,18 +89,18 @@ class Choice(NamedTuple):
     is_other_format: bool  # whether one of these is
 
 
-def choose(seen: list[Mapping[Save, Found]], damaged: Collection[Save] = ()) -> Choice:
+def choose(seen: list[Mapping[Save, Seen]], damaged: Collection[Save] = ()) -> Choice:
     """The newest complete save; without one, that with the fewest missing parts.
 
     `seen` is what each rank sees; in `damaged` saves a file has a wrong checksum.
     """
-    saves = {save: Found() for save in sorted({save for theirs in seen for save in theirs})}
+    saves = {save: Seen() for save in sorted({save for theirs in seen for save in theirs})}
     for theirs in seen:
         for save, found in theirs.items():
             saves[save].parts |= found.parts
             saves[save].unusable |= found.unusable
             saves[save].is_other_format |= found.is_other_format
-    saves |= {save: Found(unusable={"a file has a wrong checksum"}) for save in damaged}
+    saves |= {save: Seen(unusable={"a file has a wrong checksum"}) for save in damaged}
     usable = [save for save, found in saves.items() if found.is_usable]
     best = min(usable, key=lambda save: (len(saves[save].missing), -save.step), default=None)
     newer = {save: found for save, found in saves.items() if best is None or save.step > best.step}
@@ -114,7 +114,7 @@ def choose(seen: list[Mapping[Save, Found]], damaged: Collection[Save] = ()) -> 
     }
     return Choice(
         best,
-        saves[best] if best else Found(),
+        saves[best] if best else Seen(),
         usable=[save for save in usable if save not in newer],
         removable={*usable, *unfinished},
         skipped=[

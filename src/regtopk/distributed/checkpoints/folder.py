@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from regtopk.core.options import check_choice, check_integer
-from regtopk.distributed.checkpoints.choice import Found, choose, found_in, refuse
+from regtopk.distributed.checkpoints.choice import Seen, choose, found_in, refuse
 from regtopk.distributed.checkpoints.copies import copies_of
 from regtopk.distributed.checkpoints.files import Save, remove, saves_in, write_part
 from regtopk.distributed.checkpoints.loading import Loading, together
@@ -164,7 +164,7 @@ class Checkpoints:
             if choice.save is None:
                 break
             loading = Loading(self._collectives, self.folder / choice.save.folder, choice.found, things)
-            files = loading.read([theirs.get(choice.save, Found()) for theirs in seen])
+            files = loading.read([theirs.get(choice.save, Seen()) for theirs in seen])
             if files is not None:
                 extra = {"step": choice.save.step, **loading.take_over(files)}
                 told += loading.told

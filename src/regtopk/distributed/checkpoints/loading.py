@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from regtopk.distributed.checkpoints.choice import Found
+from regtopk.distributed.checkpoints.choice import Seen
 from regtopk.distributed.checkpoints.copies import fit_, meshes_of, unwrapped
 from regtopk.distributed.checkpoints.files import read_checked
 from regtopk.distributed.state.saved import merge_state_dicts
@@ -39,7 +39,7 @@ def together(collectives: Collectives, act: str, kind: type[RegtopkError]) -> It
 class Loading:
     """A load of one checkpoint on one rank: from the parts that any rank sees into things, by name."""
 
-    def __init__(self, collectives: Collectives, folder: Path, found: Found, things: dict[str, Any]) -> None:
+    def __init__(self, collectives: Collectives, folder: Path, found: Seen, things: dict[str, Any]) -> None:
         self._collectives = collectives
         self._folder = folder
         self._found = found
@@ -57,7 +57,7 @@ class Loading:
         ]
         self.told: list[str] = []  # what to log
 
-    def read(self, seen: list[Found]) -> dict[str, bytes] | None:
+    def read(self, seen: list[Seen]) -> dict[str, bytes] | None:
         """The files that this rank needs, sent by others that see them; None if one is damaged."""
         ask, rank = self._collectives.all_gather_objects, self._collectives.rank
         visible = [{name for part in theirs.parts.values() for name in part.files} for theirs in seen]
