@@ -14,7 +14,7 @@ JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 # CI runs, has Accelerate and Lightning in one process. transformers and ray take half a gigabyte, and scripts that are
 # launched, killed and resumed take minutes: `make test-integrations` installs and runs all. A CI that has the time runs
 # it after `make test`.
-LAUNCHED := tests/integrations/test_killed.py tests/integrations/test_lightning_ranks.py tests/integrations/test_recipes.py
+LAUNCHED := tests/integrations/test_killed.py
 
 .PHONY: demo docs test test-others test-distributed test-ranks-1 test-ranks-2 $(PARTS:%=test-%)
 .PHONY: test-integrations test-flower lint format clean
