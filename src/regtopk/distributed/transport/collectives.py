@@ -257,30 +257,20 @@ def is_one_process() -> bool:
 
 def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new process group of the same ranks, backend and timeout, for another thread's collectives."""
-    backend = group._get_backend(device)
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # MPI has none
     if not is_world(group):
-        _even_out_groups(group)
+        # torch names a group that only its own ranks make after the number of groups a process has. Where
+        # ranks differ in it, they would wait for one another under different names: groups of one rank add up
+        num_groups = len(dist.distributed_c10d._world.pg_names)
+        for _ in range(max(Collectives(group).all_gather_objects(num_groups)) - num_groups):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
     new = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=timeout,
+        timeout=getattr(getattr(group._get_backend(device), "options", None), "_timeout", None),  # MPI: none
         backend=dist.get_backend(group),
         use_local_synchronization=not is_world(group),
     )
     assert isinstance(new, dist.ProcessGroup)
     return new
-
-
-def _even_out_groups(group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group equally many process groups, by groups of one rank.
-
-    torch names a group that only its own ranks make after the number of groups that a process has. Ranks that
-    differ in that number would wait for one another under different names.
-    """
-    num_groups = len(dist.distributed_c10d._world.pg_names)
-    most = max(Collectives(group).all_gather_objects(num_groups))
-    for _ in range(most - num_groups):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_world(group: dist.ProcessGroup) -> bool:
