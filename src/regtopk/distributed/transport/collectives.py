@@ -21,6 +21,7 @@ from regtopk.errors import ArgumentError, ClusterError
 
 EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
 LONGEST_OBJECT_BYTES = 1 << 24  # of one rank, in a group that torch.distributed does not know
+Sizes = Sequence[int]
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
 
 # torch 2.13 renamed it, and warns of the old name
@@ -92,10 +93,12 @@ class Collectives:
         self._send("all_to_all", received, torch.cat(list(parts)), sizes, lengths)
         return list(received.split(sizes))
 
-    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
-        """all_to_all of pieces of equal sizes, or of these: those that come in, and those that go out."""
+    def _send(
+        self, call: str, received: Tensor, sent: Tensor, sizes: Sizes = (), lengths: Sizes = ()
+    ) -> None:
+        """all_to_all: pieces of these sizes come in, pieces of these lengths go out; equal ones if empty."""
         with clear_errors(call):
-            dist.all_to_all_single(received, sent, *sizes, group=self.group)
+            dist.all_to_all_single(received, sent, list(sizes), list(lengths), group=self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in whatever order the backend adds."""
@@ -183,9 +186,11 @@ class BareCollectives(Collectives):
     def _goes_directly(self, tensor: Tensor) -> bool:
         return True
 
-    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
-        sizes = sizes or ([], [])
-        self.group.alltoall_base(received, sent, *sizes, dist.AllToAllOptions()).wait()
+    def _send(
+        self, call: str, received: Tensor, sent: Tensor, sizes: Sizes = (), lengths: Sizes = ()
+    ) -> None:
+        options = dist.AllToAllOptions()
+        self.group.alltoall_base(received, sent, list(sizes), list(lengths), options).wait()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in rank order."""
