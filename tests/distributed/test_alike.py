@@ -13,7 +13,7 @@ import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.steps import alike
-from regtopk.distributed.steps.driver import _as_rows
+from regtopk.distributed.steps.driver import as_rows
 from regtopk.distributed.steps.step import Steps
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import same, steps_of
@@ -110,5 +110,5 @@ def test_memory_does_not_grow(two_ranks: Ranks) -> None:
 
 def test_rows_that_follow_one_another_are_not_copied() -> None:
     rows = torch.zeros(3, 5)
-    assert _as_rows(list(rows)).data_ptr() == rows.data_ptr()
-    assert _as_rows([rows[0], rows[2]]).data_ptr() != rows.data_ptr()
+    assert as_rows(list(rows)).data_ptr() == rows.data_ptr()
+    assert as_rows([rows[0], rows[2]]).data_ptr() != rows.data_ptr()

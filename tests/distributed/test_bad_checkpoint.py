@@ -61,7 +61,7 @@ OTHERS = "to be loaded on rank 0 of 1 with these weights: gather it, or merge th
 MALFORMED = "the saved state is malformed: "
 STEPS = f"{MALFORMED}ArgumentError: num_steps must be an integer in 0..2147483647, got "
 COUNTER = f"{MALFORMED}ArgumentError: sent_bytes must be finite and >= 0, got "
-GROUPS = "groups of the saved state must hold each of the 8 parameters once, got "
+GROUPS = "groups of the saved state must hold all 8 parameters once, got "
 BUCKET = "of bucket 0 of rank 0 must"
 ASCENDING = f"indices {BUCKET} be ascending, distinct and in 0..3362, got ["
 NOT_FINITE = "finite in torch.float32, got a NaN or inf"
@@ -175,7 +175,7 @@ def test_files_of_older_and_newer_versions_load() -> None:
 
 def test_rank_files_of_different_moments_are_not_merged() -> None:
     first = regtopk.attach(make_net(), REGTOPK).state_dict()
-    differ = r"^rank states must come from one moment of one run: num_steps differs between them$"
+    differ = r"^rank states must come from one moment of one run: num_steps differs$"
     with pytest.raises(StateError, match=differ):
         regtopk.merge_state_dicts([first, {**first, "num_steps": 1}])
     with pytest.raises(StateError, match=r"^parts must hold at least one rank's state, got none$"):

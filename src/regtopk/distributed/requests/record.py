@@ -46,16 +46,11 @@ class StepRecord:
 
 
 class Ledger:
-    """What the steps of an exchange sent and how long they took.
-
-    Args:
-        num_steps: how many steps `total` is of, skipped ones included.
-        first_step: the step it counts from; not 0 after a resume on other ranks.
-    """
+    """What the steps of an exchange sent and how long they took."""
 
     def __init__(self, total: StepRecord | None = None, num_steps: int = 0, first_step: int = 0) -> None:
-        self.num_steps = num_steps
-        self.first_step = first_step
+        self.num_steps = num_steps  # that `total` is of, skipped ones included
+        self.first_step = first_step  # that it counts from; not 0 after a resume on other ranks
         self.waited_s = 0.0  # in collectives since the ledger was made, as far as timers were read
         self.waits: dict[int, float] = {}  # the same of every rank, as they told one another last
         self._began = self._ended = time.perf_counter()
@@ -132,10 +127,8 @@ def summarise(
 ) -> str:
     """A few lines of text: bytes sent, against dense, and where the time went.
 
-    Args:
-        every: how many optimizer steps a round of updates has; None: the steps exchange gradients.
-        num_parts: how many steps of the ledger make one of the whole model.
-        peer: what those are that are exchanged with.
+    A round of updates has `every` optimizer steps; None: the steps exchange gradients. `num_parts` steps of
+    the ledger make one of the whole model.
     """
     noun, vectors = ("step", "gradients") if every is None else ("round", "updates")
     total, steps, first = ledger.total, max(ledger.num_steps, 1) / num_parts, ledger.first_step

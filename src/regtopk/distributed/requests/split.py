@@ -134,9 +134,9 @@ def _joined(
     total, code = buffer.zeros_for(request.sparse), _sender_code(rank, request)
     everywhere = []
     for n, (message, *_) in enumerate(gathered):
-        sums = decode(message, bounds[n + 1] - bounds[n])
-        everywhere.append(sums.indices + bounds[n])
-        total[everywhere[n]] = sums.values
+        region = decode(message, bounds[n + 1] - bounds[n])
+        everywhere.append(region.indices + bounds[n])
+        total[everywhere[n]] = region.values
     indices = torch.cat(everywhere)
     buffer.keep(total, indices.unsqueeze(0), indices.new_full((1,), indices.numel()))
     if code is None:
@@ -147,16 +147,11 @@ def _joined(
     ]
     raise_for_status(torch.stack([status for _, status in found]), rank.collectives.ranks)
     senders = torch.cat([senders for senders, _ in found])
-    if code == "int8":
-        senders = _weight_of(rank, senders)
+    if code == "int8":  # how many they are: their weights, which are equal, are added one by one
+        weight = rank.weights.max().to(senders.dtype)
+        sums = [torch.zeros_like(weight)]
+        for _ in rank.active:
+            sums.append(sums[-1] + weight)
+        senders = torch.stack(sums).to(senders.device)[senders.round().long()]
     sent_weight = torch.zeros_like(total).index_copy_(0, indices, senders)
     return OfSenders.of(total, sent_weight, indices, rank.weights.to(total))
-
-
-def _weight_of(rank: Rank, num_senders: Tensor) -> Tensor:
-    """The summed weights of so many senders of equal weight, as adding them one by one gives them."""
-    weight = rank.weights.max().to(num_senders.dtype)
-    sums = [torch.zeros_like(weight)]
-    for _ in rank.active:
-        sums.append(sums[-1] + weight)
-    return torch.stack(sums).to(num_senders.device)[num_senders.round().long()]

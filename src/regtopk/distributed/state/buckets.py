@@ -96,10 +96,7 @@ class Bucket:
 class Buckets:
     """All buckets of an exchange, in the order they are exchanged.
 
-    Args:
-        parameters: what is exchanged.
-        skipped: the names of those that go dense; the algorithm is run on the others.
-        parts: the names of parameters that are exchanged together; all of them if empty.
+    Parameters that are `skipped` go dense. `parts` are those that are exchanged together; empty: all of them.
     """
 
     def __init__(

@@ -57,10 +57,9 @@ class Parameters:
                     "gradient, when the exchange was made: make a new one (for DDP: wrap the model anew)"
                 )
         for name, p in self.named.items():
-            if tuple(p.shape) != self.shapes[name]:
-                raise ClusterError(
-                    f"parameter {name!r} must keep its shape {self.shapes[name]}, got {tuple(p.shape)}"
-                )
+            old, new = self.shapes[name], tuple(p.shape)
+            if old != new:
+                raise ClusterError(f"parameter {name!r} must keep its shape {old}, got {new}")
 
     def check_trainable(self) -> None:
         """Refuse parameters that were frozen since: what is still owed to them would be lost."""

@@ -103,9 +103,7 @@ def merge_state_dicts(parts: list[dict[str, Any]]) -> dict[str, Any]:
         _check_keys(part, may_hold=_OPTIONAL)
         for key in sorted({*part, *parts[0]} - {"workers"}):
             if not _same(part.get(key), parts[0].get(key)):
-                raise StateError(
-                    f"rank states must come from one moment of one run: {key} differs between them"
-                )
+                raise StateError(f"rank states must come from one moment of one run: {key} differs")
     workers = {rank: worker for part in parts for rank, worker in part["workers"].items()}
     return {**parts[0], "workers": workers}
 
@@ -249,10 +247,8 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
     names = sorted(name for part in saved["groups"] for name in part)
     is_whole = names == sorted(name for part in buckets.cut(tuple(shapes)) for name in part)
     if not is_whole or any(len(buckets.cut(tuple(part))) != 1 for part in saved["groups"]):
-        raise StateError(
-            f"groups of the saved state must hold each of the {len(shapes)} parameters once, got "
-            f"{len(saved['groups'])} groups of {len(names)} names"
-        )
+        told = f"{len(saved['groups'])} groups of {len(names)} names"
+        raise StateError(f"groups of the saved state must hold all {len(shapes)} parameters once, got {told}")
 
 
 def _check_workers(

@@ -74,7 +74,7 @@ def from_shard(saved: Any, shard: list[int] | None) -> Any:
         key = "of no sharded model" if shard is None else _place(shard)
         if key not in parts:
             raise StateError(f"the saved state must hold part {key}, got parts {sorted(parts)}")
-        saved = parts[key]
+        return from_shard(parts[key], shard)
     if saved.get("shard") != shard:
         raise StateError(f"shard of the saved state must be {shard}, got {saved.get('shard')}")
     return {key: part for key, part in saved.items() if key != "shard"}
@@ -109,14 +109,14 @@ def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[i
     replicas = [str(mine)] if is_same_cluster else [str(n) for n in range(len(weights))]
     part = shard[0] if num_parts == shard[1] else 0
     states = _rests(load, replicas, part)
-    tree: dict[str, Any] = {}
+    tree: Any = {}
     filled: list[_Slot] = []
     for replica, state in states.items():
         found = state["workers"][replica]["entries"]
-        if found.keys() != sharding.wholes.keys():
-            only = sorted(found.keys() ^ sharding.wholes.keys())
+        others = sorted(found.keys() ^ sharding.wholes.keys())
+        if others:
             raise StateError(
-                f"parameters of the saved state must be this model's, got a difference in {only}"
+                f"parameters of the saved state must be this model's, got a difference in {others}"
             )
         for slot in _slots(state, replica, sharding):
             dtype, whole = slot.holder[slot.key], sharding.wholes[slot.parameter]

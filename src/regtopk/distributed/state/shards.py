@@ -26,7 +26,14 @@ class Shards:
     """The ranks that hold the other parts of this rank's replica: the shard axis."""
 
     def __init__(self, named: Mapping[str, Any], replicas: dist.ProcessGroup) -> None:
-        group = _mesh_of(named).get_group()
+        first, *others = named
+        mesh: DeviceMesh = named[first].device_mesh
+        for name in others:
+            if named[name].device_mesh != mesh:
+                here, there = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
+                told = f"{first!r} on ranks {here} and {name!r} on ranks {there}"
+                raise ClusterError(f"parameters must be on one mesh, got {told}")
+        group = mesh.get_group()
         self.collectives = Collectives(group)
         self.place = [self.collectives.rank, self.collectives.num_workers]
         self.whole = [(name, tuple(p.shape), str(p.dtype)) for name, p in named.items()]
@@ -173,18 +180,5 @@ def check_placements(pairs: Iterable[tuple[str, Any]]) -> None:
             )
         (placement,) = p.placements
         if not (placement.is_shard(0) or placement.is_replicate()):
-            raise ClusterError(
-                f"placement of parameter {name!r} must be Shard(0) or Replicate(), got {placement!r}"
-            )
-
-
-def _mesh_of(named: Mapping[str, Any]) -> DeviceMesh:
-    """The mesh that all of them are on."""
-    first, *others = named
-    mesh: DeviceMesh = named[first].device_mesh
-    for name in others:
-        if named[name].device_mesh != mesh:
-            here, there = (each.mesh.tolist() for each in (mesh, named[name].device_mesh))
-            told = f"{first!r} on ranks {here} and {name!r} on ranks {there}"
-            raise ClusterError(f"parameters must be on one mesh, got {told}")
-    return mesh
+            rule = "Shard(0) or Replicate()"
+            raise ClusterError(f"placement of parameter {name!r} must be {rule}, got {placement!r}")

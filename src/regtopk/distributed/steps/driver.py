@@ -33,8 +33,10 @@ Aggregate = tuple[Tensor, Support | None]
 
 
 class Turn(NamedTuple):
-    """What all buckets of a step have in common."""
+    """What a step exchanges, and what its buckets have in common."""
 
+    buckets: list[Bucket]
+    flats: list[Tensor]  # the buckets' vectors
     number: int  # how many steps were made before
     report: Report | None
     is_dense: bool  # whether everything is sent
@@ -59,24 +61,14 @@ class Driver:
     def __init__(self) -> None:
         self.alike = Alike()
 
-    def run(
-        self,
-        rank: Rank,
-        everyone: Sequence[Bucket],
-        buckets: Sequence[Bucket],
-        flats: Sequence[Tensor],
-        turn: Turn,
-    ) -> list[Aggregate]:
+    def run(self, rank: Rank, everyone: list[Bucket], turn: Turn) -> list[Aggregate]:
         """Turn the gradients of a step's buckets, which are some of everyone, into the aggregates."""
         with rank.timer.phase("select_s"):
             are_even = not turn.is_dense and not rank.idle and rank.index_code != "rice"
-            groups = [[place] for place in range(len(buckets))]
-            if are_even and len(buckets) > 1:
-                groups = self.alike.groups(everyone, buckets)
-            parts = [
-                self._part(places, [buckets[n] for n in places], [flats[n] for n in places], turn)
-                for places in groups
-            ]
+            groups = [[place] for place in range(len(turn.buckets))]
+            if are_even and len(groups) > 1:
+                groups = self.alike.groups(everyone, turn.buckets)
+            parts = [self._part(places, turn) for places in groups]
             kept = [_kept(part.state, rank, turn) for part in parts]
             if turn.is_bad is not None:  # what algorithms make of a NaN is not known
                 kernels.overwrite_if_(turn.is_bad, [part.flat for part in parts], 0.0)
@@ -91,14 +83,15 @@ class Driver:
             part.sums.recycle(total, part.flat, *part.state.state_dict().values())
             rows = [total] if part.rows is None else total.squeeze(1).unbind()
             aggregates |= {place: (row, support) for place, row in zip(part.places, rows, strict=True)}
-        return [aggregates[place] for place in range(len(buckets))]
+        return [aggregates[place] for place in sorted(aggregates)]
 
-    def _part(self, places: list[int], buckets: list[Bucket], flats: list[Tensor], turn: Turn) -> Part:
-        bucket, flat, rows = buckets[0], flats[0], None
+    def _part(self, places: list[int], turn: Turn) -> Part:
+        bucket, flat, rows = turn.buckets[places[0]], turn.flats[places[0]], None
         algorithm, state, worker, sums = bucket.algorithm, bucket.state, bucket.worker, bucket.sums
         if len(places) > 1:
-            rows = self.alike.rows_of(buckets)
-            flat, state, worker, sums = _as_rows(flats).unsqueeze(1), rows.state(), rows.worker, rows.sums
+            rows = self.alike.rows_of([turn.buckets[place] for place in places])
+            flat = as_rows([turn.flats[place] for place in places]).unsqueeze(1)
+            state, worker, sums = rows.state(), rows.worker, rows.sums
         elif turn.is_dense:
             algorithm = Dense()
             state = algorithm.init(worker)
@@ -152,10 +145,9 @@ def _answer(rank: Rank, request: Request) -> Any:
 
 def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:
     """A copy of what a step may not change: of a rank of weight zero its own, all if the step may be bad."""
-    if turn.is_bad is not None:
-        return {name: tensor.clone() for name, tensor in state.state_dict().items()}
-    own = [name for name, rule in state.rules().items() if rule != "shared"] if rank.is_idle else []
-    return {name: getattr(state, name).clone() for name in own}
+    fields, rules = state.state_dict(), state.rules()
+    own = [name for name in fields if turn.is_bad is not None or (rank.is_idle and rules[name] != "shared")]
+    return {name: fields[name].clone() for name in own}
 
 
 def _give_back(states: list[State], kept: list[dict[str, Tensor]], is_bad: Tensor | None) -> None:
@@ -172,7 +164,7 @@ def _give_back(states: list[State], kept: list[dict[str, Tensor]], is_bad: Tenso
         kernels.overwrite_if_(is_bad, [new for new, _ in pairs], [old for _, old in pairs])
 
 
-def _as_rows(vectors: Sequence[Tensor]) -> Tensor:
+def as_rows(vectors: list[Tensor]) -> Tensor:
     """Vectors of one length as rows, (U, J); without a copy if they lie one after another in memory."""
-    flat = as_flat(list(vectors), vectors[0].dtype)
-    return torch.stack(list(vectors)) if flat is None else flat.view(len(vectors), -1)
+    flat = as_flat(vectors, vectors[0].dtype)
+    return torch.stack(vectors) if flat is None else flat.view(len(vectors), -1)

@@ -57,8 +57,6 @@ class Step:
     """A step that has begun: all ranks are here, and exchange the same. See `Steps.step`."""
 
     steps: "Steps"
-    buckets: list[Bucket]
-    flats: list[Tensor]  # the buckets' vectors
     turn: Turn
     agreement: Agreement
     is_taken_back: bool = False
@@ -78,20 +76,20 @@ class Step:
         steps, agreement, scaler = self.steps, self.agreement, self.steps._options.grad_scaler
         if agreement.is_finite:
             turn = self.turn._replace(is_bad=agreement.is_bad)
-            aggregates = steps._driver.run(steps.rank, steps.buckets.all, self.buckets, self.flats, turn)
+            aggregates = steps._driver.run(steps.rank, steps.buckets.all, turn)
             if scaler is not None:  # not in place: the algorithm may have kept it
                 aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
         else:
-            aggregates = [(flat.fill_(math.nan), None) for flat in self.flats]
+            aggregates = [(flat.fill_(math.nan), None) for flat in self.turn.flats]
         with steps.rank.timer.phase("decode_s"):
-            for bucket, aggregate in zip(self.buckets, aggregates, strict=True):
+            for bucket, aggregate in zip(self.turn.buckets, aggregates, strict=True):
                 write(bucket.names, *aggregate)
             agreement.check_messages(steps.rank)  # last: the host may wait here, and all is launched
 
     def take_back(self) -> None:
         """Give the buckets their state from before the step, which then does not count."""
         self.is_taken_back = True
-        for bucket in self.buckets:
+        for bucket in self.turn.buckets:
             bucket.take_back()
 
 
@@ -232,9 +230,9 @@ class Steps:
         timer, report = self.rank.timer, None
         if self.algorithm.listens:
             report = share_report(self.rank.collectives, self.pending_report, self.device)
-        turn = Turn(self.num_turns, report, self.num_turns < self._options.dense_steps)
         with timer.phase("select_s"):
             flats, is_finite = vectors() if callable(vectors) else vectors
+        turn = Turn(buckets, flats, self.num_turns, report, self.num_turns < self._options.dense_steps)
         names = [name for bucket in buckets for name in bucket.names]
         question = Question(self._num_steps, names, [_num_selected(bucket, turn) for bucket in buckets])
         # Others must expect messages of these lengths, so this rank asks what all have agreed on before.
@@ -248,7 +246,7 @@ class Steps:
             else:
                 agreement.hear()
                 self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
-        return Step(self, buckets, flats, turn, agreement)
+        return Step(self, turn, agreement)
 
     def _join(self, grads: dict[str, Tensor]) -> Vectors:
         joined = [bucket.join(grads) for bucket in self.buckets.all]
@@ -281,10 +279,10 @@ class Steps:
         )
 
     def _end(self, step: Step, num_dense: int) -> None:
-        exchanged = step.buckets if self._kind.takes_turns else self.buckets.all
+        exchanged = step.turn.buckets if self._kind.takes_turns else self.buckets.all
         numel = sum(bucket.layout.numel for bucket in exchanged)
         self.rank.record.dense_bytes = num_dense * all_reduce_bytes(4 * numel, self.rank.num_workers)
-        for bucket in step.buckets:
+        for bucket in step.turn.buckets:
             bucket.state_before = None
         if step.agreement.is_bad is None:
             self._count(step.agreement)

@@ -21,6 +21,7 @@ from regtopk.errors import ArgumentError, ClusterError
 
 EXAMPLE = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
 LONGEST_OBJECT_BYTES = 1 << 24  # of one rank, in a group that torch.distributed does not know
+Sizes = Sequence[int]
 WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # as launchers tell it
 
 # torch 2.13 renamed it, and warns of the old name
@@ -92,10 +93,12 @@ class Collectives:
         self._send("all_to_all", received, torch.cat(list(parts)), sizes, lengths)
         return list(received.split(sizes))
 
-    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
-        """all_to_all of pieces of equal sizes, or of these: those that come in, and those that go out."""
+    def _send(
+        self, call: str, received: Tensor, sent: Tensor, sizes: Sizes = (), lengths: Sizes = ()
+    ) -> None:
+        """all_to_all: pieces of these sizes come in, pieces of these lengths go out; equal ones if empty."""
         with clear_errors(call):
-            dist.all_to_all_single(received, sent, *sizes, group=self.group)
+            dist.all_to_all_single(received, sent, list(sizes), list(lengths), group=self.group)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in whatever order the backend adds."""
@@ -183,9 +186,11 @@ class BareCollectives(Collectives):
     def _goes_directly(self, tensor: Tensor) -> bool:
         return True
 
-    def _send(self, call: str, received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
-        sizes = sizes or ([], [])
-        self.group.alltoall_base(received, sent, *sizes, dist.AllToAllOptions()).wait()
+    def _send(
+        self, call: str, received: Tensor, sent: Tensor, sizes: Sizes = (), lengths: Sizes = ()
+    ) -> None:
+        options = dist.AllToAllOptions()
+        self.group.alltoall_base(received, sent, list(sizes), list(lengths), options).wait()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in rank order."""
@@ -257,30 +262,20 @@ def is_one_process() -> bool:
 
 def new_group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new process group of the same ranks, backend and timeout, for another thread's collectives."""
-    backend = group._get_backend(device)
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # MPI has none
     if not is_world(group):
-        _even_out_groups(group)
+        # torch names a group that only its own ranks make after the number of groups a process has. Where
+        # ranks differ in it, they would wait for one another under different names: groups of one rank add up
+        num_groups = len(dist.distributed_c10d._world.pg_names)
+        for _ in range(max(Collectives(group).all_gather_objects(num_groups)) - num_groups):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
     new = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=timeout,
+        timeout=getattr(getattr(group._get_backend(device), "options", None), "_timeout", None),  # MPI: none
         backend=dist.get_backend(group),
         use_local_synchronization=not is_world(group),
     )
     assert isinstance(new, dist.ProcessGroup)
     return new
-
-
-def _even_out_groups(group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group equally many process groups, by groups of one rank.
-
-    torch names a group that only its own ranks make after the number of groups that a process has. Ranks that
-    differ in that number would wait for one another under different names.
-    """
-    num_groups = len(dist.distributed_c10d._world.pg_names)
-    most = max(Collectives(group).all_gather_objects(num_groups))
-    for _ in range(most - num_groups):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_world(group: dist.ProcessGroup) -> bool:
