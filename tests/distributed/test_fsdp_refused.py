@@ -135,7 +135,8 @@ class Reentrant(nn.Module):
 
 def backward_inside_another() -> None:
     mesh, model = grid(2, 2)["shard"], make_net()
-    model.middle = Reentrant(fully_shard(model.middle, mesh=mesh))  # type: ignore[assignment]
+    middle: Any = fully_shard(model.middle, mesh=mesh)
+    model.middle = Reentrant(middle)  # type: ignore[assignment]
     attach(fully_shard(model, mesh=mesh))
     loss_of(model, 0).backward()
 

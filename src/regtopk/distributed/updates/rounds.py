@@ -157,7 +157,7 @@ def _fly(
         if sent is None:
             flight.set_result(meet())
             return
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(tensors[0].device)
         sent.wait(stream)
         for tensor in tensors:  # must not be reused before this stream is done with it
             if tensor.is_cuda:
