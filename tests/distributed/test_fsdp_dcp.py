@@ -1,5 +1,6 @@
 """Sharded models through torch.distributed.checkpoint: the same mesh, and other numbers of either axis."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,33 @@ def test_an_exchange_that_dcp_saves_itself_keeps_every_part(tmp_path: Path, kind
     load({"exchange": second.exchange}, checkpoint_id=tmp_path)
     assert second.exchange.num_steps == first.exchange.num_steps
     assert same(algorithm_state(first.exchange), algorithm_state(second.exchange))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    ranks = Ranks(4)
+    try:
+        straight = ranks.run(train_saving, tmp_path / "straight", kind, range(6))
+        ranks.start(train_saving, tmp_path / "killed", kind, range(100_000))
+        while not (tmp_path / "killed" / "2" / ".metadata").exists():  # what DCP writes last
+            time.sleep(0.01)
+        ranks.stop()  # by SIGKILL, somewhere in a step
+        resumed = ranks.run(train_saving, tmp_path / "killed", kind, range(2, 6))
+    finally:
+        ranks.stop()
+    assert all(map(torch.equal, straight, resumed))
+
+
+def train_saving(folder: Path, kind: str, steps: range) -> Tensor:
+    """Train from the checkpoint of the first step, if it is not the very first, and save that of step 2."""
+    job = Job(kind, (2, 2))
+    if steps.start > 0:
+        job.load(folder / str(steps.start))
+    for step in steps:
+        job.train(range(step, step + 1))
+        if step == 1:
+            job.save(folder / "2")
+    return whole_parameters(job.model)
 
 
 # Other numbers.
