@@ -74,13 +74,15 @@ class Slope(nn.Module):
 @on_ranks(2)
 def test_nothing_is_learned_twice_or_lost() -> None:
     """first - theta_start + the weighted residuals = the weighted sum of all local steps."""
-    for options in ({"every": 4, "delay": 3}, {"every": 4, "delay": 2, "fragments": 3}, {"every": 3}):
+    for every, delay, fragments in ((4, 3, 1), (4, 2, 3), (3, 0, 1)):
         net = Slope()
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         weight = (0.25, 0.75)[dist.get_rank()]
         learned = torch.zeros(70, dtype=torch.float64)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        exchange = regtopk.UpdateExchange(net, optimizer, TOPK, weight=weight, **options)
+        exchange = regtopk.UpdateExchange(
+            net, optimizer, TOPK, weight=weight, every=every, delay=delay, fragments=fragments
+        )
         with closing(exchange):
             for _ in range(14):
                 slope = torch.randn(70, generator=generator)
@@ -189,9 +191,10 @@ def test_inside_agreed_nothing_else_is_done() -> None:
     with closing(exchange):
         train(net, optimizer, range(5))
         load = partial(exchange.load_state_dict, exchange.state_dict())
-        calls = {"state_dict": exchange.state_dict, "load_state_dict": load, "finish": exchange.finish}
+        calls: dict[str, Any] = {"state_dict": exchange.state_dict, "load_state_dict": load}
+        calls |= {"finish": exchange.finish, "optimizer.step": optimizer.step}
         with exchange.agreed():
-            for name, call in {**calls, "optimizer.step": optimizer.step}.items():
+            for name, call in calls.items():
                 why = "must not be called inside agreed(): the model is not the rank's own"
                 assert refusal(call)[1] == f"{name}() {why}"
 

@@ -110,10 +110,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path, kind: str
     try:
         straight = ranks.run(train_saving, tmp_path / "straight", kind, range(6))
         ranks.start(train_saving, tmp_path / "killed", kind, range(100_000))
-        saved = tmp_path / "killed" / "2" / ".metadata"  # what DCP writes last
-        deadline = time.monotonic() + 100
-        while not saved.exists():
-            assert time.monotonic() < deadline
+        while not (tmp_path / "killed" / "2" / ".metadata").exists():  # what DCP writes last
             time.sleep(0.01)
         ranks.stop()  # by SIGKILL, somewhere in a step
         resumed = ranks.run(train_saving, tmp_path / "killed", kind, range(2, 6))

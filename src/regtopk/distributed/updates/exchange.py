@@ -260,7 +260,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     @torch.no_grad()
     def _go_on_from(self, loaded: Any) -> None:
         progress, model = loaded
-        self._maker.load([fragment for fragment, is_skipped in enumerate(model.skipped) if is_skipped])
+        self._maker.load(model.skipped)
         sent = [
             [model.sent[name].to(self.device, copy=True) for name in names if name in model.sent]
             for names in self._model.fragments

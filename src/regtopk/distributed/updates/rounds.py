@@ -3,7 +3,7 @@
 When a fragment is sent, when it is applied and what is kept is decided in regtopk/rounds.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,13 +29,14 @@ class RankRounds(RoundMaker):
         self._steps, self._model, self._rounds = steps, model, rounds
         self._background = Background(steps.device) if rounds.delay else None
         self._flights: dict[int, Future[bool]] = {}  # the last round beside training of each fragment
-        self._were_skipped: list[int] = []
 
-    def load(self, skipped: list[int]) -> None:
-        """When what is under way has ended, go on with rounds of which those of `skipped` were not finite."""
+    def load(self, skipped: Sequence[bool]) -> None:
+        """When what is under way has ended, go on with fragments of which some were not finite."""
         for flight in self._flights.values():
             flight.exception()  # waits, however it ends
-        self._flights, self._were_skipped = {}, skipped
+        self._flights = {fragment: Future() for fragment, is_skipped in enumerate(skipped) if is_skipped}
+        for flight in self._flights.values():
+            flight.set_result(False)
 
     def own(self, fragment: int) -> list[Tensor]:
         """This rank's parameters."""
@@ -81,9 +82,7 @@ class RankRounds(RoundMaker):
 
     def land(self, fragment: int) -> bool:
         """Wait for the aggregate. Whether all updates were finite; if not, theta_start is as before."""
-        if fragment in self._flights:
-            return self._flights[fragment].result()
-        return fragment not in self._were_skipped
+        return fragment not in self._flights or self._flights[fragment].result()
 
     @contextmanager
     def receive(self, fragment: int) -> Iterator[bool | None]:
@@ -158,7 +157,7 @@ def _fly(
         if sent is None:
             flight.set_result(meet())
             return
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(tensors[0].device)
         sent.wait(stream)
         for tensor in tensors:  # must not be reused before this stream is done with it
             if tensor.is_cuda:

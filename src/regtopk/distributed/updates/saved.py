@@ -180,10 +180,10 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
-    groups = model.optimizer.param_groups, new.optimizer["param_groups"]
-    sizes = [[len(group["params"]) for group in given] for given in groups]
+    mine = [len(group["params"]) for group in model.optimizer.param_groups]
+    saved = [len(group["params"]) for group in new.optimizer["param_groups"]]
     facts += [
-        ("number of parameters of the optimizer's groups", *sizes),
+        ("number of parameters of the optimizer's groups", mine, saved),
         ("shapes of start", model.parameters.shapes, _shapes(new.start)),
         ("shapes of parameters", model.parameters.shapes, _shapes(new.parameters or new.start)),
         ("shapes of buffers", buffers, _shapes(new.buffers["now"])),
