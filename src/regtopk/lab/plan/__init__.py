@@ -12,5 +12,5 @@
     calibrate    all of it on this machine
     learning     how many steps a method needs to a loss, as our records say
     predict      step times, the best method and the break-even bandwidth
-    page         the table, the answer in words and in code, and a page with speed-ups
+    page         the table, the answer in words and in code, and a page of speed-ups
 """

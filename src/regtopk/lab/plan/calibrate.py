@@ -11,8 +11,6 @@ import re
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,15 +28,14 @@ from regtopk.lab.plan.costs import Calibration, fit
 from regtopk.lab.plan.exchange import Units
 
 NUM_PROCESSES = 2
-_LOOKS_EVERY_S = 0.5
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Everything that costs depend on, for the cache and for records."""
+    """Everything that costs depend on."""
     return {
         "regtopk": __version__,
         "torch": torch.__version__,
-        "processor": processor_name(),
+        "processor": _processor_name(),
         "num_cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "num_threads": torch.get_num_threads(),
@@ -52,27 +49,19 @@ def cache_path(device: str) -> Path:
     return Path(root) / "regtopk" / f"costs-{key[:16]}.json"
 
 
-def processor_name() -> str:
-    """What the processor is called, as far as the system tells."""
-    told = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.+)", told.read_text(encoding="utf-8")) if told.exists() else None
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return name[1] if name else platform.processor() or platform.machine()
 
 
-def calibrate(
-    device: str,
-    progress: Callable[[float], None] = lambda fraction: None,
-    of: Sequence[Case] = CASES,
-) -> Calibration:
-    """Measure every kind of work, and fit a line to each.
+def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
+    """Measure collectives and all work `of` one process, and fit a line to each kind.
 
     Args:
         device: cpu or cuda, where vectors are selected and coded.
         progress: called with the fraction done.
-        of: the work that one process can time; that of collectives is measured too.
-
-    Raises:
-        ClusterError: a process failed.
+        of: the work that one process can time.
     """
     measured: Any = get_context("spawn").SimpleQueue()
     points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
@@ -94,8 +83,7 @@ def calibrate(
 
 def _rank(rank: int, device: str, num_threads: int, store: str, of: Sequence[Case], measured: Any) -> None:
     """One process: rank 0 hands over what it measures."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, and this process ends with it
-    threading.Thread(target=_end_with_the_caller, args=(os.getppid(),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently; torch sends it if the caller ends
     torch.set_num_threads(num_threads)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -108,10 +96,3 @@ def _rank(rank: int, device: str, num_threads: int, store: str, of: Sequence[Cas
                 measured.put((number / len(measurements), work, seconds))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _end_with_the_caller(caller: int) -> None:
-    """However the caller ends, this process does not outlive it."""
-    while os.getppid() == caller:
-        time.sleep(_LOOKS_EVERY_S)
-    os.kill(os.getpid(), signal.SIGKILL)

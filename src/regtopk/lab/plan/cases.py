@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk.algorithms.topk import TopK
 from regtopk.core.algorithm import Conversation
 from regtopk.core.codes import quantise
-from regtopk.core.requests import DenseSum, Gather, Request, SenderSum, SparseSum
-from regtopk.core.sparse import SparseGradient
+from regtopk.core.requests import DenseSum, Gather, Request
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layout, Worker
 from regtopk.distributed.requests.rank import Rank, SumBuffer
@@ -31,15 +30,21 @@ from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import CODES
 from regtopk.lab.plan.workload import POWERSGD_RANK
 
+Point = tuple[Work, float]  # some work, and the seconds it took
+Case = Callable[[torch.device], Iterator[Point]]
+
 SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
+# of sparse sums: N, J and k
+SPARSE_SIZES = (
+    (2, SMALL_NUMEL, 2**10), (8, SMALL_NUMEL, 2**16), (8, MIDDLE_NUMEL, 2**13), (2, MIDDLE_NUMEL, 2**17),
+    (2, LARGE_NUMEL, 2**14),
+)  # fmt: skip
+MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
 IMPUTE = 0.35  # any: imputation takes as long with others
-_MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
 _ONE_BUCKET_MB = 1000
 _SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
 _NUM_CALLS = 24
 _NUM_REPEATS, _ENOUGH_S = 7, 0.3
-
-Point = tuple[Work, float]  # some work, and the seconds it took
 
 
 class Echo(Collectives):
@@ -55,12 +60,6 @@ class Echo(Collectives):
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """N copies of the part for rank 0."""
         return [parts[0]] * self.num_workers
-
-
-def echo_rank(collectives: Collectives) -> Rank:
-    """A rank of such a cluster."""
-    N = collectives.num_workers
-    return Rank(collectives, torch.full((N,), 1 / N, dtype=torch.float64), collective="all_gather")
 
 
 def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -82,6 +81,23 @@ def _seconds(device: torch.device, function: Callable[[], Any]) -> dict[str, flo
     return timer.seconds()
 
 
+def _rank_seconds(device: torch.device, N: int, converse: Callable[[], Conversation]) -> tuple[float, float]:
+    """How long a rank takes for a conversation: the algorithm's own work, and coding and summing."""
+    rank = Rank(Echo(N), torch.full((N,), 1 / N, dtype=torch.float64), collective="all_gather")
+    sums = SumBuffer()
+
+    def run() -> dict[str, float]:
+        rank.begin(device)
+        with rank.timer.phase("select_s"):
+            driver.converse(rank, [converse()], [sums])
+        rank.raise_refusals()
+        sums.spare = sums.total  # reused, as in an exchange
+        return rank.timer.seconds()
+
+    seconds = typical(run)
+    return seconds["select_s"], seconds["encode_s"] + seconds["decode_s"]
+
+
 def pass_points(device: torch.device) -> Iterator[Point]:
     """A pass over a vector: two are read, one is written."""
     for numel in (SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL):
@@ -90,72 +106,42 @@ def pass_points(device: torch.device) -> Iterator[Point]:
         yield Work("pass", numel_units(numel)), typical(partial(_seconds, device, subtract))["all_s"]
 
 
-def select_points(device: torch.device, code: str, senders: str) -> Iterator[Point]:
-    """What Top-k itself computes on a standard normal gradient, without its messages."""
-    sizes = (SMALL_NUMEL, 1024), (SMALL_NUMEL, 16), (MIDDLE_NUMEL, 1024), (LARGE_NUMEL, 1024)
-    weight, index = torch.tensor(0.5, device=device), torch.tensor(0, device=device)
-    for numel, numel_per_k in sizes:
-        worker = Worker(weight, index, 2, 1, Layout.of_shapes([("", (numel,), "linear")]))
-        topk = TopK(density=1 / numel_per_k, value_code=code, impute=IMPUTE if senders else 0.0)
+def sparse_points(device: torch.device, code: str, impute: float) -> Iterator[Point]:
+    """Top-k on a standard normal gradient: selecting, and coding and summing messages."""
+    name = f"{code} senders" if impute else code
+    index = torch.tensor(0, device=device)
+    for N, numel, k in SPARSE_SIZES:
+        layout = Layout.of_shapes([("", (numel,), "linear")])
+        worker = Worker(torch.tensor(1 / N, device=device), index, N, 1, layout)
+        topk = TopK(k=k, value_code=code, impute=impute)
         converse = partial(topk.exchange, torch.randn(numel, device=device), topk.init(worker), worker)
-        run = partial(_select, echo_rank(Echo(2)), converse, device)
-        units = {"calls": 1, "entries": numel // numel_per_k, **numel_units(numel)}
-        yield Work(f"select {code}{senders}", units), typical(run)["select_s"]
+        select_s, messages_s = _rank_seconds(device, N, converse)
+        yield Work(f"select {name}", {"calls": 1, "entries": k, **numel_units(numel)}), select_s
+        yield Work(f"sparse {name}", {"calls": 1, "entries": (1 + N) * k, "numel": numel}), messages_s
 
 
-def _select(rank: Rank, converse: Callable[[], Conversation], device: torch.device) -> dict[str, float]:
-    """The seconds that an algorithm computes between its requests."""
-    rank.begin(device)
-    with rank.timer.phase("select_s"):
-        driver.converse(rank, [converse()], [SumBuffer()])
-    return {"select_s": rank.timer.seconds()["select_s"]}
+def request_points(device: torch.device) -> Iterator[Point]:
+    """Coding sets of indices, and the parts and the sums of dense vectors."""
 
+    def converse(request: Request) -> Conversation:
+        return (yield request)
 
-def message_points(device: torch.device, code: str, senders: str = "") -> Iterator[Point]:
-    """Encoding one's own message of sparse entries, decoding everybody's and summing them.
-
-    Args:
-        device: where.
-        code: of the values; "none" for sets of indices.
-        senders: " senders" if it is also found out who sent each entry.
-    """
-    sizes = ((SMALL_NUMEL, 2**10), (MIDDLE_NUMEL, 2**13), (MIDDLE_NUMEL, 2**17))
-    for N, (numel, k) in product((2, 8), sizes):
-        indices = torch.arange(k, device=device) * (numel // k)
-        request: Request = Gather(indices, numel=numel)
-        if code != "none":
-            values = quantise(torch.randn(k, device=device), code)
-            sparse, weight = SparseGradient(indices, values, numel, code=code), values.new_tensor(0.5)
-            request = SenderSum(sparse, weight) if senders else SparseSum(sparse, weight)
-        units = {"calls": 1, "entries": (1 + N) * k, "numel": 0 if code == "none" else numel}
-        run = partial(_answer, echo_rank(Echo(N)), request, SumBuffer(), device)
-        yield Work(f"sparse {code}{senders}", units), sum(typical(run).values())
-
-
-def dense_points(device: torch.device, code: str) -> Iterator[Point]:
-    """The same for a dense sum: parts for the owners of regions, and the sums from them."""
     for N, k in product((2, 8), (2**10, 2**13, 2**17)):
-        values = quantise(torch.randn(k, device=device), code)
-        request = DenseSum(values, values.new_tensor(0.5), code)
-        units = {"calls": 1, "messages": N, "entries": (3 + 1 / N) * k}
-        run = partial(_answer, echo_rank(Echo(N)), request, SumBuffer(), device)
-        yield Work(f"dense {code}", units), sum(typical(run).values())
-
-
-def _answer(rank: Rank, request: Request, sums: SumBuffer, device: torch.device) -> dict[str, float]:
-    """The seconds of coding and of summing."""
-    rank.begin(device)
-    driver.answer(rank, [request], [sums])
-    rank.raise_refusals()
-    sums.spare = sums.total  # reused, as in an exchange
-    seconds = rank.timer.seconds()
-    return {phase: seconds[phase] for phase in ("encode_s", "decode_s")}
+        indices = torch.arange(k, device=device) * (MIDDLE_NUMEL // k)
+        gather = Gather(indices, numel=MIDDLE_NUMEL)
+        _, gather_s = _rank_seconds(device, N, partial(converse, gather))
+        yield Work("sparse none", {"calls": 1, "entries": (1 + N) * k}), gather_s
+        for code in CODES:
+            values = quantise(torch.randn(k, device=device), code)
+            dense = DenseSum(values, values.new_tensor(1 / N), code)
+            _, dense_s = _rank_seconds(device, N, partial(converse, dense))
+            yield Work(f"dense {code}", {"calls": 1, "messages": N, "entries": (3 + 1 / N) * k}), dense_s
 
 
 def hook_points(device: torch.device) -> Iterator[Point]:
     """The time that DDP adds to a bare model, and that torch's hooks add to DDP, in a group of one."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    for width, depth in _MODELS:
+    for width, depth in MODELS:
         plain, ddp, fp16, powersgd = (
             _time_model(device, width, depth, name, group) for name in ("plain", "ddp", "fp16", "powersgd")
         )
@@ -212,12 +198,5 @@ def _time_calls(move: Move, run: Callable[[], Any]) -> Point:
     return move_work(move), seconds / num_calls
 
 
-Case = Callable[[torch.device], Iterator[Point]]
-SPARSE = [(code, senders) for code in CODES for senders in ("", " senders")]
-CASES: list[Case] = [  # what one process can time
-    pass_points,
-    *(partial(select_points, code=code, senders=senders) for code, senders in SPARSE),
-    *(partial(message_points, code=code, senders=senders) for code, senders in [*SPARSE, ("none", "")]),
-    *(partial(dense_points, code=code) for code in CODES),
-    hook_points,
-]
+SPARSE = [partial(sparse_points, code=code, impute=impute) for code in CODES for impute in (0.0, IMPUTE)]
+CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what one process can time

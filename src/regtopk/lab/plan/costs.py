@@ -24,11 +24,7 @@ class Calibration:
     lines: dict[str, Line]  # by the name of the work
 
     def seconds(self, work: Work) -> float:
-        """How long some work takes.
-
-        Raises:
-            StateError: it was not measured.
-        """
+        """How long some work takes; a `StateError` if it was not measured."""
         if work.line not in self.lines:
             raise StateError(
                 f"calibration must hold the costs of {work.line!r}, got only {len(self.lines)} others"
@@ -38,11 +34,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
-        """A calibration from a file.
-
-        Raises:
-            StateError: it cannot be read, or is none.
-        """
+        """A calibration from a file; a `StateError` if it cannot be read, or is none."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             costs = [seconds for line in content["lines"].values() for seconds in line.values()]
@@ -57,11 +49,7 @@ class Calibration:
             ) from error
 
     def write(self, path: Path) -> None:
-        """Keep it in a file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Keep it in a file."""
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(self))

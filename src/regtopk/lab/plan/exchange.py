@@ -1,8 +1,7 @@
 """What a method asks of a worker in a step: the work, the collectives and their bytes.
 
-Sizes come from `core.codes` and `core.regions`: they are those of the real messages. A sparse sum is gathered
-or split as `collective="auto"` does it. Nothing here depends on a machine or a link: `predict` multiplies
-with their costs.
+Sizes are those of the real messages. A sparse sum is gathered or split as `collective="auto"` does it.
+Nothing here depends on a machine or a link: `predict` multiplies with their costs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import torch
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
+from regtopk.lab.method import Method
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.workload import Workload
@@ -52,15 +52,12 @@ class PlannedExchange(NamedTuple):
 
     @property
     def bytes_per_step(self) -> float:
-        """Payload of a step: all of it, or its share of an exchange of updates."""
+        """A step's share of the payload."""
         return self.payload_bytes / self.every
 
 
 def numel_units(numel: float) -> Units:
-    """A vector's entries, and how many of them lie beyond the first four million.
-
-    Large vectors take longer per entry: they do not fit the caches, and their memory is new every time.
-    """
+    """A vector's entries, and those beyond the first four million: they do not fit the caches."""
     return {"numel": numel, "numel beyond": max(0, numel - MIDDLE_NUMEL)}
 
 
@@ -106,7 +103,7 @@ def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
     if method.algorithm != "dense":
         entries = k * SORTED_ENTRIES.get(method.algorithm, 1)
         select = {"calls": 1, "entries": entries, **numel_units(numel)}
-        work.append(Work(f"select {method.value_code}{_senders(method)}", select))
+        work.append(Work(f"select {_code(method)}", select))
     answers = answers_of(method, k, numel, N)
     return PlannedExchange(
         answers[-1].collective,
@@ -125,12 +122,16 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
         return [_dense_sum(method.value_code, numel, N)]
     if method.algorithm == "consensus":
         return [_gathered_indices(ceil(k / N), numel, N), _dense_sum(method.value_code, k, N)]
-    return [_sparse_sum(method.value_code, k, numel, N, _senders(method))]
+    return [_sparse_sum(method, k, numel, N)]
 
 
-def _senders(method: PlannedMethod) -> str:
-    """What costs are called where it is also found out who sent each entry."""
-    return " senders" if method.imputes else ""
+def _code(method: PlannedMethod) -> str:
+    """What the costs of its values are called; it costs more to find out who sent each entry too."""
+    return f"{method.value_code}{' senders' if _imputes(method) else ''}"
+
+
+def _imputes(method: PlannedMethod) -> bool:
+    return "impute" in Method.read(method.name).options
 
 
 def _gathered_indices(count: int, numel: int, N: int) -> PlannedExchange:
@@ -148,31 +149,20 @@ def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
     return PlannedExchange("split", sum(parts), moves, [Work(f"dense {code}", units)])
 
 
-def _sparse_sum(code: str, k: int, numel: int, N: int, senders: str) -> PlannedExchange:
+def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:
     """Everybody's entries to everybody; or, where that moves less, pieces to the owners of regions.
 
     The owners send the sums back. Sizes are told before both.
     """
-    size = split_of(
-        k,
-        numel,
-        N,
-        dtype=torch.float32,
-        value_code=code,
-        index_code=INDEX_CODE,
-        sender_code=sender_code([1 / N] * N) if senders else None,
-    )
+    codes = {"value_code": method.value_code, "index_code": INDEX_CODE}
+    senders = sender_code([1 / N] * N) if _imputes(method) else None
+    size = split_of(k, numel, N, dtype=torch.float32, sender_code=senders, **codes)
+    line = f"sparse {_code(method)}"
     if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:
-        units = {"calls": 1, "entries": (1 + N) * k, "numel": numel}
-        work = Work(f"sparse {code}{senders}", units)
+        work = Work(line, {"calls": 1, "entries": (1 + N) * k, "numel": numel})
         return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
-    moves = [
-        all_gather(8 * N, N),
-        all_to_all(size.piece_bytes, N),
-        all_gather(8, N),
-        all_to_all(size.sums_bytes, N),
-    ]
-    entries = 2 * k + (1 + 1 / N) * size.union
-    work = Work(f"sparse {code}{senders}", {"calls": N, "entries": entries, "numel": numel})
+    pieces, sums = all_to_all(size.piece_bytes, N), all_to_all(size.sums_bytes, N)
+    moves = [all_gather(8 * N, N), pieces, all_gather(8, N), sums]
+    work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])

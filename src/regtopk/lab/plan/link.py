@@ -54,14 +54,10 @@ def all_to_all(part_bytes: float, num_workers: int) -> Move:
 
 
 def hidden_s(travels_s: float, compute_s: float, num_parts: int, every: int, delay: int | None) -> float:
-    """How much of the time that messages travel hides behind a step's computation.
+    """How much of the time that the messages of all parts travel hides behind computation.
 
-    Args:
-        travels_s: that the messages of all parts take.
-        compute_s: of one step.
-        num_parts: of an exchange.
-        every: steps from one exchange to the next.
-        delay: steps that a part may travel beside. None: all parts but the last travel beside backward.
+    An exchange takes place every so many steps of `compute_s`, in so many parts. Each part may travel beside
+    `delay` steps. Where that is None, all parts but the last travel beside backward.
     """
     if delay is None:
         return min(BACKWARD * compute_s, travels_s) * (num_parts - 1) / num_parts

@@ -5,7 +5,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import NamedTuple
 
 from regtopk.core.link import Link
@@ -15,10 +14,9 @@ from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, exchange_of, move_work
 from regtopk.lab.plan.learning import Optimizer, relative_steps
 from regtopk.lab.plan.link import hidden_s
-from regtopk.lab.plan.methods import DENSE, TORCH, PlannedMethod
+from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
 from regtopk.lab.plan.workload import Workload
 
-ROUND_SHARE = 0.1  # of the computation, that rounds should cost at most
 EQUAL = 1.05  # methods whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
@@ -34,15 +32,14 @@ class Situation:
     optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the number of workers."""
         check_integer("workers", self.num_workers, at_least=2)
         if self.num_workers > MOST_WORKERS:
             raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
 
-    def at(self, *, bandwidth: float | None = None, num_workers: int | None = None) -> "Situation":
-        """The same on a link of another bandwidth, or with another number of workers."""
-        link = replace(self.link, bandwidth=bandwidth or self.link.bandwidth)
-        return replace(self, link=link, num_workers=num_workers or self.num_workers)
+    def at(self, bandwidth: float) -> "Situation":
+        """The same on a link of another bandwidth."""
+        return replace(self, link=replace(self.link, bandwidth=bandwidth))
 
 
 class Prediction(NamedTuple):
@@ -65,11 +62,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: PlannedMethod, situation: Situation, costs: Calibration) -> Prediction:
-    """How long a step takes with a method, and how many it needs.
-
-    Raises:
-        StateError: the calibration does not hold all its costs.
-    """
+    """How long a step takes with a method, and how many it needs."""
     exchange = exchange_of(method, situation.workload, situation.num_workers)
     steps = relative_steps(method, situation.optimizer)
     return Prediction(method, exchange, step_time_s(exchange, situation.link, costs), steps)
@@ -106,7 +99,7 @@ class LinkPlan(NamedTuple):
     @property
     def pays(self) -> bool:
         """Whether some compressed method beats both dense and fp16."""
-        return self.best.method.sends_less
+        return self.best.method not in UNCOMPRESSED
 
     @property
     def dense(self) -> Prediction:
@@ -128,18 +121,6 @@ class LinkPlan(NamedTuple):
             found.setdefault(p.method.label, p)
         found[self.best.method.label] = self.best
         return sorted(found.values(), key=lambda p: (p.method != DENSE, *p.rank))
-
-    def affordable_rounds(self) -> list[tuple[Prediction, int]]:
-        """Each kind of updates in its fastest way, and the least `every` whose rounds cost little enough.
-
-        That is at most 10 % of the computation between them.
-        """
-        compute_s, found = self.situation.link.compute_s, []
-        slowest_first = sorted(self.best_by_label(), key=lambda p: -p.step_time_s)
-        for p in {p.method.kind: p for p in slowest_first if p.method.rounds.has_updates}.values():
-            round_s = p.exchange.every * (p.step_time_s - compute_s)
-            found.append((p, max(1, ceil(round_s / (ROUND_SHARE * compute_s)))))
-        return found
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
@@ -163,17 +144,16 @@ def make_plan(situation: Situation, costs: Calibration, methods: Sequence[Planne
         StateError: the calibration does not hold all costs.
     """
 
-    def predicted_at(bandwidth: float | None = None) -> list[Prediction]:
-        there = situation.at(bandwidth=bandwidth)
+    def predicted(there: Situation) -> list[Prediction]:
         return [predict(method, there, costs) for method in methods]
 
     def pays(bandwidth: float) -> bool:
-        return best_of(predicted_at(bandwidth)).method.sends_less
+        return best_of(predicted(situation.at(bandwidth))).method not in UNCOMPRESSED
 
-    low, high = LOWEST, HIGHEST
-    if pays(high) or not pays(low):
-        return LinkPlan(situation, predicted_at(), None)
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return LinkPlan(situation, predicted_at(), low)
+    low, high, break_even = LOWEST, HIGHEST, None
+    if pays(low) and not pays(high):
+        while high / low > 1.001:
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        break_even = low
+    return LinkPlan(situation, predicted(situation), break_even)

@@ -21,19 +21,19 @@ class Workload(NamedTuple):
         """As many parameters in square matrices; what is left over in a narrower one and a vector."""
         num_matrices, left = divmod(numel, SIDE * SIDE)
         columns, rest = divmod(left, SIDE)
-        matrices = [(SIDE, SIDE)] * num_matrices + [(SIDE, columns)] * (columns > 0)
-        return cls.of_shapes([*matrices, *[(rest,)] * (rest > 0)])
+        return cls.of_shapes([(SIDE, SIDE)] * num_matrices + [(SIDE, columns), (rest,)])
 
     @classmethod
     def of_shapes(cls, shapes: Iterable[Sequence[int]]) -> "Workload":
-        """Of a model whose trainable parameters have these shapes."""
+        """Of a model whose trainable parameters have these shapes; an empty one counts for nothing."""
         numel = num_matrices = alone = left = right = 0
         for shape in shapes:
-            size = prod(shape)
+            size, rows = prod(shape), shape[0]
+            if size == 0:
+                continue
+            columns = size // rows
             numel += size
             num_matrices += len(shape) > 1
-            rows = shape[0] if len(shape) > 1 else 1
-            columns = size // rows if rows else 0
             rank = min(rows, columns, POWERSGD_RANK)
             if len(shape) > 1 and (rows + columns) * rank * POWERSGD_MIN_SAVING < size:
                 left, right = left + 4 * rows * rank, right + 4 * columns * rank
