@@ -124,7 +124,8 @@ def request_points(device: torch.device) -> Iterator[Point]:
     """Coding sets of indices, and the parts and the sums of dense vectors."""
 
     def converse(request: Request) -> Conversation:
-        return (yield request)
+        answer: Tensor = yield request
+        return answer
 
     for N, k in product((2, 8), (2**10, 2**13, 2**17)):
         indices = torch.arange(k, device=device) * (MIDDLE_NUMEL // k)

@@ -33,7 +33,8 @@ def relative_steps(method: PlannedMethod, optimizer: Optimizer) -> float | None:
     """
     if method == DENSE:
         return 1.0
-    enough, has_failed = [], False
+    enough: list[float] = []
+    has_failed = False
     for row in _read(optimizer)["methods"]:
         words, steps = Method.read(row["method"]), row["relative_steps"]
         recorded = PlannedMethod.of(words, row["density"], row["value_code"])

@@ -91,19 +91,18 @@ def update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
     in fragments.
     """
     if labels is None:
-        rounds = ADVISED_EVERY if every is None else [every]
-        ours = [
-            f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments={parts}"
-            for n in rounds
-            for parts in sorted({1, min(n, MOST_FRAGMENTS)})
-        ]
-        return [DILOCO.format(every or DILOCO_EVERY), *ours]
-    told = [label for label in labels if "exchange=" in label]
-    open_ones = [label.partition(":") for label in labels if label not in told]
-    rounds = EVERY if every is None else [every]
-    return told + [
-        f"{name}:exchange=updates:every={n}{colon}{rest}" for name, colon, rest in open_ones for n in rounds
-    ]
+        found = [DILOCO.format(every or DILOCO_EVERY)]
+        for n in ADVISED_EVERY if every is None else [every]:
+            words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
+            found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
+        return found
+    found = [label for label in labels if "exchange=" in label]
+    for label in labels:
+        name, colon, rest = label.partition(":")
+        if "exchange=" not in rest:
+            rounds = EVERY if every is None else [every]
+            found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in rounds]
+    return found
 
 
 def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:

@@ -9,7 +9,8 @@ from typing import Any
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.lab.report.figure import draw_files, draw_inline, drawings_of, legend_of, styles_of_run
 from regtopk.lab.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
-from regtopk.lab.runs import FIGURE_PNG, FIGURE_SVG, PAGE, Run, parts_of, read_header, read_run, writing_to
+from regtopk.lab.runs import Run, parts_of, read_header, read_run, writing_to
+from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 
 # what the columns of a table are called in print, where that is not their key in summary.json
 HEADINGS = {
