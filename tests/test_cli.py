@@ -46,7 +46,7 @@ def test_an_ascii_stdout_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "argv", ["regtopk", "list"])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main()
     sys.stdout.flush()
     assert b"adaptive" in printed.getvalue() and b"?" in printed.getvalue()

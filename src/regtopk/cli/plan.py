@@ -15,13 +15,13 @@ from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.lab.plan import page
-from regtopk.lab.plan.calibrate import cache_path, calibrate
-from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.calibrate import calibrate
+from regtopk.lab.plan.costs import Calibration, cache_path
+from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.learning import Optimizer
 from regtopk.lab.plan.methods import CHOSEN, DENSITIES, UPDATES_DENSITIES, planned_methods, update_labels
 from regtopk.lab.plan.predict import Situation, make_plan
 from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
-from regtopk.lab.plan.workload import Workload
 from regtopk.lab.report import write_report
 from regtopk.rounds import EXCHANGES
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regtopk.cli import app
-from regtopk.lab.plan.calibrate import cache_path
+from regtopk.lab.plan.costs import cache_path
 from tests.lab.plan.made_up import calibration
 
 LINK = ("--workers", "4", "--bandwidth", "100 Mbps", "--latency", "50us", "--step-time", "50ms")

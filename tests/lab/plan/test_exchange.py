@@ -12,10 +12,9 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.steps.agreement import Question, ask
 from regtopk.lab.method import Method
-from regtopk.lab.plan.cases import Echo
-from regtopk.lab.plan.exchange import answers_of, exchange_of
+from regtopk.lab.plan.calibrate import Echo
+from regtopk.lab.plan.exchange import Workload, answers_of, exchange_of
 from regtopk.lab.plan.methods import CODES, PlannedMethod, planned_methods
-from regtopk.lab.plan.workload import Workload
 from tests.lab.plan.made_up import LINES
 
 NUMEL, K, N = 2**16, 2**10, 8  # copies need regions of equal size

@@ -4,10 +4,10 @@ import pytest
 
 from regtopk.core.link import Link
 from regtopk.lab.plan.costs import Calibration, Line
+from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.link import WIRE_BYTES_PER_BYTE
 from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, PlannedMethod, planned_methods
 from regtopk.lab.plan.predict import Situation, make_plan, predict
-from regtopk.lab.plan.workload import Workload
 from regtopk.rounds import Rounds
 from tests.lab.plan.made_up import calibration
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from regtopk.core.link import Link
+from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.methods import PlannedMethod
 from regtopk.lab.plan.page import as_code
 from regtopk.lab.plan.predict import Prediction, Situation, predict
-from regtopk.lab.plan.workload import Workload
 from regtopk.rounds import Rounds
 from tests.lab.plan.made_up import calibration
 

@@ -4,9 +4,9 @@ Sizes are those of the real messages. A sparse sum is gathered or split as `coll
 Nothing here depends on a machine or a link: `predict` multiplies with their costs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,12 @@ from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
 from regtopk.lab.method import Method
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
-from regtopk.lab.plan.workload import Workload
 
 Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
+SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
+POWERSGD_RANK = 2
+POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
 # Passes over a vector of J entries: one reads two vectors and writes a third.
@@ -30,6 +32,39 @@ OUTER_PASSES = 3  # of an outer optimizer with momentum
 OWN_PASSES = {"dgc": 1, "consensus": 2}  # beside a selection: DGC's velocity, consensus' sum on its support
 SPLIT_PASSES = 3  # that a sparse sum by regions makes beside one that is gathered
 SORTED_ENTRIES = {"consensus": 4}  # it sorts proposals and random entries: as long as selecting four times k
+
+
+class Workload(NamedTuple):
+    """The gradients of a model, or its updates."""
+
+    numel: int  # J, the number of parameters
+    num_matrices: int
+    powersgd_bytes: tuple[int, ...]  # of what PowerSGD leaves alone, of its left and of its right factors
+
+    @classmethod
+    def of_size(cls, numel: int) -> "Workload":
+        """As many parameters in square matrices; what is left over in a narrower one and a vector."""
+        num_matrices, left = divmod(numel, SIDE * SIDE)
+        columns, rest = divmod(left, SIDE)
+        return cls.of_shapes([(SIDE, SIDE)] * num_matrices + [(SIDE, columns), (rest,)])
+
+    @classmethod
+    def of_shapes(cls, shapes: Iterable[Sequence[int]]) -> "Workload":
+        """Of a model whose trainable parameters have these shapes; an empty one counts for nothing."""
+        numel = num_matrices = alone = left = right = 0
+        for shape in shapes:
+            size, rows = prod(shape), shape[0]
+            if size == 0:
+                continue
+            columns = size // rows
+            numel += size
+            num_matrices += len(shape) > 1
+            rank = min(rows, columns, POWERSGD_RANK)
+            if len(shape) > 1 and (rows + columns) * rank * POWERSGD_MIN_SAVING < size:
+                left, right = left + 4 * rows * rank, right + 4 * columns * rank
+            else:
+                alone += 4 * size
+        return cls(numel, num_matrices, (alone, left, right))
 
 
 class Work(NamedTuple):

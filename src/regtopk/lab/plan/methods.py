@@ -8,7 +8,6 @@ from regtopk.core.codes import is_lossless
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.method import Method
-from regtopk.lab.plan.workload import POWERSGD_RANK
 from regtopk.rounds import ADVISED_UPDATES, GRADIENTS, Rounds
 
 CODES = ("float32", "4bit")  # of values
@@ -59,11 +58,6 @@ class PlannedMethod(NamedTuple):
         given = {"delay": rounds.delay, "fragments": rounds.fragments}
         told = {name: value for name, value in given.items() if value != getattr(GRADIENTS, name)}
         return {"every": rounds.every, **told}
-
-    @property
-    def amount(self) -> str:
-        """How much of the gradient it sends."""
-        return f"rank {POWERSGD_RANK}" if self == POWERSGD else f"{self.density:g}"
 
 
 DENSE = PlannedMethod("dense", 1.0, "float32")

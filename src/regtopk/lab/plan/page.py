@@ -10,6 +10,7 @@ from typing import Any
 from regtopk.core.options import counted
 from regtopk.lab.method import Method
 from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import about
 from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, PlannedMethod
 from regtopk.lab.plan.predict import LinkPlan, Prediction, predict
@@ -81,7 +82,7 @@ def table(plan: LinkPlan) -> list[dict[str, str]]:
     return [
         {
             "measure": _drawn(p),
-            "density": p.method.amount,
+            "density": f"rank {POWERSGD_RANK}" if p.method == POWERSGD else f"{p.method.density:g}",
             "values": p.method.value_code,
             "collective": p.exchange.collective,
             ("payload per step" if has_updates else "payload"): format_size(p.exchange.bytes_per_step),
@@ -98,9 +99,9 @@ def verdict(plan: LinkPlan) -> str:
     """The answer, in a few plain sentences."""
     where = f"{plan.situation.num_workers} workers at {format_bandwidth(plan.situation.link.bandwidth)}"
     best, step = plan.best, format_time(plan.best.step_time_s)
-    amount = best.method.amount
-    way = f", density {amount}, {best.method.value_code} values"
-    name = f"{best.method.label}{f' of {amount}' if best.method == POWERSGD else way}"
+    name = f"{best.method.label}, density {best.method.density:g}, {best.method.value_code} values"
+    if best.method == POWERSGD:
+        name = f"powersgd of rank {POWERSGD_RANK}"
     if not plan.pays:
         said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
     elif best.relative_steps is None:

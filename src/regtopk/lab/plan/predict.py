@@ -11,11 +11,10 @@ from regtopk.core.link import Link
 from regtopk.core.options import check_integer
 from regtopk.errors import ArgumentError
 from regtopk.lab.plan.costs import Calibration
-from regtopk.lab.plan.exchange import PlannedExchange, exchange_of, move_work
+from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
 from regtopk.lab.plan.learning import Optimizer, relative_steps
 from regtopk.lab.plan.link import hidden_s
 from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
-from regtopk.lab.plan.workload import Workload
 
 EQUAL = 1.05  # methods whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
