@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -71,14 +72,15 @@ def test_two_processes_calibrate() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_the_processes_end_with_their_caller() -> None:
-    ranks: list[str] = []
-    with subprocess.Popen([sys.executable, "-c", CALIBRATE]) as caller:
-        while caller.poll() is None and len(ranks) < 3:  # one more process tracks their resources
-            ranks = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
+def test_the_processes_end_with_their_caller(tmp_path: Path) -> None:
+    here = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", CALIBRATE], env=here) as caller:
+        while caller.poll() is None and not list(tmp_path.glob("*/store")):  # where the ranks meet
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
         caller.send_signal(signal.SIGTERM)
-    assert len(ranks) == 3 and caller.returncode == -signal.SIGTERM
-    deadline = time.monotonic() + 20
+    assert len(ranks) >= 2 and caller.returncode == -signal.SIGTERM
+    deadline = time.monotonic() + 60
     while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_is_alive, ranks))
