@@ -60,10 +60,8 @@ SPARSE_SIZES = (
 )  # fmt: skip
 MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
 IMPUTE = 0.35  # any: imputation takes as long with others
-_ONE_BUCKET_MB = 1000
 _SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
-_NUM_CALLS = 24
-_NUM_REPEATS, _ENOUGH_S = 7, 0.3
+_NUM_CALLS, _NUM_REPEATS, _ENOUGH_S = 24, 7, 0.3
 
 
 class Echo(Collectives):
@@ -175,7 +173,7 @@ def _time_model(device: torch.device, width: int, depth: int, name: str) -> floa
     layers = (nn.Linear(width, width, bias=False) for _ in range(depth))
     model: nn.Module = nn.Sequential(*layers).to(device)
     if name != "plain":
-        bucket_cap_mb = _ONE_BUCKET_MB if name == "powersgd" else None
+        bucket_cap_mb = 1000 if name == "powersgd" else None  # one bucket, or DDP's own
         model = ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
         if name == "fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -221,13 +219,7 @@ CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what 
 
 
 def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
-    """Measure collectives and all work `of` one process, and fit a line to each kind.
-
-    Args:
-        device: cpu or cuda, where vectors are selected and coded.
-        progress: called with the fraction done.
-        of: the work that one process can time.
-    """
+    """Measure collectives and the work `of` one process on cpu or cuda, and fit a line to each kind."""
     points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         arguments = os.getpid(), folder, torch.get_num_threads()

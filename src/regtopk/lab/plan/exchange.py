@@ -14,7 +14,6 @@ import torch
 from regtopk.core.codes import full_message_bytes
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
-from regtopk.lab.method import Method
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
 
@@ -161,12 +160,8 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
 
 
 def _code(method: PlannedMethod) -> str:
-    """What the costs of its values are called; it costs more to find out who sent each entry too."""
-    return f"{method.value_code}{' senders' if _imputes(method) else ''}"
-
-
-def _imputes(method: PlannedMethod) -> bool:
-    return "impute" in Method.read(method.name).options
+    """What the costs of its values are called; with imputation it is also found out who sent each entry."""
+    return f"{method.value_code} senders" if method.imputes else method.value_code
 
 
 def _gathered_indices(count: int, numel: int, N: int) -> PlannedExchange:
@@ -190,7 +185,7 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
     The owners send the sums back. Sizes are told before both.
     """
     codes = {"value_code": method.value_code, "index_code": INDEX_CODE}
-    senders = sender_code([1 / N] * N) if _imputes(method) else None
+    senders = sender_code([1 / N] * N) if method.imputes else None
     size = split_of(k, numel, N, dtype=torch.float32, sender_code=senders, **codes)
     line = f"sparse {_code(method)}"
     if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:

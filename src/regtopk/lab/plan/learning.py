@@ -28,8 +28,8 @@ def relative_steps(method: PlannedMethod, optimizer: Optimizer) -> float | None:
     """How many times dense's steps a method takes to the same loss; infinite if it never gets there.
 
     Where there is no record of the method itself, one that sends less stands in: fewer entries or fewer bits,
-    more rarely or later. It cannot need fewer steps. None if there is none. No method is counted as faster
-    than dense: where one is, as DGC with its momentum, the learning rates were not alike.
+    more rarely or later. None if there is none. No method is counted as faster than dense: where one is, as
+    DGC with its momentum, the learning rates were not alike.
     """
     if method == DENSE:
         return 1.0

@@ -43,6 +43,11 @@ class PlannedMethod(NamedTuple):
         return self.name.partition(":")[0]
 
     @property
+    def imputes(self) -> bool:
+        """Whether workers must know who sent each entry."""
+        return "impute" in Method.read(self.name).options
+
+    @property
     def label(self) -> str:
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
         if not self.rounds.has_updates:
@@ -54,10 +59,9 @@ class PlannedMethod(NamedTuple):
     @property
     def turns(self) -> dict[str, int]:
         """When updates are exchanged: every, and a delay and fragments where there are any."""
-        rounds = self.rounds
-        given = {"delay": rounds.delay, "fragments": rounds.fragments}
-        told = {name: value for name, value in given.items() if value != getattr(GRADIENTS, name)}
-        return {"every": rounds.every, **told}
+        told = {name: getattr(self.rounds, name) for name in ("delay", "fragments")}
+        given = {name: value for name, value in told.items() if value != getattr(GRADIENTS, name)}
+        return {"every": self.rounds.every, **given}
 
 
 DENSE = PlannedMethod("dense", 1.0, "float32")
@@ -70,19 +74,15 @@ UNCOMPRESSED = (DENSE, FP16)  # what a compressed method must beat
 def planned_methods(
     densities: Sequence[float] = DENSITIES, labels: Sequence[str] = CHOSEN
 ) -> list[PlannedMethod]:
-    """DDP, torch's hooks, and methods in the words of `regtopk compare`.
-
-    Each is planned at every density and with every code that its words leave open.
-    """
+    """DDP, torch's hooks, and methods in words, with every density and code that those leave open."""
     ours = [method for label in labels for method in _ways(Method.parse(label), densities)]
     return list(dict.fromkeys([*TORCH, *ours]))
 
 
 def update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
-    """Methods on updates, with a round every so many steps, or several such rounds if that is None.
+    """Methods on updates, in rounds of `every` steps, or of several lengths, unless their words say it.
 
-    The words of a method may say it themselves. Without methods: DiLoCo and what was measured best, whole and
-    in fragments.
+    Without methods: DiLoCo and what was measured best, whole and in fragments.
     """
     if labels is None:
         found = [DILOCO.format(every or DILOCO_EVERY)]

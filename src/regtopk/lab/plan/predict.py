@@ -1,7 +1,4 @@
-"""A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays.
-
-`link` says what is assumed of links, and docs/planning.md all that is assumed.
-"""
+"""A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,15 +77,11 @@ def step_time_s(exchange: PlannedExchange, link: Link, costs: Calibration) -> fl
 
 
 class LinkPlan(NamedTuple):
-    """Every method's prediction, and what follows from them.
-
-    Below the break-even some compressed method beats dense and fp16. It is None if one does at every
-    bandwidth (then it pays here too), or none does at any.
-    """
+    """Every method's prediction, and what follows from them."""
 
     situation: Situation
     predictions: list[Prediction]
-    break_even_bits_per_s: float | None
+    break_even_bits_per_s: float | None  # below it compression pays; None: everywhere, or nowhere
 
     @property
     def best(self) -> Prediction:
@@ -100,18 +93,17 @@ class LinkPlan(NamedTuple):
         """Whether some compressed method beats both dense and fp16."""
         return self.best.method not in UNCOMPRESSED
 
-    @property
-    def dense(self) -> Prediction:
-        """DDP without a hook."""
-        return next(p for p in self.predictions if p.method == DENSE)
-
     def speedup(self, prediction: Prediction) -> float:
-        """Of a step, against dense."""
-        return self.dense.step_time_s / prediction.step_time_s
+        """Of a step, against DDP without a hook."""
+        return self._dense.step_time_s / prediction.step_time_s
 
     def speedup_to_loss(self, prediction: Prediction) -> float:
         """Of the time to a loss, against dense; at most that where there is no record."""
-        return self.dense.time_to_loss / prediction.time_to_loss
+        return self._dense.time_to_loss / prediction.time_to_loss
+
+    @property
+    def _dense(self) -> Prediction:
+        return next(p for p in self.predictions if p.method == DENSE)
 
     def best_by_label(self) -> list[Prediction]:
         """Each method in its best way, the best as advised: dense, then the others, the best first."""
@@ -123,10 +115,9 @@ class LinkPlan(NamedTuple):
 
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
-    """The least time to a loss; of those within 5 % of it the one that sends most, since it learns most.
+    """The least time to a loss; of those within 5 % of it, updates first, then what sends and learns most.
 
-    Updates are planned because they are asked for: of those that are near, they come first. A method of which
-    no record says how it learns is not advised, unless there is none of any that was asked for. Then all are
+    A method without a record is not advised, unless there is none of any that was asked for. Then all are
     taken to need the steps of dense.
     """
     recorded = [p for p in predictions if p.relative_steps is not None]
@@ -137,11 +128,7 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def make_plan(situation: Situation, costs: Calibration, methods: Sequence[PlannedMethod]) -> LinkPlan:
-    """Predict every method, and find the bandwidth below which a compressed one is best.
-
-    Raises:
-        StateError: the calibration does not hold all costs.
-    """
+    """Predict every method, and find the bandwidth below which a compressed one is best."""
 
     def predicted(there: Situation) -> list[Prediction]:
         return [predict(method, there, costs) for method in methods]

@@ -33,10 +33,10 @@ def parse_bandwidth(text: str) -> float:
 
 def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
     """Seconds of "10ms", "50us" or "0.2 s"; a number without a unit is refused, but for 0."""
-    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2s, with its unit"
     number, unit = _split(text)
     if may_be_zero and number == 0 and unit in ("", *_PER_SECOND):
         return 0.0
+    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2s, with its unit"
     return _checked(name, number / _PER_SECOND.get(unit, math.nan), text, rule)  # 50us are 5e-5 to the bit
 
 
