@@ -29,11 +29,12 @@ def invoke(*words: str | Path) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
-    """A folder with a run of figure 1, to be copied; its exit code and what it said."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of figure 1, to be copied."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     code, _, err = invoke("reproduce", "fig1", "--seeds", "3", "--out", folder, *QUICK)
-    return folder, code, err
+    assert (code, err) == (0, "regtopk: fig1 draws nothing at random, --seeds changes nothing\n")
+    return folder
 
 
 def test_version() -> None:
@@ -45,17 +46,15 @@ def test_an_ascii_stdout_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "argv", ["regtopk", "list"])
-    with pytest.raises(SystemExit) as done:
+    with pytest.raises(SystemExit, match=r"^0$"):
         main()
     sys.stdout.flush()
-    assert done.value.code == 0
     assert b"adaptive" in printed.getvalue() and b"?" in printed.getvalue()
 
 
 def test_list_as_json() -> None:
-    code, out, _ = invoke("list", "--json")
-    rows = {row["name"]: row for row in json.loads(out)}
-    assert code == 0 and list(rows) == list(ALGORITHMS)
+    rows = {row["name"]: row for row in json.loads(invoke("list", "--json")[1])}
+    assert list(rows) == list(ALGORITHMS)
     assert rows["regtopk"]["class"] == "RegTopK"
     assert rows["regtopk"]["options"] | {"mu": 4.0, "q": "inf", "k": None} == rows["regtopk"]["options"]
     assert all(row["summary"] for row in rows.values())
@@ -67,8 +66,6 @@ def test_reproduce_writes_a_whole_run(tmp_path: Path) -> None:
     assert code == 0 and err == ""
     files = "config.json figure.png figure.svg index.html metrics.jsonl summary.json"
     assert sorted(path.name for path in out.iterdir()) == files.split()
-    summary = json.loads((out / "summary.json").read_text())
-    assert all(summary["max_abs_difference"][method] <= 1e-12 for method in ("dense", "topk", "regtopk"))
     assert "off published points" in printed and "regtopk-current" in printed
     assert str(out / "index.html") in printed.replace("\n", "")
     assert json.loads((out / "config.json").read_text())["command"] == "regtopk reproduce fig1"
@@ -80,10 +77,9 @@ def test_reproduce_as_json(tmp_path: Path) -> None:
     assert code == 0
     summary = json.loads(printed)
     assert summary == json.loads((out / "summary.json").read_text())
-    final = summary["final_distance"]
-    assert list(final) == ["dense", "topk", "regtopk", "regtopk-cap", "regtopk-current", "global-topk"]
-    assert all(list(by_density) == ["0.4", "0.5", "0.6"] for by_density in final.values())
-    assert all(len(seeds) == 2 for by_density in final.values() for seeds in by_density.values())
+    assert all(
+        len(seeds) == 2 for by_density in summary["final_distance"].values() for seeds in by_density.values()
+    )
     config = json.loads((out / "config.json").read_text())
     assert config["command"] == "regtopk reproduce fig2 --seeds 2 --set num_iterations=5"
     assert config["config"]["seeds"] == "2" and config["config"]["num_iterations"] == 5
@@ -107,8 +103,8 @@ def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 2 and "num_iterations must be 5 as in the run that out/scaling-2 holds, got 100" in err
 
 
-def test_a_run_is_not_replaced_unasked(finished: tuple[Path, int, str], tmp_path: Path) -> None:
-    shutil.copytree(finished[0], tmp_path / "run")
+def test_a_run_is_not_replaced_unasked(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "run")
     advice = "holds config.json: choose another --out, go on with --resume, or replace it with --force\n"
@@ -118,76 +114,51 @@ def test_a_run_is_not_replaced_unasked(finished: tuple[Path, int, str], tmp_path
     assert (tmp_path / "run" / "metrics.jsonl").read_text() != before
 
 
-def test_seeds_of_an_experiment_without_chance(finished: tuple[Path, int, str]) -> None:
-    _, code, err = finished
-    assert code == 0
-    assert err == "regtopk: fig1 draws nothing at random, --seeds changes nothing\n"
+SEEDS = "seeds must be a number of them, or different ones like 3,4,5 or 2-6, got '0'"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("fig9", "got 'fig9' (did you mean 'fig3'?)"),
-        ("fig1 --set devise=cpu", "got 'devise' (did you mean 'device'?)"),
-        ("fig2 --seeds 0", "seeds must be a number of them, or different ones like 3,4,5 or 2-6, got '0'"),
-        ("fig2 --seeds 2 --set seeds=3", "each setting must be given once, got seeds twice"),
-        ("fig1 --device abacus", "device must be cpu or cuda, got 'abacus'"),
-        ("fig2 --set lr=1e3 --set record_every=9999", "grads of worker 0 must be finite"),
-        ("fig2 --set lr=1e300 --set record_every=1", "the run diverged"),
+        ("reproduce fig9", "got 'fig9' (did you mean 'fig3'?)"),
+        ("reproduce fig1 --set devise=cpu", "got 'devise' (did you mean 'device'?)"),
+        ("reproduce fig2 --seeds 0", SEEDS),
+        ("reproduce fig2 --seeds 2 --set seeds=3", "each setting must be given once, got seeds twice"),
+        ("reproduce fig1 --device abacus", "device must be cpu or cuda, got 'abacus'"),
+        ("reproduce fig2 --set lr=1e3 --set record_every=9999", "grads of worker 0 must be finite"),
+        ("reproduce fig2 --set lr=1e300 --set record_every=1", "the run diverged"),
+        ("compare digits --data /nowhere", "digits come with scikit-learn and take no data, got '/nowhere'"),
+        ("compare toy --set task=digits", "task must be given as the command's own argument"),
+        ("compare toy --resume --force", "give one of --resume and --force, got both"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, message: str) -> None:
-    code, out, err = invoke("reproduce", *words.split(), "--out", tmp_path / "run")
+    code, out, err = invoke(*words.split(), "--out", tmp_path / "run")
     assert (code, out) == (2, "")
     assert err.startswith("regtopk: ") and message in err and err.count("\n") == 1
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_compare_runs_in_slices(tmp_path: Path) -> None:
-    words = ["compare", "digits", "--algorithms", "topk", "--density", "0.5", "--steps", "4"]
-    words += ["--out", str(tmp_path)]
+    command = "regtopk compare digits --algorithms topk --density 0.5 --steps 4"
+    words = [*command.split()[1:], "--out", str(tmp_path)]
     assert invoke(*words)[0] == 0
     code, printed, _ = invoke(*words, "--seeds", "3-3", "--resume", "--json")
     assert code == 0 and [result["seeds"] for result in json.loads(printed)["results"]] == [[0, 3]]
-    command = "regtopk compare digits --algorithms topk --density 0.5 --steps 4"
     commands = json.loads((tmp_path / "config.json").read_text())["command"]
     assert commands == f"{command}\n{command} --seeds 3-3 --resume"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("digits --data /nowhere", "digits come with scikit-learn and take no data, got '/nowhere'"),
-        ("gpt --set task=digits", "task must be given as the command's own argument"),
-        ("digits --resume --force", "give one of --resume and --force, got both"),
-    ],
-)
-def test_compare_refuses(tmp_path: Path, words: str, message: str) -> None:
-    code, out, err = invoke("compare", *words.split(), "--out", tmp_path / "run")
-    assert (code, out) == (2, "") and message in err
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    code, _, err = invoke("reproduce", "fig1", "--out", tmp_path / "file")
-    assert code == 2 and "output folder must be writable" in err and err.count("\n") == 1
-
-
-def test_report_draws_again(finished: tuple[Path, int, str], tmp_path: Path) -> None:
-    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+def test_report_draws_again(finished: Path, tmp_path: Path) -> None:
+    assert invoke("report", tmp_path)[0] == 2  # there is nothing to draw
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     (tmp_path / "index.html").unlink()
-    code, out, _ = invoke("report", tmp_path)
-    assert (code, out) == (0, f"{tmp_path / 'index.html'}\n")
+    assert invoke("report", tmp_path) == (0, f"{tmp_path / 'index.html'}\n", "")
     assert (tmp_path / "index.html").exists()
 
 
-def test_report_of_nothing(tmp_path: Path) -> None:
-    code, _, err = invoke("report", tmp_path)
-    assert code == 2 and err.startswith("regtopk: folder must hold a finished run") and err.count("\n") == 1
-
-
 def test_demo_runs_again_but_spares_other_runs(
-    finished: tuple[Path, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = {name: ["num_iterations=5"] for name in ("fig1", "scaling")}
     monkeypatch.setattr("regtopk.cli.DEMO_PARTS", parts)
@@ -197,7 +168,7 @@ def test_demo_runs_again_but_spares_other_runs(
     assert printed.count("fig1") == printed.count("scaling") == 1 and printed.count("final risk") == 2
     assert "<svg" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
     assert set(json.loads((tmp_path / "demo" / "summary.json").read_text())) == {"fig1", "scaling"}
-    shutil.copytree(finished[0], tmp_path / "mine" / "fig1")
+    shutil.copytree(finished, tmp_path / "mine" / "fig1")
     code, _, err = invoke("demo", "--out", tmp_path / "mine")
     assert code == 2 and "--force" in err
 

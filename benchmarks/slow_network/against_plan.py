@@ -21,12 +21,11 @@ from benchmarks.slow_network.models import resnet18_shapes
 from benchmarks.slow_network.results import accuracy_table
 from regtopk.core.link import Link
 from regtopk.lab.plan.costs import Calibration
-from regtopk.lab.plan.exchange import PlannedExchange, Work, exchange_of, num_buckets
+from regtopk.lab.plan.exchange import PlannedExchange, Work, Workload, exchange_of, num_buckets
 from regtopk.lab.plan.link import WIRE_BYTES_PER_BYTE, all_gather
 from regtopk.lab.plan.methods import DENSE, FP16, POWERSGD, PlannedMethod, planned_methods
 from regtopk.lab.plan.predict import Situation, make_plan, step_time_s
 from regtopk.lab.plan.units import format_bandwidth, format_time
-from regtopk.lab.plan.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
 UNSHAPED_BITS_PER_S = 1e15  # no link at all: what is left is the machine's own work

@@ -16,9 +16,9 @@ from benchmarks.slow_network.delays import ALONE, BANDWIDTHS, LATENCY_S, METHODS
 from benchmarks.slow_network.gpt_methods import IMPUTE, VALUE_CODE, every_of, num_entries
 from regtopk.core.link import Link
 from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.methods import TORCH, planned_methods
 from regtopk.lab.plan.predict import Situation, predict
-from regtopk.lab.plan.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results"
 LINKS = ((None, 0.0), *((bandwidth, LATENCY_S) for bandwidth in BANDWIDTHS))

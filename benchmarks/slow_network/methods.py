@@ -15,7 +15,7 @@ from regtopk.algorithms import ALGORITHMS
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
-from regtopk.lab.plan.workload import POWERSGD_RANK, Workload
+from regtopk.lab.plan.exchange import POWERSGD_RANK, Workload
 
 POWERSGD_DENSE_STEPS = 2  # the fewest torch allows
 ONE_BUCKET_MB = 1000  # torch's PowerSGD hangs on gloo with two buckets

@@ -1,6 +1,5 @@
-"""Where namespaces can be made, and what is there of them."""
+"""Where namespaces can be made."""
 
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,3 @@ def why_not() -> str | None:
 
 reason = why_not()
 needs_namespaces: Callable[..., Any] = pytest.mark.skipif(reason is not None, reason=str(reason))
-
-
-def interfaces() -> set[str]:
-    """The host's own network interfaces."""
-    lines = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    return {line.split(": ")[1] for line in lines.splitlines()}

@@ -1,15 +1,13 @@
 """The race of the GPT, short: the training does not depend on the link."""
 
-import json
 import pydoc_data.topics
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.slow_network.__main__ import links_of, main
+from benchmarks.slow_network.__main__ import links_of
 from benchmarks.slow_network.gpt_methods import BYTES_PER_PARAMETER, EVERY, VALUE_CODE, num_entries
 from benchmarks.slow_network.gpt_plan import QUICK
 from benchmarks.slow_network.gpt_race import GptRace
@@ -44,39 +42,10 @@ def test_the_link_changes_no_bit_of_the_training() -> None:
         assert 0.95 < sent[method] / (BYTES_PER_PARAMETER * rows[0]["params"]) <= 1
 
 
-@needs_namespaces
-@pytest.mark.slow
-def test_the_whole_race_of_two_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    some = {method: EVERY[method] for method in ("dense", "updates:4")}  # the test above has them all
-    monkeypatch.setattr("benchmarks.slow_network.gpt_race.EVERY", some)
-    path = tmp_path / "gpt.json"
-    words = ["gpt", "--quick", "--workers", "2", "--data", TEXT, "--out", str(path)]
-    assert main([*words, "--parts", "search", "race", "steps"]) == 0
-    said = capsys.readouterr()
-    content = json.loads(path.read_text())
-    num_rows = [len(content[kind]) for kind in ("search", "race", "steps", "latency")]
-    assert num_rows == [2, 4, 4, 0]  # two seeds are raced
-    assert said.out.startswith("| to a test loss of 3.6 |") and said.err.count("search:") == 2
-    for row in content["race"]:
-        assert (row["bandwidth_bits_per_s"] is None) == (
-            row["method"] in ("dense", "fp16") or row["seed"] == 2
-        )
-    assert main([*words, "--parts", "search"]) == 0
-    assert "search:" not in capsys.readouterr().err  # what was searched is not searched again
-
-
 def race_row(method: str, losses: list[float], **more: Any) -> dict[str, Any]:
     curve = [[2.0 * number, loss] for number, loss in enumerate(losses, 1)]
-    return {
-        "method": method,
-        "curve": curve,
-        "stretch": 16,
-        "workers": 4,
-        "bandwidth_bits_per_s": None,
-        **more,
-    }
+    link = {"workers": 4, "bandwidth_bits_per_s": None}
+    return {"method": method, "curve": curve, "stretch": 16, **link, **more}
 
 
 def test_seconds_to_a_loss() -> None:

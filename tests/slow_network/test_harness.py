@@ -19,8 +19,7 @@ def test_two_ranks_on_a_slow_link(tmp_path: Path) -> None:
     dense, sparse = content["steps"]
     for row in (dense, sparse):
         assert (row["workers"], row["bandwidth_bits_per_s"], row["params"]) == (2, 1e8, 244_410)
-        # fewer than 3 where other processes disturb the others
-        assert 1 <= len(row["step_s_all"]) <= 3 and min(row["step_s_all"]) > 0
+        assert 1 <= len(row["step_s_all"]) <= 3 and min(row["step_s_all"]) > 0  # fewer if disturbed
         for way, other in (("sent", "received"), ("received", "sent")):
             moved = row[f"interface_{way}_bytes"]
             expected = with_headers(row[f"{way}_bytes"], row[f"{other}_bytes"])

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.slow_network.__main__ import links_of, main
-from benchmarks.slow_network.links import token_bucket
 from benchmarks.slow_network.namespaces import PREFIX, Namespaces, command, existing, left_behind
 from tests.processes import ended
-from tests.slow_network.network import interfaces, needs_namespaces
+from tests.slow_network.network import needs_namespaces
 
 REPOSITORY = Path(__file__).parents[2]
 ECHO = """
@@ -33,6 +32,11 @@ with socket.create_connection((sys.argv[1], 5000)) as caller:
     assert caller.recv(1) == b"?"
     print(time.perf_counter() - start)
 """
+
+
+def interfaces() -> set[str]:
+    """The host's own network interfaces."""
+    return {line.split(": ")[1] for line in command("ip", "-o", "link").splitlines()}
 
 
 def own() -> list[str]:
@@ -65,8 +69,7 @@ def test_links_are_shaped_and_removed() -> None:
             assert "rate 10Mbit" in shown
         assert round_trip_s(links.namespaces) > 0
         assert interfaces() == before
-    assert own() == []
-    assert interfaces() == before
+    assert own() == [] and interfaces() == before
 
 
 @needs_namespaces
@@ -78,15 +81,7 @@ def test_delay_is_there_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         assert round_trip_s(links.namespaces) >= 0.06
         relay = links.relay
         assert relay is not None and relay.poll() is None
-    assert relay.poll() is not None
-    assert own() == []
-
-
-@needs_namespaces
-def test_failure_removes_what_was_made() -> None:
-    with pytest.raises(RuntimeError, match="on the way"), links_of(2):
-        raise RuntimeError("on the way")
-    assert own() == []
+    assert relay.poll() is not None and own() == []
 
 
 @needs_namespaces
@@ -133,8 +128,3 @@ def test_signals_remove_what_was_made(number: signal.Signals) -> None:
 def _is_used(name: str) -> bool:
     done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
     return bool(done.stdout.strip())
-
-
-def test_bursts_are_short() -> None:
-    assert token_bucket(1e7) == ["tbf", "rate", "10000000bit", "burst", "4096", "limit", "4000000"]
-    assert token_bucket(1e9) == ["tbf", "rate", "1000000000bit", "burst", "31250", "limit", "4000000"]

@@ -4,46 +4,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks.slow_network.methods import Method
 from benchmarks.slow_network.rank import busiest
-from benchmarks.slow_network.results import Results, with_headers
-from benchmarks.slow_network.search import best_lr, reached_accuracy, rows_of, steps_to, target_of
+from benchmarks.slow_network.results import Results
+from benchmarks.slow_network.search import best_lr, reached_accuracy, steps_to, target_of
 
 
-def run_of(lr: float, accuracies: list[float], method: str = "dense") -> dict[str, Any]:
+def run_of(lr: float, accuracies: list[float]) -> dict[str, Any]:
     curve = [[float(second), accuracy] for second, accuracy in enumerate(accuracies)]
-    kind = {"method": method, "density": None, "value_code": None, "collective": "all_reduce"}
+    kind = {"method": "dense", "density": None, "value_code": None, "collective": "all_reduce"}
     link = {"workers": 2, "bandwidth_bits_per_s": None, "latency_s": 0.0, "params": 10}
     return {**link, **kind, "lr": lr, "target": None, "steps": 10 * len(curve), "curve": curve}
 
 
-def test_an_accuracy_is_the_mean_of_the_last_evaluations() -> None:
+def test_the_target_is_a_point_below_the_best_mean_of_the_last_evaluations() -> None:
     assert reached_accuracy([[0.0, 99.0], [1.0, 99.0]]) == 0
     assert reached_accuracy([[0.0, 1.0], [1.0, 80.0], [2.0, 81.0], [3.0, 85.0]]) == 82
-
-
-def test_the_target_is_a_point_below_the_best() -> None:
     rows = [run_of(0.1, [70, 70, 70]), run_of(0.2, [80, 80, 80]), run_of(0.4, [99, 10, 10])]
     assert target_of(rows) == 79
 
 
 def test_the_soonest_learning_rate_wins() -> None:
-    late, soon, never = (
-        run_of(0.1, [0, 0, 0, 90, 90, 90]),
-        run_of(0.2, [0, 90, 90, 90, 0, 0]),
-        run_of(0.4, [80, 80, 80, 80]),
-    )
+    late, soon = run_of(0.1, [0, 0, 0, 90, 90, 90]), run_of(0.2, [0, 90, 90, 90, 0, 0])
+    never = run_of(0.4, [80, 80, 80, 80])
     assert [steps_to(row, 85) for row in (late, soon, never)] == [60, 40, None]
     assert best_lr([late, soon, never], 85) == 0.2
     assert best_lr([never], 85) is None
-
-
-def test_rows_by_method_and_settings() -> None:
-    rows = [run_of(0.1, [1, 2, 3]), run_of(0.2, [1, 2, 3]), run_of(0.1, [1, 2, 3], "fp16")]
-    assert rows_of(Method.parse("dense"), rows) == rows[:2]
-    assert rows_of(Method.parse("fp16"), rows, lr=0.2) == []
 
 
 def test_a_newer_row_replaces_an_older_one(tmp_path: Path) -> None:
@@ -56,12 +41,6 @@ def test_a_newer_row_replaces_an_older_one(tmp_path: Path) -> None:
     assert {row["lr"]: row["curve"][0][1] for row in content["time_to_accuracy"]} == {0.1: 7, 0.2: 4}
     assert content["steps"] == [] and content["torch"] and content["hardware"]
     assert [path.name for path in path.parent.iterdir()] == ["slow.json"]
-
-
-def test_bytes_with_headers() -> None:
-    assert with_headers(1448, 0) == 1448 + 66
-    assert with_headers(0, 2896) == 66
-    assert with_headers(14_480, 14_480) == pytest.approx(14_480 * 1.0684, rel=1e-4)
 
 
 def test_the_busiest_window() -> None:

@@ -18,23 +18,21 @@ def main() -> None:
     with joined() as rank:
         collectives = Collectives(group_or_default(None))
         numbers, message = torch.zeros(3, dtype=torch.int64), torch.zeros(1000, dtype=torch.uint8)
+        maximum = least_trips(rank, lambda: collectives.maximum(numbers))
         rank.record(
-            {
-                "maximum": least_trips(rank, lambda: collectives.maximum(numbers)),
-                "all_gather": least_trips(rank, lambda: collectives.all_gather(message)),
-            }
+            {"maximum": maximum, "all_gather": least_trips(rank, lambda: collectives.all_gather(message))}
         )
 
 
 def least_trips(rank: Rank, collective: Callable[[], Any]) -> float:
     """The least of many tries, on the slowest rank: what latency makes of it, however busy the machine is."""
-    job, shortest_s, trips = rank.job, inf, inf
+    shortest_s = trips = inf
     for _ in range(NUM_TIMES):
         dist.barrier()
         start = time.perf_counter()
         collective()
         shortest_s = min(shortest_s, time.perf_counter() - start)
-        trips = rank.slowest(shortest_s) / float(job["latency_s"])
-        if trips < job["few"]:
+        trips = rank.slowest(shortest_s) / float(rank.job["latency_s"])
+        if trips < rank.job["few"]:
             break
     return trips

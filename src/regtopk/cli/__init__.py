@@ -34,10 +34,8 @@ DEMO_PARTS: dict[str, list[str]] = {"train": [], "fig1": [], "scaling": [], "fig
 DEMO = {
     "experiment": "demo",
     "title": "RegTop-k in four small experiments",
-    "about": (
-        "A real training by two processes, and the paper's examples in the simulator: two workers that "
-        "cancel, a step that waited too long, and twenty workers that disagree."
-    ),
+    "about": "A real training by two processes, and the paper's examples in the simulator: two workers that "
+    "cancel, a step that waited too long, and twenty workers that disagree.",
     "command": "regtopk demo",
 }
 
@@ -61,23 +59,19 @@ def root(
 @say_errors
 def list_algorithms(as_json: Json = False) -> None:
     """List the algorithms and their options."""
-    rows = [_describe(name) for name in ALGORITHMS]
+    rows: list[dict[str, Any]] = []
+    table = Table("name", "what it does", "options", box=SIMPLE_HEAD)
+    for name, algorithm in ALGORITHMS.items():
+        summary = (algorithm.__doc__ or "").partition("\n")[0]
+        options = {f.name: None if f.default is MISSING else f.default for f in fields(algorithm)}
+        options |= {key: "inf" for key, value in options.items() if value == inf}  # JSON has no infinity
+        rows.append({"name": name, "class": algorithm.__name__, "summary": summary, "options": options})
+        words = [key if value is None else f"{key}={value}" for key, value in options.items()]
+        table.add_row(name, summary, ", ".join(words))
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
-        return
-    table = Table("name", "what it does", "options", box=SIMPLE_HEAD)
-    for row in rows:
-        options = [name if value is None else f"{name}={value}" for name, value in row["options"].items()]
-        table.add_row(row["name"], row["summary"], ", ".join(options))
-    Console().print(table)
-
-
-def _describe(name: str) -> dict[str, Any]:
-    algorithm = ALGORITHMS[name]
-    summary = (algorithm.__doc__ or "").partition("\n")[0]
-    options = {f.name: None if f.default is MISSING else f.default for f in fields(algorithm)}
-    options |= {key: "inf" for key, value in options.items() if value == inf}  # JSON has no infinity
-    return {"name": name, "class": algorithm.__name__, "summary": summary, "options": options}
+    else:
+        Console().print(table)
 
 
 @app.command()
@@ -92,7 +86,16 @@ def demo(
         force = force or "parts" in read_header(out)  # a demo may replace a demo
     claim_folder(out, force=force)
     write_json(out / CONFIG, {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)})
-    summaries = {name: _run_part(name, out / name, force=force) for name in DEMO_PARTS}
+    summaries = {}
+    for name, settings in DEMO_PARTS.items():
+        experiment = TRAIN if name == TRAIN.name else EXPERIMENTS[name]
+        words = ["train"] if experiment is TRAIN else ["reproduce", name]
+        command = shlex.join(["regtopk", *words, *as_typed({}, settings)])
+        config = parse_settings(experiment.config, settings)
+        with progress_bar(name) as progress:
+            summaries[name] = experiment.record(
+                config, out / name, command=command, force=force, progress=progress
+            )
     write_json(out / SUMMARY, summaries)
     show(summaries, summaries, write_report(out), as_json=as_json)
 
@@ -102,15 +105,6 @@ def demo(
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run.")]) -> None:
     """Draw the figures and the page of a recorded run again."""
     typer.echo(f"{write_report(folder)}")
-
-
-def _run_part(name: str, folder: Path, *, force: bool) -> dict[str, Any]:
-    experiment, settings = {**EXPERIMENTS, TRAIN.name: TRAIN}[name], DEMO_PARTS[name]
-    words = ["train"] if experiment is TRAIN else ["reproduce", name]
-    command = shlex.join(["regtopk", *words, *as_typed({}, settings)])
-    config = parse_settings(experiment.config, settings)
-    with progress_bar(name) as progress:
-        return experiment.record(config, folder, command=command, force=force, progress=progress)
 
 
 for _command in (reproduce, train, compare, doctor, plan):

@@ -18,28 +18,19 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say which kernel each device uses and why, and check it against the reference."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    examined = [_examine(device, seconds) for device in devices]
-    found: dict[str, Any] = {**versions(), "num_threads": torch.get_num_threads(), "devices": examined}
+    devices: list[dict[str, Any]] = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        choice, check = kernels.describe(device), kernels.self_check(device, seconds)
+        chosen = {"device": device, "name": name, "kernel": choice.kernel, "reason": choice.reason}
+        devices.append({**chosen, "num_cases": check.num_cases, "failure": check.failure})
+    found: dict[str, Any] = {**versions(), "num_threads": torch.get_num_threads(), "devices": devices}
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
         _show(found)
-    if any(device["failure"] is not None for device in found["devices"]):
+    if any(device["failure"] is not None for device in devices):
         raise typer.Exit(1)
-
-
-def _examine(device: str, seconds: float) -> dict[str, Any]:
-    choice = kernels.describe(device)
-    check = kernels.self_check(device, seconds)
-    return {
-        "device": device,
-        "name": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "kernel": choice.kernel,
-        "reason": choice.reason,
-        "num_cases": check.num_cases,
-        "failure": check.failure,
-    }
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -79,8 +79,14 @@ def show(
     rows = [row for summary in summaries.values() for row in summary["table"]]
     columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in columns:
-        _add_column(table, heading_of(column), [format_number(row.get(column), column) for row in rows])
+    for column in columns:  # as wide as the longest word; the names in the first one may be folded
+        name, cells = heading_of(column), [format_number(row.get(column), column) for row in rows]
+        if name:
+            least = max(len(word) for text in (name, *cells) for word in text.split(" "))
+            table.add_column(name, justify="right", overflow="fold", min_width=least)
+        else:
+            least = min(_LEAST_NAME, max(map(len, cells), default=0))
+            table.add_column("", overflow="fold", min_width=least)
     for name, summary in summaries.items():
         table.add_section()
         table.add_row(name, style="bold")
@@ -93,16 +99,6 @@ def show(
     console.print(table)
     for line in (*notes, *([] if page is None else [page])):
         typer.echo(f"{line}")
-
-
-def _add_column(table: Table, name: str, cells: Sequence[str]) -> None:
-    """Numbers stand to the right. A column is at least as wide as its longest word; names may be folded."""
-    if not name:  # the first column: methods or measures
-        longest = max((len(cell) for cell in cells), default=0)
-        table.add_column("", overflow="fold", min_width=min(longest, _LEAST_NAME))
-        return
-    words = [word for text in (name, *cells) for word in text.split(" ")]
-    table.add_column(name, justify="right", overflow="fold", min_width=max(len(word) for word in words))
 
 
 def _fit(table: Table, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +15,17 @@ from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.lab.plan import page
-from regtopk.lab.plan.calibrate import cache_path, calibrate
-from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.calibrate import calibrate
+from regtopk.lab.plan.costs import Calibration, cache_path
+from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.learning import Optimizer
 from regtopk.lab.plan.methods import CHOSEN, DENSITIES, UPDATES_DENSITIES, planned_methods, update_labels
 from regtopk.lab.plan.predict import Situation, make_plan
 from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
-from regtopk.lab.plan.workload import Workload
 from regtopk.lab.report import write_report
 from regtopk.rounds import EXCHANGES
+
+SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not change the plan
 
 
 @say_errors
@@ -36,9 +39,7 @@ def plan(
     exchange: Annotated[
         str, typer.Option(help="gradients, or updates: what every worker's own optimizer changed.")
     ] = "gradients",
-    every: Annotated[
-        int | None, typer.Option(help="Optimizer steps from one exchange of updates to the next.")
-    ] = None,
+    every: Annotated[int | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
     density: Annotated[
         str | None, typer.Option(help="Shares of entries to send: 0.001,0.01,0.1, or 0.01 of updates.")
     ] = None,
@@ -46,21 +47,15 @@ def plan(
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda: where gradients are selected and coded.")] = "cpu",
-    recalibrate: Annotated[
-        bool, typer.Option("--recalibrate", help="Measure this machine's costs again.")
-    ] = False,
-    calibration: Annotated[
-        Path | None, typer.Option(help="File of the costs; the user's cache if not given.")
-    ] = None,
+    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="Measure the costs again.")] = False,
+    calibration: Annotated[Path | None, typer.Option(help="File of the costs; else the cache.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a page with curves.")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     check_choice("device", device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
-    usual = UPDATES_DENSITIES if exchange == "updates" else DENSITIES
-    densities = usual if density is None else _densities(density)
-    methods = planned_methods(densities, _labels(algorithms, exchange, every))
+    methods = planned_methods(_densities(density, exchange), _labels(algorithms, exchange, every))
     optimizer: Optimizer = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
     latency_s = parse_time("latency", latency, may_be_zero=True)
     link = Link(parse_bandwidth(bandwidth), latency_s, parse_time("step time", step_time))
@@ -68,7 +63,8 @@ def plan(
     situation = Situation(workload, workers, link, optimizer)
     path = calibration or cache_path(device)
     try:
-        costs = _costs(device, path, again=recalibrate, is_given=calibration is not None)
+        is_kept = not recalibrate and (calibration is not None or path.exists())
+        costs = Calibration.read(path) if is_kept else _measured(device, path)
         found = make_plan(situation, costs, methods)
     except StateError as error:
         raise StateError(f"{error}; --recalibrate measures this machine and writes the file anew") from error
@@ -93,7 +89,9 @@ def plan(
     show(summary, {"plan": {"table": page.table(found)}}, written, as_json=as_json, notes=answer)
 
 
-def _densities(text: str) -> list[float]:
+def _densities(text: str | None, exchange: str) -> Sequence[float]:
+    if text is None:
+        return UPDATES_DENSITIES if exchange == "updates" else DENSITIES
     try:
         return [check_density(float(part)) for part in text.split(",")]
     except ValueError:
@@ -113,10 +111,8 @@ def _labels(algorithms: str | None, exchange: str, every: int | None) -> list[st
     return list(CHOSEN) if asked is None else asked
 
 
-def _costs(device: str, path: Path, *, again: bool, is_given: bool) -> Calibration:
-    """The costs in a file. If there is none in the cache, they are measured and kept."""
-    if not again and (is_given or path.exists()):
-        return Calibration.read(path)
+def _measured(device: str, path: Path) -> Calibration:
+    """This machine's costs, which are kept in a file."""
     typer.echo(f"regtopk: measuring what work costs on this machine, for up to a minute ({path})", err=True)
     with progress_bar("calibration") as progress:
         costs = calibrate(device, progress)
@@ -128,15 +124,10 @@ def _costs(device: str, path: Path, *, again: bool, is_given: bool) -> Calibrati
 
 
 def _as_typed(context: typer.Context) -> str:
-    """The command as it was typed, but for what does not change the plan."""
+    """The command as it was typed, without `SHOWN_ONLY`."""
     words = ["regtopk", "plan"]
     for option in context.command.params:
         value = context.params.get(option.name or "")
-        if value != option.get_default(context) and option.name not in (
-            "out",
-            "force",
-            "as_json",
-            "recalibrate",
-        ):
+        if value != option.get_default(context) and option.name not in SHOWN_ONLY:
             words += [option.opts[0], str(value)]
     return shlex.join(words)

@@ -2,14 +2,8 @@
 
 from regtopk.lab.plan.costs import Calibration, Line
 
-ROUND_NUMBERS: Line = {
-    "calls": 1e-4,
-    "messages": 1e-4,
-    "bytes": 1e-10,
-    "numel": 1e-9,
-    "numel beyond": 1e-9,
-    "entries": 1e-8,
-}
+ROUND_NUMBERS: Line = {"calls": 1e-4, "messages": 1e-4, "bytes": 1e-10, "entries": 1e-8}
+ROUND_NUMBERS |= {"numel": 1e-9, "numel beyond": 1e-9}
 CODED = [f"{code}{senders}" for code in ("float32", "4bit") for senders in ("", " senders")]
 LINES = {
     *("pass", "ddp", "fp16", "powersgd", "sparse none", "dense float32", "dense 4bit"),

@@ -12,11 +12,9 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.steps.agreement import Agreement, Question
 from regtopk.lab.method import Method
-from regtopk.lab.plan.cases import Echo
-from regtopk.lab.plan.exchange import answers_of, exchange_of
-from regtopk.lab.plan.link import all_gather, all_reduce, all_to_all
+from regtopk.lab.plan.calibrate import Echo
+from regtopk.lab.plan.exchange import Workload, answers_of, exchange_of
 from regtopk.lab.plan.methods import CODES, PlannedMethod, planned_methods
-from regtopk.lab.plan.workload import Workload
 from tests.lab.plan.made_up import LINES
 
 NUMEL, K, N = 2**16, 2**10, 8  # copies need regions of equal size
@@ -85,6 +83,9 @@ def test_a_split_sum_moves_about_what_is_planned(code: str) -> None:
     assert calls[1][1] == pytest.approx(expected[1][1], rel=0.15)  # the pieces
     assert record.payload_bytes == pytest.approx(answered.payload_bytes, rel=0.15)
     assert calls[3][1] < expected[3][1] < 9 * calls[3][1]  # copies choose the same: their union is smaller
+    (imputed,) = answers_of(method._replace(name="topk:impute=0.35"), NUMEL // 4, NUMEL, 64)
+    more_bytes = imputed.moves[-1].sent_bytes - answered.moves[-1].sent_bytes
+    assert more_bytes == pytest.approx(63 * NUMEL / 64, rel=0.1)  # a byte per entry: how many sent it
 
 
 def test_the_agreement_is_as_long_as_what_ranks_tell_one_another() -> None:
@@ -104,22 +105,10 @@ def test_all_that_is_planned_has_a_cost_in_a_calibration() -> None:
     assert asked <= LINES
 
 
-def test_a_size_alone_is_square_matrices() -> None:
-    numel = 2 * 1024**2 + 3 * 1024 + 5
-    shapes = [(1024, 1024), (1024, 1024), (1024, 3), (5,)]
-    assert Workload.of_size(numel) == Workload.of_shapes(shapes) and Workload.of_size(numel).numel == numel
-    assert Workload.of_size(7) == (7, 0, (28, 0, 0))
-
-
 def test_powersgd_sends_factors_of_what_is_large_enough() -> None:
     workload = Workload.of_shapes([(512, 512), (8, 3, 5, 5), (3, 3), (512,)])
     left, right = 4 * 2 * (512 + 8), 4 * 2 * (512 + 75)
     assert workload == (512**2 + 600 + 9 + 512, 3, (4 * (9 + 512), left, right))
-
-
-def test_collectives_move_what_rings_do() -> None:
-    assert all_reduce(1000, 4) == ("all_reduce", 6, 6, 1500)
-    assert all_gather(1000, 4) == ("all_gather", 3, 1, 3000)  # sent to everybody at once
-    assert all_gather(200_000, 4) == ("all_gather", 3, 3, 600_000)
-    assert all_gather(1000, 1) == ("all_gather", 0, 0, 0)
-    assert all_to_all(250, 4) == ("all_to_all", 3, 1, 750)
+    shapes = [(1024, 1024), (1024, 1024), (1024, 3), (5,)]  # a size alone is thought of as square matrices
+    assert Workload.of_size(2 * 1024**2 + 3 * 1024 + 5) == Workload.of_shapes(shapes)
+    assert Workload.of_size(7) == (7, 0, (28, 0, 0))

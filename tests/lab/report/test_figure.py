@@ -16,7 +16,6 @@ from regtopk.lab.runs import Panel, Run, RunWriter, make_header
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 PANELS = (
     Panel("Accuracy, by rounds", "step", "accuracy", "round", "accuracy"),
@@ -25,14 +24,9 @@ PANELS = (
     Panel("At the end", "step", "accuracy", "accuracy", "", marks="bars"),
 )
 BASE = "topk:density=0.01:index_code=raw32:value_code=float32"
-METHODS = (
-    BASE,
-    "regtopk:mu=1",
-    "dense",
-    "global-topk",
-    *(f"consensus:score=regtopk:mu={mu}:value_code=2bit" for mu in range(8)),
-    *(f"other-{number}" for number in range(8)),
-)
+METHODS = [BASE, "regtopk:mu=1", "dense", "global-topk"]
+METHODS += [f"consensus:score=regtopk:mu={mu}:value_code=2bit" for mu in range(8)]
+METHODS += [f"other-{number}" for number in range(8)]
 
 
 def make_run(num_methods: int, *, like: str = "topk:0.01:raw32:float32") -> Run:
@@ -41,9 +35,8 @@ def make_run(num_methods: int, *, like: str = "topk:0.01:raw32:float32") -> Run:
     for number, method in enumerate(METHODS[:num_methods]):
         num_bytes = 80_000.0 if method == "dense" else 1592.0 - number % 3
         final = [90.0 + 0.2 * number, 91.0 + 0.1 * number] if number != 9 else [10.0, 12.0]
-        results.append(
-            {"method": method, "payload_bytes_per_step": num_bytes, "mean": sum(final) / 2, "final": final}
-        )
+        measured = {"payload_bytes_per_step": num_bytes, "mean": sum(final) / 2, "final": final}
+        results.append({"method": method, **measured})
         for step in (1, 2, 3):
             measured = {"accuracy": [value * step / 3 for value in final], "loss": [3.0 / step]}
             records.append({"method": method, "step": step, "payload_bytes": num_bytes * step, **measured})
@@ -66,22 +59,18 @@ def drawn(num_methods: int) -> "Figure":
     return draw(make_run(num_methods))
 
 
-def inches(box: "Bbox", figure: "Figure") -> tuple[float, float]:
-    return box.width / figure.dpi, box.height / figure.dpi
-
-
 @pytest.mark.parametrize("num_methods", [1, 3, MAX_COLOURS, MAX_COLOURS + 1, len(METHODS)])
 def test_axes_keep_their_size_and_nothing_overlaps(num_methods: int) -> None:
     figure = drawn(num_methods)
     assert len(figure.axes) == len(PANELS) + 1
     for axes in figure.axes:
-        width, height = inches(axes.get_window_extent(), figure)
-        assert width > 2 and height > 2
+        box = axes.get_window_extent()
+        assert min(box.width, box.height) > 2 * figure.dpi  # inches
     (legend,) = figure.subfigs[-1].legends
     whole, keys = figure.bbox, legend.get_window_extent()
     assert keys.x0 >= whole.x0 and keys.x1 <= whole.x1 and keys.y0 >= whole.y0
-    for box in [axes.get_tightbbox() for axes in figure.axes]:
-        assert box is not None and not box.overlaps(keys)
+    for tight in [axes.get_tightbbox() for axes in figure.axes]:
+        assert tight is not None and not tight.overlaps(keys)
     assert len(legend.get_texts()) == (num_methods if num_methods <= MAX_COLOURS else FEW + 1)
 
 
@@ -101,17 +90,15 @@ def test_all_but_a_few_are_grey() -> None:
     lines = drawn(len(METHODS)).axes[0].get_lines()
     colours = [to_hex(str(line.get_color())) for line in lines]
     assert colours.count(OTHER.light) == len(METHODS) - FEW
-    grey, told = ([line.get_zorder() for line in lines if (line.get_color() == OTHER.light) == is_grey]
-                  for is_grey in (True, False))  # fmt: skip
-    assert max(grey) < min(told)
+    grey = {line.get_zorder() for line in lines if line.get_color() == OTHER.light}
+    assert max(grey) < min(line.get_zorder() for line in lines if line.get_color() != OTHER.light)
 
 
 def test_bars_are_the_numbers_of_the_table() -> None:
     run = make_run(3)
     dots = [line for line in drawn(3).axes[3].get_lines() if line.get_marker() == "o"]
-    assert [np.asarray(dot.get_xdata()).item() for dot in dots] == [
-        row["accuracy"] for row in run.summary["table"]
-    ]
+    accuracies = [row["accuracy"] for row in run.summary["table"]]
+    assert [np.asarray(dot.get_xdata()).item() for dot in dots] == accuracies
 
 
 def test_a_method_that_failed_does_not_flatten_the_others() -> None:
@@ -126,18 +113,13 @@ def test_budget_is_marked() -> None:
     assert not draw(make_run(3, like="")).axes[-1].texts
 
 
-def test_where_there_is_no_frontier() -> None:
-    assert frontier_of(make_run(2, like="")) is None  # the same bytes for all
-    several = make_run(3)
-    several.summary["results"] *= 2
-    assert frontier_of(several) is None
-    other = make_run(3)
-    other.summary["metric"] = "distance"
-    assert frontier_of(other) is None
-
-
-def test_frontier_is_the_summary() -> None:
+def test_the_frontier_is_that_of_the_summary() -> None:
     assert frontier_of(make_run(1)) == Frontier([Point(BASE, 1592.0, 90.5, 90.0, 91.0)], 1592.0)
+    assert frontier_of(make_run(2, like="")) is None  # the same bytes for all
+    several, other = make_run(3), make_run(3)
+    several.summary["results"] *= 2
+    other.summary["metric"] = "distance"
+    assert frontier_of(several) is None and frontier_of(other) is None
 
 
 def test_a_single_evaluation_is_drawn_as_a_point() -> None:

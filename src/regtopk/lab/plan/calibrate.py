@@ -1,117 +1,253 @@
-"""Measures what work and messages cost on this machine.
+"""Measures what work costs on this machine: passes, selection, coding, torch's hooks, gloo's collectives.
 
-Two processes are joined by gloo over loopback. One does all the work. The other takes part in collectives.
+The algorithms, the driver and the codes run for one rank of a cluster whose other ranks are copies of it, so
+nothing travels. Collectives run between two processes over loopback. The names and units of work are those
+of `exchange`.
 """
 
-import hashlib
 import json
 import os
-import platform
-import re
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.nn.parallel import DistributedDataParallel
 
-from regtopk._version import __version__
+from regtopk.algorithms.topk import TopK
+from regtopk.core.algorithm import Conversation
+from regtopk.core.codes import quantise
+from regtopk.core.requests import DenseSum, Gather, Request
+from regtopk.core.timer import Timer
+from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.requests.rank import Rank, SumBuffer
+from regtopk.distributed.steps import driver
+from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.errors import ClusterError
-from regtopk.lab.plan.cases import CASES, Case, collective_points
-from regtopk.lab.plan.costs import Calibration, fit
-from regtopk.lab.plan.exchange import Units
+from regtopk.lab.plan.costs import Calibration, describe_machine, fit
+from regtopk.lab.plan.exchange import (
+    BUCKET_BYTES,
+    MIDDLE_NUMEL,
+    POWERSGD_RANK,
+    Units,
+    Work,
+    move_work,
+    numel_units,
+)
+from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
+from regtopk.lab.plan.methods import CODES
 
-NUM_PROCESSES = 2
-_LOOKS_EVERY_S = 0.5
+NUM_PROCESSES, POINTS = 2, "points.json"
+Point = tuple[Work, float]  # some work, and the seconds it took
+Case = Callable[[torch.device], Iterator[Point]]
 
-
-def describe_machine(device: str) -> dict[str, Any]:
-    """Everything that costs depend on, for the cache and for records."""
-    return {
-        "regtopk": __version__,
-        "torch": torch.__version__,
-        "processor": processor_name(),
-        "num_cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "num_threads": torch.get_num_threads(),
-    }
-
-
-def cache_path(device: str) -> Path:
-    """Where this machine's calibration is kept: in $XDG_CACHE_HOME/regtopk, or ~/.cache/regtopk."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    key = hashlib.sha256(json.dumps(describe_machine(device), sort_keys=True).encode()).hexdigest()
-    return Path(root) / "regtopk" / f"costs-{key[:16]}.json"
-
-
-def processor_name() -> str:
-    """What the processor is called, as far as the system tells."""
-    told = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.+)", told.read_text(encoding="utf-8")) if told.exists() else None
-    return name[1] if name else platform.processor() or platform.machine()
+SMALL_NUMEL, LARGE_NUMEL = 2**20, 2**24
+# of sparse sums: N, J and k
+SPARSE_SIZES = (
+    (2, SMALL_NUMEL, 2**10), (8, SMALL_NUMEL, 2**16), (8, MIDDLE_NUMEL, 2**13), (2, MIDDLE_NUMEL, 2**17),
+    (2, LARGE_NUMEL, 2**14),
+)  # fmt: skip
+MODELS = ((1024, 4), (256, 32), (1024, 12))  # width and depth of chains of matrices
+IMPUTE = 0.35  # any: imputation takes as long with others
+_SMALL_BYTES, _MESSAGE_BYTES = 64, 2**20
+_NUM_CALLS, _NUM_REPEATS, _ENOUGH_S = 24, 7, 0.3
 
 
-def calibrate(
-    device: str,
-    progress: Callable[[float], None] = lambda fraction: None,
-    of: Sequence[Case] = CASES,
-) -> Calibration:
-    """Measure every kind of work, and fit a line to each.
+class Echo(Collectives):
+    """The collectives of rank 0 of N, whose other ranks send the same."""
 
-    Args:
-        device: cpu or cuda, where vectors are selected and coded.
-        progress: called with the fraction done.
-        of: the work that one process can time; that of collectives is measured too.
+    def __init__(self, num_workers: int) -> None:
+        self.rank, self.num_workers, self.ranks = 0, num_workers, list(range(num_workers))
 
-    Raises:
-        ClusterError: a process failed.
-    """
-    measured: Any = get_context("spawn").SimpleQueue()
-    points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = device, torch.get_num_threads(), f"{folder}/store", of, measured
-        try:
-            ranks = start_processes(_rank, arguments, nprocs=NUM_PROCESSES, join=False, daemon=True)
-            is_done = False
-            while not is_done:
-                is_done = ranks.join(timeout=0.2)
-                while not measured.empty():
-                    fraction, work, seconds = measured.get()
-                    points[work.line].append((work.units, seconds))
-                    progress(fraction)
-        except ProcessException as error:
-            raise ClusterError(f"calibration failed: {error}") from error
-    return Calibration(describe_machine(device), {line: fit(times) for line, times in points.items()})
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """N copies of the tensor."""
+        return tensor.repeat(self.num_workers, 1)
+
+    def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
+        """N copies of the part for rank 0."""
+        return [parts[0]] * self.num_workers
 
 
-def _rank(rank: int, device: str, num_threads: int, store: str, of: Sequence[Case], measured: Any) -> None:
-    """One process: rank 0 hands over what it measures."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, and this process ends with it
-    threading.Thread(target=_end_with_the_caller, args=(os.getppid(),), daemon=True).start()
-    torch.set_num_threads(num_threads)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_PROCESSES)
-    torch.manual_seed(rank)
-    measurements = [collective_points, *(of if rank == 0 else ())]
-    for number, measure in enumerate(measurements, start=1):
-        for work, seconds in measure(torch.device(device)):
-            if rank == 0:
-                measured.put((number / len(measurements), work, seconds))
-    dist.barrier()
+def typical(run: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The median of each phase's seconds in a few runs, after one to warm up; in fewer if that is long."""
+    run()
+    times: list[dict[str, float]] = []
+    spent_s = 0.0
+    while len(times) < _NUM_REPEATS and (len(times) < 2 or spent_s < _ENOUGH_S):
+        times.append(run())
+        spent_s += sum(times[-1].values())
+    return {phase: median(seconds[phase] for seconds in times) for phase in times[0]}
+
+
+def _seconds(device: torch.device, function: Callable[[], Any]) -> dict[str, float]:
+    """How long a function takes once."""
+    timer = Timer(device)
+    with timer.phase("all_s"):
+        function()
+    return timer.seconds()
+
+
+def _rank_seconds(device: torch.device, N: int, converse: Callable[[], Conversation]) -> tuple[float, float]:
+    """How long a rank takes for a conversation: the algorithm's own work, and coding and summing."""
+    rank = Rank(Echo(N), torch.full((N,), 1 / N, dtype=torch.float64), collective="all_gather")
+    sums = SumBuffer()
+
+    def run() -> dict[str, float]:
+        rank.begin(device)
+        with rank.timer.phase("select_s"):
+            driver.converse(rank, [converse()], [sums])
+        rank.raise_refusals()
+        sums.spare = sums.total  # reused, as in an exchange
+        return rank.timer.seconds()
+
+    seconds = typical(run)
+    return seconds["select_s"], seconds["encode_s"] + seconds["decode_s"]
+
+
+def pass_points(device: torch.device) -> Iterator[Point]:
+    """A pass over a vector: two are read, one is written."""
+    for numel in (SMALL_NUMEL, MIDDLE_NUMEL, LARGE_NUMEL):
+        one, other = (torch.randn(numel, device=device) for _ in range(2))
+        subtract = partial(torch.sub, one, other, out=torch.zeros_like(one))
+        yield Work("pass", numel_units(numel)), typical(partial(_seconds, device, subtract))["all_s"]
+
+
+def sparse_points(device: torch.device, code: str, impute: float) -> Iterator[Point]:
+    """Top-k on a standard normal gradient: selecting, and coding and summing messages."""
+    name = f"{code} senders" if impute else code
+    index = torch.tensor(0, device=device)
+    for N, numel, k in SPARSE_SIZES:
+        layout = Layout.of_shapes([("", (numel,), "linear")])
+        worker = Worker(torch.tensor(1 / N, device=device), index, N, 1, layout)
+        topk = TopK(k=k, value_code=code, impute=impute)
+        converse = partial(topk.exchange, torch.randn(numel, device=device), topk.init(worker), worker)
+        select_s, messages_s = _rank_seconds(device, N, converse)
+        yield Work(f"select {name}", {"calls": 1, "entries": k, **numel_units(numel)}), select_s
+        yield Work(f"sparse {name}", {"calls": 1, "entries": (1 + N) * k, "numel": numel}), messages_s
+
+
+def request_points(device: torch.device) -> Iterator[Point]:
+    """Coding sets of indices, and the parts and the sums of dense vectors."""
+    for N, k in product((2, 8), (2**10, 2**13, 2**17)):
+        indices = torch.arange(k, device=device) * (MIDDLE_NUMEL // k)
+        _, gather_s = _rank_seconds(device, N, partial(_ask, Gather(indices, numel=MIDDLE_NUMEL)))
+        yield Work("sparse none", {"calls": 1, "entries": (1 + N) * k}), gather_s
+        for code in CODES:
+            values = quantise(torch.randn(k, device=device), code)
+            request = DenseSum(values, values.new_tensor(1 / N), code)
+            _, dense_s = _rank_seconds(device, N, partial(_ask, request))
+            yield Work(f"dense {code}", {"calls": 1, "messages": N, "entries": (3 + 1 / N) * k}), dense_s
+
+
+def _ask(request: Request) -> Conversation:
+    answer: Tensor = yield request
+    return answer
+
+
+def hook_points(device: torch.device) -> Iterator[Point]:
+    """The time that DDP adds to a bare model, and that torch's hooks add to DDP, in a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for width, depth in MODELS:
+        time_model = partial(_time_model, device, width, depth)
+        plain, ddp, fp16, powersgd = map(time_model, ("plain", "ddp", "fp16", "powersgd"))
+        numel = depth * width * width
+        yield Work("ddp", {"numel": numel}), max(0.0, ddp - plain)
+        yield Work("fp16", {"numel": numel}), max(0.0, fp16 - ddp)
+        yield Work("powersgd", {"messages": depth, **numel_units(numel)}), max(0.0, powersgd - ddp)
     dist.destroy_process_group()
 
 
-def _end_with_the_caller(caller: int) -> None:
-    """However the caller ends, this process does not outlive it."""
-    while os.getppid() == caller:
-        time.sleep(_LOOKS_EVERY_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _time_model(device: torch.device, width: int, depth: int, name: str) -> float:
+    """Seconds of a forward and backward pass of a model whose own work is small."""
+    layers = (nn.Linear(width, width, bias=False) for _ in range(depth))
+    model: nn.Module = nn.Sequential(*layers).to(device)
+    if name != "plain":
+        bucket_cap_mb = 1000 if name == "powersgd" else None  # one bucket, or DDP's own
+        model = ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+        if name == "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if name == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    x = torch.randn(1, width, device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    for _ in range(3):  # DDP makes its buckets in the first two, PowerSGD begins in the third
+        step()
+    return typical(partial(_seconds, device, step))["all_s"]
+
+
+def collective_points(N: int) -> Iterator[Point]:
+    """Messages and bytes of gloo's collectives between the processes: what they cost without a network."""
+    run = Collectives(group_or_default(None))
+    for size in (_SMALL_BYTES, BUCKET_BYTES):
+        vector, half = torch.zeros(size // 4), torch.zeros(size // 2, dtype=torch.float16)
+        yield _time_calls(all_reduce(size, N), partial(dist.all_reduce, vector))
+        yield _time_calls(all_reduce(size, N, "all_reduce half"), partial(dist.all_reduce, half))
+    for size in (_SMALL_BYTES, _MESSAGE_BYTES):
+        vector, many = torch.zeros(size // 4), torch.zeros(N * (size // 4))
+        swap = partial(dist.all_to_all_single, torch.empty_like(many), many)
+        yield _time_calls(all_to_all(size, N), swap)
+        yield _time_calls(all_gather(size, N), partial(run.all_gather, vector))
+
+
+def _time_calls(move: Move, run: Callable[[], Any]) -> Point:
+    """Many calls after one another, since processes come to a single one at different times."""
+    num_calls = _NUM_CALLS if move.sent_bytes < BUCKET_BYTES else _NUM_CALLS // 6
+    run()
+    dist.barrier()
+    seconds = _seconds(torch.device("cpu"), lambda: [run() for _ in range(num_calls)])["all_s"]
+    return move_work(move), seconds / num_calls
+
+
+SPARSE = [partial(sparse_points, code=code, impute=impute) for code in CODES for impute in (0.0, IMPUTE)]
+CASES: list[Case] = [pass_points, *SPARSE, request_points, hook_points]  # what one process can time
+
+
+def calibrate(device: str, progress: Callable[[float], None], of: Sequence[Case] = CASES) -> Calibration:
+    """Measure collectives and the work `of` one process on cpu or cuda, and fit a line to each kind."""
+    points: dict[str, list[tuple[Units, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = os.getpid(), folder, torch.get_num_threads()
+        try:
+            spawn(_time_collectives, arguments, nprocs=NUM_PROCESSES, daemon=True)
+        except ProcessException as error:
+            raise ClusterError(f"calibration failed: {error}") from error
+        for (line, units), seconds in json.loads(Path(folder, POINTS).read_text()):
+            points[line].append((units, seconds))
+    for number, case in enumerate(of, start=1):
+        progress(number / (1 + len(of)))
+        for work, seconds in case(torch.device(device)):
+            points[work.line].append((work.units, seconds))
+    progress(1.0)
+    return Calibration(describe_machine(device), {line: fit(times) for line, times in points.items()})
+
+
+def _time_collectives(rank: int, caller: int, folder: str, num_threads: int) -> None:
+    """One process of those that collectives run between; rank 0 writes what they take."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which torch sends when the caller ends
+    if os.getppid() != caller:  # it ended already
+        return
+    torch.set_num_threads(num_threads)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_PROCESSES)
+    points = list(collective_points(NUM_PROCESSES))
+    if rank == 0:
+        Path(folder, POINTS).write_text(json.dumps(points))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,14 +1,20 @@
 """What local work costs on a machine: measured times as sums of units times seconds per unit."""
 
+import hashlib
 import json
 import math
+import os
+import platform
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from regtopk._version import __version__
 from regtopk.errors import StateError
 from regtopk.lab.plan.exchange import Units, Work
 from regtopk.lab.runs import write_json, writing_to
@@ -24,11 +30,7 @@ class Calibration:
     lines: dict[str, Line]  # by the name of the work
 
     def seconds(self, work: Work) -> float:
-        """How long some work takes.
-
-        Raises:
-            StateError: it was not measured.
-        """
+        """How long some work takes; a `StateError` if it was not measured."""
         if work.line not in self.lines:
             raise StateError(
                 f"calibration must hold the costs of {work.line!r}, got only {len(self.lines)} others"
@@ -38,11 +40,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":
-        """A calibration from a file.
-
-        Raises:
-            StateError: it cannot be read, or is none.
-        """
+        """A calibration from a file; a `StateError` if it cannot be read, or is none."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             costs = [seconds for line in content["lines"].values() for seconds in line.values()]
@@ -57,11 +55,7 @@ class Calibration:
             ) from error
 
     def write(self, path: Path) -> None:
-        """Keep it in a file.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Keep it in a file."""
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(self))
@@ -81,3 +75,28 @@ def fit(points: Sequence[tuple[Units, float]]) -> Line:
             break
         del kept[int(found.argmin())]
     return dict(zip(names, costs.tolist(), strict=True))
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Everything that costs depend on."""
+    return {
+        "regtopk": __version__,
+        "torch": torch.__version__,
+        "processor": _processor_name(),
+        "num_cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def cache_path(device: str) -> Path:
+    """Where this machine's calibration is kept: in $XDG_CACHE_HOME/regtopk, or ~/.cache/regtopk."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    key = hashlib.sha256(json.dumps(describe_machine(device), sort_keys=True).encode()).hexdigest()
+    return Path(root) / "regtopk" / f"costs-{key[:16]}.json"
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return name[1] if name else platform.processor() or platform.machine()

@@ -1,13 +1,12 @@
 """What a method asks of a worker in a step: the work, the collectives and their bytes.
 
-Sizes come from `core.codes` and `core.regions`: they are those of the real messages. A sparse sum is gathered
-or split as `collective="auto"` does it. Nothing here depends on a machine or a link: `predict` multiplies
-with their costs.
+Sizes are those of the real messages. A sparse sum is gathered or split as `collective="auto"` does it.
+Nothing here depends on a machine or a link: `predict` multiplies with their costs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,12 @@ from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
 from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
-from regtopk.lab.plan.workload import Workload
 
 Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
+SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
+POWERSGD_RANK = 2
+POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20  # DDP's default bucket_cap_mb, and its first bucket
 # Passes over a vector of J entries: one reads two vectors and writes a third.
@@ -30,6 +31,39 @@ OUTER_PASSES = 3  # of an outer optimizer with momentum
 OWN_PASSES = {"dgc": 1, "consensus": 2}  # beside a selection: DGC's velocity, consensus' sum on its support
 SPLIT_PASSES = 3  # that a sparse sum by regions makes beside one that is gathered
 SORTED_ENTRIES = {"consensus": 4}  # it sorts proposals and random entries: as long as selecting four times k
+
+
+class Workload(NamedTuple):
+    """The gradients of a model, or its updates."""
+
+    numel: int  # J, the number of parameters
+    num_matrices: int
+    powersgd_bytes: tuple[int, ...]  # of what PowerSGD leaves alone, of its left and of its right factors
+
+    @classmethod
+    def of_size(cls, numel: int) -> "Workload":
+        """As many parameters in square matrices; what is left over in a narrower one and a vector."""
+        num_matrices, left = divmod(numel, SIDE * SIDE)
+        columns, rest = divmod(left, SIDE)
+        return cls.of_shapes([(SIDE, SIDE)] * num_matrices + [(SIDE, columns), (rest,)])
+
+    @classmethod
+    def of_shapes(cls, shapes: Iterable[Sequence[int]]) -> "Workload":
+        """Of a model whose trainable parameters have these shapes; an empty one counts for nothing."""
+        numel = num_matrices = alone = left = right = 0
+        for shape in shapes:
+            size, rows = prod(shape), shape[0]
+            if size == 0:
+                continue
+            columns = size // rows
+            numel += size
+            num_matrices += len(shape) > 1
+            rank = min(rows, columns, POWERSGD_RANK)
+            if len(shape) > 1 and (rows + columns) * rank * POWERSGD_MIN_SAVING < size:
+                left, right = left + 4 * rows * rank, right + 4 * columns * rank
+            else:
+                alone += 4 * size
+        return cls(numel, num_matrices, (alone, left, right))
 
 
 class Work(NamedTuple):
@@ -52,15 +86,12 @@ class PlannedExchange(NamedTuple):
 
     @property
     def bytes_per_step(self) -> float:
-        """Payload of a step: all of it, or its share of an exchange of updates."""
+        """A step's share of the payload."""
         return self.payload_bytes / self.every
 
 
 def numel_units(numel: float) -> Units:
-    """A vector's entries, and how many of them lie beyond the first four million.
-
-    Large vectors take longer per entry: they do not fit the caches, and their memory is new every time.
-    """
+    """A vector's entries, and those beyond the first four million: they do not fit the caches."""
     return {"numel": numel, "numel beyond": max(0, numel - MIDDLE_NUMEL)}
 
 
@@ -106,7 +137,7 @@ def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
     if method.algorithm != "dense":
         entries = k * SORTED_ENTRIES.get(method.algorithm, 1)
         select = {"calls": 1, "entries": entries, **numel_units(numel)}
-        work.append(Work(f"select {method.value_code}{_senders(method)}", select))
+        work.append(Work(f"select {_code(method)}", select))
     answers = answers_of(method, k, numel, N)
     return PlannedExchange(
         answers[-1].collective,
@@ -125,12 +156,12 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
         return [_dense_sum(method.value_code, numel, N)]
     if method.algorithm == "consensus":
         return [_gathered_indices(ceil(k / N), numel, N), _dense_sum(method.value_code, k, N)]
-    return [_sparse_sum(method.value_code, k, numel, N, _senders(method))]
+    return [_sparse_sum(method, k, numel, N)]
 
 
-def _senders(method: PlannedMethod) -> str:
-    """What costs are called where it is also found out who sent each entry."""
-    return " senders" if method.imputes else ""
+def _code(method: PlannedMethod) -> str:
+    """What the costs of its values are called; with imputation it is also found out who sent each entry."""
+    return f"{method.value_code} senders" if method.imputes else method.value_code
 
 
 def _gathered_indices(count: int, numel: int, N: int) -> PlannedExchange:
@@ -148,31 +179,20 @@ def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
     return PlannedExchange("split", sum(parts), moves, [Work(f"dense {code}", units)])
 
 
-def _sparse_sum(code: str, k: int, numel: int, N: int, senders: str) -> PlannedExchange:
+def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:
     """Everybody's entries to everybody; or, where that moves less, pieces to the owners of regions.
 
     The owners send the sums back. Sizes are told before both.
     """
-    size = split_of(
-        k,
-        numel,
-        N,
-        dtype=torch.float32,
-        value_code=code,
-        index_code=INDEX_CODE,
-        sender_code=sender_code([1 / N] * N) if senders else None,
-    )
+    codes = {"value_code": method.value_code, "index_code": INDEX_CODE}
+    senders = sender_code([1 / N] * N) if method.imputes else None
+    size = split_of(k, numel, N, dtype=torch.float32, sender_code=senders, **codes)
+    line = f"sparse {_code(method)}"
     if N < 3 or size.piece_bytes + size.sums_bytes >= size.message_bytes:
-        units = {"calls": 1, "entries": (1 + N) * k, "numel": numel}
-        work = Work(f"sparse {code}{senders}", units)
+        work = Work(line, {"calls": 1, "entries": (1 + N) * k, "numel": numel})
         return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
-    moves = [
-        all_gather(8 * N, N),
-        all_to_all(size.piece_bytes, N),
-        all_gather(8, N),
-        all_to_all(size.sums_bytes, N),
-    ]
-    entries = 2 * k + (1 + 1 / N) * size.union
-    work = Work(f"sparse {code}{senders}", {"calls": N, "entries": entries, "numel": numel})
+    pieces, sums = all_to_all(size.piece_bytes, N), all_to_all(size.sums_bytes, N)
+    moves = [all_gather(8 * N, N), pieces, all_gather(8, N), sums]
+    work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])

@@ -1,10 +1,9 @@
 """What `plan` assumes of a link, and of the collectives that run on it.
 
-- The links of all workers are alike. Each carries its bandwidth in both directions at once. None loses a
-  message, varies, or carries somebody else's traffic.
+- All links are alike. Each carries its bandwidth in both directions at once. None loses a message, varies,
+  or carries somebody else's traffic.
 - A message takes more bytes on the wire than it has: headers, and an acknowledgement for every two segments.
-- Collectives are those that `distributed` runs on gloo, over TCP. NCCL, RDMA and faster links inside a
-  machine are not in this model: with them dense is faster than planned here.
+- Collectives are gloo's, over TCP. With NCCL, RDMA or faster links inside a machine, dense is faster.
 - Every hop of a collective costs the latency once. A worker receives a message before it adds it up and
   passes it on, so the processor's time and the link's time are added.
 - `hidden_s` says what of it hides behind a step's own computation.
@@ -54,14 +53,10 @@ def all_to_all(part_bytes: float, num_workers: int) -> Move:
 
 
 def hidden_s(travels_s: float, compute_s: float, num_parts: int, every: int, delay: int | None) -> float:
-    """How much of the time that messages travel hides behind a step's computation.
+    """How much of the time that the messages of all parts travel hides behind computation.
 
-    Args:
-        travels_s: that the messages of all parts take.
-        compute_s: of one step.
-        num_parts: of an exchange.
-        every: steps from one exchange to the next.
-        delay: steps that a part may travel beside. None: all parts but the last travel beside backward.
+    An exchange takes place every so many steps of `compute_s`, in so many parts. Each part may travel beside
+    `delay` steps. Where that is None, all parts but the last travel beside backward.
     """
     if delay is None:
         return min(BACKWARD * compute_s, travels_s) * (num_parts - 1) / num_parts

@@ -1,7 +1,6 @@
 """The methods that are planned, and the words they are asked for with."""
 
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple
 
 from regtopk.core.algorithm import check_density
@@ -9,7 +8,6 @@ from regtopk.core.codes import is_lossless
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.method import Method
-from regtopk.lab.plan.workload import POWERSGD_RANK
 from regtopk.rounds import ADVISED_UPDATES, GRADIENTS, Rounds
 
 CODES = ("float32", "4bit")  # of values
@@ -32,6 +30,13 @@ class PlannedMethod(NamedTuple):
     value_code: str
     rounds: Rounds = GRADIENTS
 
+    @classmethod
+    def of(cls, words: Method, density: float, value_code: str) -> "PlannedMethod":
+        """What words ask for, with this density and this code in place of theirs."""
+        options = set(words.options) - {"density", "value_code"}
+        own = [f"{key}={text}" for key, text in words.words if key in options]
+        return cls(":".join([words.algorithm, *own]), density, value_code, words.rounds)
+
     @property
     def algorithm(self) -> str:
         """The name alone."""
@@ -43,80 +48,55 @@ class PlannedMethod(NamedTuple):
         return "impute" in Method.read(self.name).options
 
     @property
-    def sends_less(self) -> bool:
-        """Whether it is meant to send less than DDP without a hook and torch's fp16 hook."""
-        return self not in (DENSE, FP16)
-
-    @property
-    def kind(self) -> str:
-        """The name without the number of steps between exchanges."""
-        if self.rounds.has_updates:
-            is_diloco = self.name == "dense" and self.rounds.outer == "nesterov"
-            return "DiLoCo" if is_diloco else f"{self.name} updates"
-        return "dense, coded" if self.name == DENSE.name and self != DENSE else self.name
-
-    @property
     def label(self) -> str:
         """The name in tables and figures: `dense` is DDP alone, not this library's coded exchange of it."""
         if not self.rounds.has_updates:
-            return self.kind
-        return f"{self.kind}, {', '.join(f'{name} {value}' for name, value in self.turns.items())}"
+            return "dense, coded" if self.name == DENSE.name and self != DENSE else self.name
+        is_diloco = self.name == "dense" and self.rounds.outer == "nesterov"
+        turns = ", ".join(f"{name} {value}" for name, value in self.turns.items())
+        return f"{'DiLoCo' if is_diloco else f'{self.name} updates'}, {turns}"
 
     @property
     def turns(self) -> dict[str, int]:
         """When updates are exchanged: every, and a delay and fragments where there are any."""
-        rounds = self.rounds
-        given = {"delay": rounds.delay, "fragments": rounds.fragments}
-        told = {name: value for name, value in given.items() if value != getattr(GRADIENTS, name)}
-        return {"every": rounds.every, **told}
-
-    @property
-    def amount(self) -> str:
-        """How much of the gradient it sends."""
-        return f"rank {POWERSGD_RANK}" if self == POWERSGD else f"{self.density:g}"
+        told = {name: getattr(self.rounds, name) for name in ("delay", "fragments")}
+        given = {name: value for name, value in told.items() if value != getattr(GRADIENTS, name)}
+        return {"every": self.rounds.every, **given}
 
 
 DENSE = PlannedMethod("dense", 1.0, "float32")
 FP16 = PlannedMethod("fp16", 1.0, "float16")
 POWERSGD = PlannedMethod("powersgd", 1.0, "float32")
 TORCH = (DENSE, FP16, POWERSGD)
+UNCOMPRESSED = (DENSE, FP16)  # what a compressed method must beat
 
 
 def planned_methods(
     densities: Sequence[float] = DENSITIES, labels: Sequence[str] = CHOSEN
 ) -> list[PlannedMethod]:
-    """DDP, torch's hooks, and algorithms at every density and with every code that their words leave open.
-
-    Args:
-        densities: for the algorithms whose words have none.
-        labels: the algorithms, in words as `regtopk compare` takes them.
-    """
+    """DDP, torch's hooks, and methods in words, with every density and code that those leave open."""
     ours = [method for label in labels for method in _ways(Method.parse(label), densities)]
     return list(dict.fromkeys([*TORCH, *ours]))
 
 
 def update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
-    """Methods on updates: every so many steps, or every few if not told; the words of some may tell.
+    """Methods on updates, in rounds of `every` steps, or of several lengths, unless their words say it.
 
-    Args:
-        labels: None for DiLoCo and what was measured best, whole and in fragments.
-        every: steps of a round; None: several.
+    Without methods: DiLoCo and what was measured best, whole and in fragments.
     """
     if labels is None:
-        own = [(n, parts) for n in _steps(every, ADVISED_EVERY) for parts in {1, min(n, MOST_FRAGMENTS)}]
-        ours = [f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments={parts}" for n, parts in sorted(own)]
-        return [DILOCO.format(every or DILOCO_EVERY), *ours]
-    told = [label for label in labels if "exchange=" in label]
-    split = [label.partition(":") for label in labels if label not in told]
-    return told + [
-        f"{name}:exchange=updates:every={n}{colon}{rest}"
-        for name, colon, rest in split
-        for n in _steps(every, EVERY)
-    ]
-
-
-def _steps(every: int | None, usual: Sequence[int]) -> Sequence[int]:
-    return usual if every is None else [every]
+        found = [DILOCO.format(every or DILOCO_EVERY)]
+        for n in ADVISED_EVERY if every is None else [every]:
+            words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
+            found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
+        return found
+    found = [label for label in labels if "exchange=" in label]
+    for label in labels:
+        name, colon, rest = label.partition(":")
+        if "exchange=" not in rest:
+            rounds = EVERY if every is None else [every]
+            found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in rounds]
+    return found
 
 
 def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:
@@ -126,15 +106,14 @@ def _ways(words: Method, densities: Sequence[float]) -> list[PlannedMethod]:
         raise ArgumentError(
             f"a planned method has a density, and no k, index_code or residual_dtype, got {words.label!r}"
         )
-    options = dict(words.options)
-    density, code = options.pop("density", None), options.pop("value_code", None)
-    if code is not None:
-        check_choice("value_code of a planned method", code, CODES)
-    name = ":".join([words.algorithm, *(f"{key}={text}" for key, text in words.words if key in options)])
-    codes = CODES if code is None else [str(code)]
-    shares = densities if density is None else [check_density(density)]
+    codes: Sequence[str] = CODES
+    if "value_code" in words.options:
+        codes = [str(words.options["value_code"])]
+        check_choice("value_code of a planned method", codes[0], CODES)
     if words.algorithm == "dense":
-        shares = [1.0]
+        densities = [1.0]
         if not words.rounds.has_updates:
             codes = [code for code in codes if not is_lossless(code)]  # DDP sends the others anyway
-    return [PlannedMethod(name, share, code, words.rounds) for code, share in product(codes, shares)]
+    elif "density" in words.options:
+        densities = [check_density(words.options["density"])]
+    return [PlannedMethod.of(words, density, code) for code in codes for density in densities]

@@ -1,7 +1,7 @@
 """A plan for people: its table, its answer in words, and a recorded run that `report` draws."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any
 from regtopk.core.options import counted
 from regtopk.lab.method import Method
 from regtopk.lab.plan.costs import Calibration
+from regtopk.lab.plan.exchange import POWERSGD_RANK
 from regtopk.lab.plan.learning import about
 from regtopk.lab.plan.methods import DENSE, POWERSGD, TORCH, PlannedMethod
-from regtopk.lab.plan.predict import ROUND_SHARE, LinkPlan, Prediction, predict
+from regtopk.lab.plan.predict import LinkPlan, Prediction, predict
 from regtopk.lab.plan.units import format_bandwidth, format_factor, format_size, format_time
 from regtopk.lab.runs import Panel, Record, RunWriter, make_header
 
@@ -24,21 +25,20 @@ MAX_CURVES = 8
 def write_run(
     folder: Path, plan: LinkPlan, costs: Calibration, summary: dict[str, Any], *, command: str, force: bool
 ) -> None:
-    """Write the plan's curves and its table into a folder.
-
-    Raises:
-        OutputError: the folder cannot be written, or holds a run.
-    """
-    here, bandwidth = plan.situation, format_bandwidth(plan.situation.link.bandwidth)
-    axes = (
-        ("bandwidth", "mbit_per_s", "bandwidth of a link, Mbit/s",
-         f"{here.num_workers} workers, links of any bandwidth", here.link.bandwidth / 1e6, bandwidth),
-        ("workers", "num_workers", "workers",
-         f"{bandwidth}, any number of workers", here.num_workers, f"{here.num_workers} workers"),
-    )  # fmt: skip
+    """Write the plan's curves and its table into a folder."""
+    num_workers, bandwidth = plan.situation.num_workers, plan.situation.link.bandwidth
+    shown, workers = format_bandwidth(bandwidth), f"{num_workers} workers"
     panel = partial(
         Panel, y="speedup", y_label="speed-up to a loss, over dense", log_x=True, log_y=True, dots="here"
     )
+    by_bandwidth = panel(
+        title=f"{workers}, links of any bandwidth", x="mbit_per_s", x_label="bandwidth of a link, Mbit/s",
+        where={"against": "bandwidth"}, mark=bandwidth / 1e6, mark_label=shown,
+    )  # fmt: skip
+    by_workers = panel(
+        title=f"{shown}, any number of workers", x="num_workers", x_label="workers",
+        where={"against": "workers"}, mark=num_workers, mark_label=workers,
+    )  # fmt: skip
     header = make_header(
         "plan",
         title="Is compression worth it on this link?",
@@ -46,10 +46,7 @@ def write_run(
         "Where no record says how many steps it needs, as many as dense are assumed: (per step).",
         command=command,
         config=summary["inputs"],
-        panels=[
-            panel(title=title, x=x, x_label=x_label, where={"against": against}, mark=mark, mark_label=label)
-            for against, x, x_label, title, mark, label in axes
-        ],
+        panels=[by_bandwidth, by_workers],
     )
     with RunWriter(folder, header, force=force) as writer:
         for record in curves(plan, costs):
@@ -62,19 +59,16 @@ def curves(plan: LinkPlan, costs: Calibration) -> list[Record]:
     here, records = plan.situation, []
     bandwidths = sorted({*BANDWIDTHS, here.link.bandwidth})
     num_workers = sorted({*WORKERS, here.num_workers})
-    places = [("bandwidth", "mbit_per_s", b / 1e6, here.at(bandwidth=b)) for b in bandwidths]
-    places += [("workers", "num_workers", n, here.at(num_workers=n)) for n in num_workers]
-    labels = {row.method.label: _drawn(row) for row in plan.best_by_label()[:MAX_CURVES]}
-    for against, x, value, there in places:
-        predicted = [predict(p.method, there, costs) for p in plan.predictions]
-        dense_s = next(p.time_to_loss for p in predicted if p.method == DENSE)
-        for label, drawn in labels.items():
-            best = min((p for p in predicted if p.method.label == label), key=lambda p: p.rank)
-            speedup = dense_s / best.time_to_loss
-            record = {"method": drawn, "against": against, x: value, "speedup": speedup}
+    places = [({"against": "bandwidth", "mbit_per_s": b / 1e6}, here.at(b)) for b in bandwidths]
+    places += [({"against": "workers", "num_workers": n}, replace(here, num_workers=n)) for n in num_workers]
+    for row in plan.best_by_label()[:MAX_CURVES]:
+        ways = [p.method for p in plan.predictions if p.method.label == row.method.label]
+        for place, there in places:
+            best = min((predict(way, there, costs) for way in ways), key=lambda p: p.rank)
+            speedup = predict(DENSE, there, costs).time_to_loss / best.time_to_loss
+            record = {"method": _drawn(row), **place, "speedup": speedup}
             records.append({**record, "here": speedup} if there == here else record)
-    order = list(labels.values())
-    return sorted(records, key=lambda record: order.index(record["method"]))
+    return records
 
 
 def _drawn(row: Prediction) -> str:
@@ -88,7 +82,7 @@ def table(plan: LinkPlan) -> list[dict[str, str]]:
     return [
         {
             "measure": _drawn(p),
-            "density": p.method.amount,
+            "density": f"rank {POWERSGD_RANK}" if p.method == POWERSGD else f"{p.method.density:g}",
             "values": p.method.value_code,
             "collective": p.exchange.collective,
             ("payload per step" if has_updates else "payload"): format_size(p.exchange.bytes_per_step),
@@ -105,19 +99,22 @@ def verdict(plan: LinkPlan) -> str:
     """The answer, in a few plain sentences."""
     where = f"{plan.situation.num_workers} workers at {format_bandwidth(plan.situation.link.bandwidth)}"
     best, step = plan.best, format_time(plan.best.step_time_s)
-    if plan.pays and best.relative_steps is not None:
+    name = f"{best.method.label}, density {best.method.density:g}, {best.method.value_code} values"
+    if best.method == POWERSGD:
+        name = f"powersgd of rank {POWERSGD_RANK}"
+    if not plan.pays:
+        said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
+    elif best.relative_steps is None:
         said = (
-            f"Compression pays with {where}: {_in_words(best.method)}, reaches a loss "
-            f"{format_factor(plan.speedup_to_loss(best))} times as fast as dense. A step takes {step}, and "
-            f"{best.relative_steps:.2f} times as many are needed."
-        )
-    elif plan.pays:
-        said = (
-            f"Compression pays with {where}, if as many steps are needed: {_in_words(best.method)}, makes a "
+            f"Compression pays with {where}, if as many steps are needed: {name}, makes a "
             f"step {format_factor(plan.speedup(best))} times as fast as dense, {step}."
         )
     else:
-        said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
+        said = (
+            f"Compression pays with {where}: {name}, reaches a loss "
+            f"{format_factor(plan.speedup_to_loss(best))} times as fast as dense. A step takes {step}, and "
+            f"{best.relative_steps:.2f} times as many are needed."
+        )
     share = 1 - plan.situation.link.compute_s / best.step_time_s
     said += f" The exchange takes {share:.0%} of a step."
     if plan.break_even_bits_per_s is not None:
@@ -125,13 +122,6 @@ def verdict(plan: LinkPlan) -> str:
     if plan.pays:
         return f"{said} It would pay at every bandwidth, if dense's all_reduce takes gloo's work."
     return f"{said} It pays at no bandwidth."
-
-
-def _in_words(method: PlannedMethod, name: str | None = None) -> str:
-    name = name or method.label
-    if method == POWERSGD:
-        return f"{name} of {method.amount}"
-    return f"{name}, density {method.amount}, {method.value_code} values"
 
 
 def as_code(method: PlannedMethod) -> str:
@@ -155,41 +145,39 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 def summary(plan: LinkPlan, inputs: dict[str, Any]) -> dict[str, Any]:
     """What --json prints."""
-
-    def row(p: Prediction) -> dict[str, Any]:
-        method, times = p.method, ("exchange", "every", "delay", "fragments")
-        return {
-            "name": method.name,
-            "density": method.density,
-            "value_code": method.value_code,
-            "collective": p.exchange.collective,
-            **{name: getattr(method.rounds, name) for name in times},
-            "payload_bytes": p.exchange.payload_bytes,
-            "bytes_per_step": p.exchange.bytes_per_step,
-            "step_time_s": p.step_time_s,
-            "speedup": plan.speedup(p),
-            "is_recorded": p.relative_steps is not None,
-            "relative_steps": None if p.relative_steps == inf else p.relative_steps,
-            "speedup_to_loss": None if p.relative_steps is None else plan.speedup_to_loss(p),
-        }
-
     return {
         "inputs": inputs,
-        "methods": [row(prediction) for prediction in plan.predictions],
-        "best": row(plan.best),
+        "methods": [_row(plan, prediction) for prediction in plan.predictions],
+        "best": _row(plan, plan.best),
         "break_even_bits_per_s": plan.break_even_bits_per_s,
         "pays": plan.pays,
-        "notes": [assumed(inputs), *notes(plan)],
+        "notes": [_assumed(inputs), *_notes(plan)],
     }
 
 
-def assumed(inputs: Mapping[str, Any]) -> str:
+def _row(plan: LinkPlan, p: Prediction) -> dict[str, Any]:
+    times = ("exchange", "every", "delay", "fragments")
+    return {
+        "name": p.method.name,
+        "density": p.method.density,
+        "value_code": p.method.value_code,
+        "collective": p.exchange.collective,
+        **{name: getattr(p.method.rounds, name) for name in times},
+        "payload_bytes": p.exchange.payload_bytes,
+        "bytes_per_step": p.exchange.bytes_per_step,
+        "step_time_s": p.step_time_s,
+        "speedup": plan.speedup(p),
+        "is_recorded": p.relative_steps is not None,
+        "relative_steps": None if p.relative_steps == inf else p.relative_steps,
+        "speedup_to_loss": None if p.relative_steps is None else plan.speedup_to_loss(p),
+    }
+
+
+def _assumed(inputs: Mapping[str, Any]) -> str:
     """What the answer rests on."""
-    machine = inputs["calibration"]
-    device = machine.get("device") or "cpu"
-    where = (
-        f"{device} with {counted(machine.get('num_threads') or 1, 'thread')}" if device == "cpu" else device
-    )
+    where = device = inputs["calibration"]["device"]
+    if device == "cpu":
+        where = f"cpu with {counted(inputs['calibration'].get('num_threads', 1), 'thread')}"
     latency = format_time(inputs["latency_s"]) if inputs["latency_s"] else "0"
     said = (
         f"Assumed: latency {latency} one way; {format_time(inputs['step_time_s'])} for a step without "
@@ -199,7 +187,7 @@ def assumed(inputs: Mapping[str, Any]) -> str:
     return said if device != "cpu" else f"{said} If a GPU trains, plan on it with --device cuda."
 
 
-def notes(plan: LinkPlan) -> list[str]:
+def _notes(plan: LinkPlan) -> list[str]:
     """What one should know beside the numbers."""
     said = [
         "A faster step is not a better one: 'steps' says how many a method needs to the loss that dense has "
@@ -212,9 +200,4 @@ def notes(plan: LinkPlan) -> list[str]:
         said.append(f"The best, on every rank: {as_code(plan.best.method)}")
     if plan.best.method.algorithm == "dgc":
         said.append("DGC has a momentum of its own: give it SGD without momentum.")
-    for p, every in plan.affordable_rounds():
-        said.append(
-            f"A round of {_in_words(p.method, p.method.kind)}, costs at most {ROUND_SHARE:.0%} of the "
-            f"computation from --every {every} on; with rarer rounds a step learns less."
-        )
     return said

@@ -1,24 +1,18 @@
-"""A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays.
-
-`link` says what is assumed of links, and docs/planning.md all that is assumed.
-"""
+"""A plan: every method's step time on a link, the best of them, and the bandwidth below which it pays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import NamedTuple
 
 from regtopk.core.link import Link
 from regtopk.core.options import check_integer
 from regtopk.errors import ArgumentError
 from regtopk.lab.plan.costs import Calibration
-from regtopk.lab.plan.exchange import PlannedExchange, exchange_of, move_work
+from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
 from regtopk.lab.plan.learning import Optimizer, relative_steps
 from regtopk.lab.plan.link import hidden_s
-from regtopk.lab.plan.methods import DENSE, TORCH, PlannedMethod
-from regtopk.lab.plan.workload import Workload
+from regtopk.lab.plan.methods import DENSE, TORCH, UNCOMPRESSED, PlannedMethod
 
-ROUND_SHARE = 0.1  # of the computation, that rounds should cost at most
 EQUAL = 1.05  # methods whose times differ by less are equally fast
 LOWEST, HIGHEST = 1e3, 1e14  # bits per second between which a break-even is looked for
 MOST_WORKERS = 1_000_000
@@ -34,15 +28,14 @@ class Situation:
     optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the number of workers."""
         check_integer("workers", self.num_workers, at_least=2)
         if self.num_workers > MOST_WORKERS:
             raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
 
-    def at(self, *, bandwidth: float | None = None, num_workers: int | None = None) -> "Situation":
-        """The same on a link of another bandwidth, or with another number of workers."""
-        link = replace(self.link, bandwidth=bandwidth or self.link.bandwidth)
-        return replace(self, link=link, num_workers=num_workers or self.num_workers)
+    def at(self, bandwidth: float) -> "Situation":
+        """The same on a link of another bandwidth."""
+        return replace(self, link=replace(self.link, bandwidth=bandwidth))
 
 
 class Prediction(NamedTuple):
@@ -65,11 +58,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: PlannedMethod, situation: Situation, costs: Calibration) -> Prediction:
-    """How long a step takes with a method, and how many it needs.
-
-    Raises:
-        StateError: the calibration does not hold all its costs.
-    """
+    """How long a step takes with a method, and how many it needs."""
     exchange = exchange_of(method, situation.workload, situation.num_workers)
     steps = relative_steps(method, situation.optimizer)
     return Prediction(method, exchange, step_time_s(exchange, situation.link, costs), steps)
@@ -88,15 +77,11 @@ def step_time_s(exchange: PlannedExchange, link: Link, costs: Calibration) -> fl
 
 
 class LinkPlan(NamedTuple):
-    """Every method's prediction, and what follows from them.
-
-    Below the break-even some compressed method beats dense and fp16. It is None if one does at every
-    bandwidth (then it pays here too), or none does at any.
-    """
+    """Every method's prediction, and what follows from them."""
 
     situation: Situation
     predictions: list[Prediction]
-    break_even_bits_per_s: float | None
+    break_even_bits_per_s: float | None  # below it compression pays; None: everywhere, or nowhere
 
     @property
     def best(self) -> Prediction:
@@ -106,20 +91,19 @@ class LinkPlan(NamedTuple):
     @property
     def pays(self) -> bool:
         """Whether some compressed method beats both dense and fp16."""
-        return self.best.method.sends_less
-
-    @property
-    def dense(self) -> Prediction:
-        """DDP without a hook."""
-        return next(p for p in self.predictions if p.method == DENSE)
+        return self.best.method not in UNCOMPRESSED
 
     def speedup(self, prediction: Prediction) -> float:
-        """Of a step, against dense."""
-        return self.dense.step_time_s / prediction.step_time_s
+        """Of a step, against DDP without a hook."""
+        return self._dense.step_time_s / prediction.step_time_s
 
     def speedup_to_loss(self, prediction: Prediction) -> float:
         """Of the time to a loss, against dense; at most that where there is no record."""
-        return self.dense.time_to_loss / prediction.time_to_loss
+        return self._dense.time_to_loss / prediction.time_to_loss
+
+    @property
+    def _dense(self) -> Prediction:
+        return next(p for p in self.predictions if p.method == DENSE)
 
     def best_by_label(self) -> list[Prediction]:
         """Each method in its best way, the best as advised: dense, then the others, the best first."""
@@ -129,24 +113,11 @@ class LinkPlan(NamedTuple):
         found[self.best.method.label] = self.best
         return sorted(found.values(), key=lambda p: (p.method != DENSE, *p.rank))
 
-    def affordable_rounds(self) -> list[tuple[Prediction, int]]:
-        """Each kind of updates in its fastest way, and the least `every` whose rounds cost little enough.
-
-        That is at most 10 % of the computation between them.
-        """
-        compute_s, found = self.situation.link.compute_s, []
-        slowest_first = sorted(self.best_by_label(), key=lambda p: -p.step_time_s)
-        for p in {p.method.kind: p for p in slowest_first if p.method.rounds.has_updates}.values():
-            round_s = p.exchange.every * (p.step_time_s - compute_s)
-            found.append((p, max(1, ceil(round_s / (ROUND_SHARE * compute_s)))))
-        return found
-
 
 def best_of(predictions: Sequence[Prediction]) -> Prediction:
-    """The least time to a loss; of those within 5 % of it the one that sends most, since it learns most.
+    """The least time to a loss; of those within 5 % of it, updates first, then what sends and learns most.
 
-    Updates are planned because they are asked for: of those that are near, they come first. A method of which
-    no record says how it learns is not advised, unless there is none of any that was asked for. Then all are
+    A method without a record is not advised, unless there is none of any that was asked for. Then all are
     taken to need the steps of dense.
     """
     recorded = [p for p in predictions if p.relative_steps is not None]
@@ -157,23 +128,18 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def make_plan(situation: Situation, costs: Calibration, methods: Sequence[PlannedMethod]) -> LinkPlan:
-    """Predict every method, and find the bandwidth below which a compressed one is best.
+    """Predict every method, and find the bandwidth below which a compressed one is best."""
 
-    Raises:
-        StateError: the calibration does not hold all costs.
-    """
-
-    def predicted_at(bandwidth: float | None = None) -> list[Prediction]:
-        there = situation.at(bandwidth=bandwidth)
+    def predicted(there: Situation) -> list[Prediction]:
         return [predict(method, there, costs) for method in methods]
 
     def pays(bandwidth: float) -> bool:
-        return best_of(predicted_at(bandwidth)).method.sends_less
+        return best_of(predicted(situation.at(bandwidth))).method not in UNCOMPRESSED
 
-    low, high = LOWEST, HIGHEST
-    if pays(high) or not pays(low):
-        return LinkPlan(situation, predicted_at(), None)
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return LinkPlan(situation, predicted_at(), low)
+    low, high, break_even = LOWEST, HIGHEST, None
+    if pays(low) and not pays(high):
+        while high / low > 1.001:
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        break_even = low
+    return LinkPlan(situation, predicted(situation), break_even)

@@ -1,7 +1,4 @@
-"""Numbers with units: read as people write them, and written as people read them.
-
-What cannot be read raises an `ArgumentError` that names the option, its rule and the text.
-"""
+"""Numbers with units: read as people write them, and written as people read them."""
 
 import math
 import re
@@ -21,8 +18,8 @@ _TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 999.
 def parse_bandwidth(text: str) -> float:
     """Bits per second of "100 Mbps", "100mbit", "100 Mbit/s", "1.5G" or, in bytes, "12.5 MB/s".
 
-    "B" is a byte, "b" and "bit" are bits. "MB" and "mb" without "per second" are refused, since half of those
-    who write them mean bytes. So is a number without a unit, since most mean megabits.
+    "B" is a byte, "b" and "bit" are bits. What may mean either is refused: "MB" without "per second", and a
+    number without a unit.
     """
     number, unit = _split(text)
     found = _BANDWIDTH_UNIT.fullmatch(unit)
@@ -36,10 +33,10 @@ def parse_bandwidth(text: str) -> float:
 
 def parse_time(name: str, text: str, *, may_be_zero: bool = False) -> float:
     """Seconds of "10ms", "50us" or "0.2 s"; a number without a unit is refused, but for 0."""
-    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2s, with its unit"
     number, unit = _split(text)
     if may_be_zero and number == 0 and unit in ("", *_PER_SECOND):
         return 0.0
+    rule = f"a time {'of at least' if may_be_zero else 'above'} 0 such as 50us, 10ms or 0.2s, with its unit"
     return _checked(name, number / _PER_SECOND.get(unit, math.nan), text, rule)  # 50us are 5e-5 to the bit
 
 
@@ -65,17 +62,17 @@ def _checked(name: str, number: float, text: str, rule: str) -> float:
 
 
 def format_bandwidth(bits_per_s: float) -> str:
-    """A bandwidth for people: 100 Mbit/s."""
+    """Such as 100 Mbit/s."""
     return f"{_with_prefix(bits_per_s)}bit/s"
 
 
 def format_size(num_bytes: float) -> str:
-    """A size for people: 1.2 MB."""
+    """Such as 1.2 MB."""
     return f"{_with_prefix(num_bytes)}B"
 
 
 def format_time(seconds: float) -> str:
-    """A time for people: 12.3 ms, 5.84 s, 20.6 min, 69.4 days."""
+    """Such as 12.3 ms, 5.84 s, 20.6 min or 69.4 days."""
     for unit, factor, from_s in _TIMES:
         if seconds >= from_s:
             return f"{format_factor(seconds / factor)} {unit}"
@@ -83,7 +80,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_factor(factor: float) -> str:
-    """A number for people, rounded to three digits: 0.84, 32.8, 1,240."""
+    """Three digits: 0.84, 32.8, 1,240."""
     return f"{factor:.3g}" if factor < 999.5 else f"{float(f'{factor:.3g}'):,.0f}"
 
 

@@ -9,10 +9,9 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, NamedTuple
+from textwrap import wrap
+from typing import TYPE_CHECKING, NamedTuple
 
-from regtopk.errors import MissingExtraError
 from regtopk.lab.report.frontier import TITLE, best_lr_of, describe_frontier, draw_frontier, frontier_of
 from regtopk.lab.report.panels import LETTERS, NAMED, curves_of, describe, draw_bars, draw_panel, line_of
 from regtopk.lab.report.style import GRID, INK, OTHER, Style, format_number, styles_of
@@ -47,35 +46,34 @@ STYLE = {
 
 
 class Drawing(NamedTuple):
-    """One set of axes: its title, its size in inches, how it is drawn, and what it shows, in words."""
+    """One set of axes."""
 
     title: str
-    size: tuple[float, float]
+    size: tuple[float, float]  # in inches
     draw: Callable[["Axes"], None]
-    about: str = ""
+    about: str = ""  # what it shows, in words
 
     @property
     def is_tall(self) -> bool:
-        """Whether it is higher than a panel of curves: it has a row for each of many methods."""
+        """Whether it is higher than a panel of curves."""
         return self.size[1] > PANEL_INCHES[1]
 
 
 def styles_of_run(run: Run) -> dict[str, Style]:
-    """The look of each method that is drawn, in order; at equal bytes labels say how values are coded."""
-    config = run.header["config"]
-    value_code = config.get("value_code", "") if config.get("like") else ""
-    return styles_of(_drawn_methods(run), run.summary.get("base"), value_code)
+    """The look of each method that is drawn, in the order of the table.
 
-
-def _drawn_methods(run: Run) -> list[str]:
-    """All methods in the order of the table; at equal bytes, with many, each with its best lr only."""
-    rows = [row.get("measure") for row in run.summary["table"]]
+    At equal bytes, labels say how values are coded, and each method is drawn with its best lr alone.
+    """
+    config, summary = run.header["config"], run.summary
+    rows = [row.get("measure") for row in summary["table"]]
     methods = list(dict.fromkeys(record["method"] for record in run.records))
     methods.sort(key=lambda method: rows.index(method) if method in rows else len(rows))
-    if not run.header["config"].get("like") or run.summary.get("metric") != "accuracy":
-        return methods
-    left_out = {r["method"] for r in run.summary["results"]} - best_lr_of(run)
-    return [method for method in methods if method not in left_out]
+    if not config.get("like"):
+        return styles_of(methods, summary.get("base"))
+    if summary.get("metric") == "accuracy":
+        left_out = {r["method"] for r in summary["results"]} - best_lr_of(run)
+        methods = [method for method in methods if method not in left_out]
+    return styles_of(methods, summary.get("base"), config.get("value_code", ""))
 
 
 def drawings_of(run: Run) -> list[Drawing]:
@@ -98,13 +96,11 @@ def drawings_of(run: Run) -> list[Drawing]:
 
 def _bars(run: Run, panel: Panel, styles: Mapping[str, Style]) -> Drawing:
     """Final numbers; the panel grows with the number of methods and of lines of their names."""
-    there = [
-        r for r in run.summary["results"] if all(r[key] in (at, None) for key, at in panel.where.items())
-    ]
+    where = panel.where.items()
+    there = [r for r in run.summary["results"] if all(r[key] in (at, None) for key, at in where)]
     finals = {r["method"]: r["final"] for r in there}
     shown = {method: finals[method] for method in styles if method in finals}
-    labels = [fill(styles[method].label, LETTERS) for method in shown]
-    num_lines = 1 + max(label.count("\n") for label in labels)
+    num_lines = max(len(wrap(styles[method].label, LETTERS)) for method in shown)
     height = BAR_INCHES + len(shown) * (ROW_INCHES + num_lines * NAME_INCHES)
     size = PANEL_INCHES[0], max(PANEL_INCHES[1], height)
     said = "; ".join(f"{styles[m].label}: {format_number(fmean(values))}" for m, values in shown.items())
@@ -133,10 +129,12 @@ def save_png(figure: "Figure", path: Path) -> None:
 
 def draw_inline(drawing: Drawing, *, salt: str) -> str:
     """One panel as an SVG element, without title and legend; `salt` keeps the ids of a page apart."""
-    matplotlib = _import_matplotlib()
+    import matplotlib
+    import matplotlib.figure
+
     width, height = (INLINE_SCALE * inches for inches in drawing.size)
     with matplotlib.rc_context(STYLE):
-        figure: Figure = matplotlib.figure.Figure((width, height), layout="constrained")
+        figure = matplotlib.figure.Figure((width, height), layout="constrained")
         drawing.draw(figure.subplots())
     text = _to_svg(figure, drawing.title, drawing.about, salt=salt)
     return text[text.index("<svg") :]
@@ -144,7 +142,10 @@ def draw_inline(drawing: Drawing, *, salt: str) -> str:
 
 def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
     """Rows of panels, and a strip for the legend at the bottom."""
-    matplotlib = _import_matplotlib()
+    import matplotlib
+    import matplotlib.figure
+    import matplotlib.lines
+
     num_columns = 2 if len(drawings) == 4 else 3
     rows = [drawings[at : at + num_columns] for at in range(0, len(drawings), num_columns)]
     styles = legend_of(styles)
@@ -154,7 +155,7 @@ def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
     num_columns = max(1, min(len(styles), int(width / (LETTER_INCHES * longest + 0.65))))
     heights.append(LINE_INCHES * math.ceil(len(styles) / num_columns) + 0.15)
     with matplotlib.rc_context(STYLE):
-        figure: Figure = matplotlib.figure.Figure((width, sum(heights)), layout="constrained")
+        figure = matplotlib.figure.Figure((width, sum(heights)), layout="constrained")
         *strips, last = figure.subfigures(len(heights), 1, height_ratios=heights)
         for strip, row in zip(strips, rows, strict=True):
             for axes, drawing in zip(strip.subplots(1, len(row), squeeze=False)[0], row, strict=True):
@@ -174,7 +175,8 @@ def legend_of(styles: Sequence[Style]) -> list[Style]:
 
 def _to_svg(figure: "Figure", title: str, about: str, *, salt: str) -> str:
     """The figure, with a label and a description for screen readers, and names under the pointer."""
-    matplotlib = _import_matplotlib()
+    import matplotlib
+
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):  # the same bytes for the same run
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -182,15 +184,3 @@ def _to_svg(figure: "Figure", title: str, about: str, *, salt: str) -> str:
     text = text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
     start = text.index(">", text.index("<svg")) + 1
     return f"{text[:start]}<desc>{escape(about)}</desc>{text[start:]}"
-
-
-def _import_matplotlib() -> Any:
-    try:
-        import matplotlib
-        import matplotlib.figure
-        import matplotlib.lines
-    except ImportError as error:
-        raise MissingExtraError(
-            "figures need matplotlib: pip install 'regtopk[plots]', then regtopk report DIR"
-        ) from error
-    return matplotlib

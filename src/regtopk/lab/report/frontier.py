@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The methods of a run, each with its best lr, and their budget of bytes, if they had one."""
+    """The methods of a run, and their budget of bytes, if they had one."""
 
     points: list[Point]
     budget: float | None
@@ -69,7 +69,14 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
     """A point for each method with its range over seeds; the legend and the table say which is which."""
     floor = _set_y_axis(axes, frontier.points)
     for point in frontier.points:
-        _draw_point(axes, point, floor, styles[point.method])
+        x, style = point.num_bytes, styles[point.method]
+        mark = "o"
+        if point.mean < floor:  # it failed: a triangle at the lower edge, with its number
+            mark, number = "v", f"{point.mean:.1f}"
+            axes.annotate(number, (x, floor), (6, -3), textcoords="offset points", fontsize=LABEL_POINTS)
+        else:
+            axes.plot([x, x], [max(point.low, floor), point.high], color=style.light, lw=2.5, alpha=0.4)
+        axes.plot([x], [max(point.mean, floor)], mark, ms=6, color=style.light, mew=0, **named(style))
     axes.set_xscale("log")
     axes.margins(x=0.08)
     label_log_axis(axes.xaxis, *axes.get_xlim())
@@ -97,16 +104,3 @@ def _set_y_axis(axes: "Axes", points: Sequence[Point]) -> float:
     has_failed = len(kept) < len(points)
     axes.set_ylim(bottom - margin * has_failed, high + margin)
     return bottom
-
-
-def _draw_point(axes: "Axes", point: Point, floor: float, style: Style) -> None:
-    """Draw a dot and its range; a method that failed is a triangle at the lower edge, with its number."""
-    x, is_failed = point.num_bytes, point.mean < floor
-    if is_failed:
-        axes.annotate(
-            f"{point.mean:.1f}", (x, floor), (6, -3), textcoords="offset points", fontsize=LABEL_POINTS
-        )
-    else:
-        axes.plot([x, x], [max(point.low, floor), point.high], color=style.light, lw=2.5, alpha=0.4)
-    mark = "v" if is_failed else "o"
-    axes.plot([x], [max(point.mean, floor)], mark, ms=6, color=style.light, mew=0, **named(style))

@@ -27,10 +27,7 @@ def line_of(style: Style) -> dict[str, Any]:
 
 
 def named(style: Style) -> dict[str, Any]:
-    """What a mark of a method is known by in a drawing, and how far above other marks it lies.
-
-    Grey lies below; of the rest the wide lines do, so that none hides another.
-    """
+    """What a mark of a method is known by, and where it lies: grey below all, then wide lines."""
     return {"gid": f"{NAMED}{style.label}", "zorder": 2 if style.is_grey else 3 - style.width / 10}
 
 
@@ -38,10 +35,8 @@ def curves_of(
     panel: Panel, records: Sequence[Record], styles: Mapping[str, Style]
 ) -> dict[str, list[Record]]:
     """What the panel shows of each method, in the order of the styles."""
-    curves: dict[str, list[Record]] = {method: [] for method in styles}
-    for record in records:
-        if record["method"] in styles and _is_shown(record, panel):
-            curves[record["method"]].append(record)
+    shown = [record for record in records if _is_shown(record, panel)]
+    curves = {method: [record for record in shown if record["method"] == method] for method in styles}
     return {method: curve for method, curve in curves.items() if curve}
 
 
@@ -63,19 +58,18 @@ def draw_panel(
     axes.margins(x=0.02, y=None if panel.mark is None else 0.12)  # with room for a name above the curves
     if panel.log_x:
         axes.set_xscale("log", nonpositive="mask")
+        label_log_axis(axes.xaxis, *axes.get_xlim())
     if panel.log_y:
         axes.set_yscale("log")
     axes.set_ylim(bottom=panel.y_min)
     if panel.mark is not None:
         mark_x(axes, panel.mark, panel.mark_label)
-    if panel.log_x:
-        label_log_axis(axes.xaxis, *axes.get_xlim())
     if panel.log_y:
         label_log_axis(axes.yaxis, *axes.get_ylim())
 
 
 def _is_shown(record: Record, panel: Panel) -> bool:
-    """Whether the record belongs to the panel, lies within its axes, and has a value (not all diverged)."""
+    """Whether it belongs to the panel, lies within its axes, and has a value (not all diverged)."""
     return (
         all(record[name] in (value, None) for name, value in panel.where.items())
         and (panel.x_max is None or _x_of(record, panel) <= panel.x_max)
@@ -88,10 +82,13 @@ def _draw_curve(axes: "Axes", panel: Panel, curve: Sequence[Record], style: Styl
     seeds = [_per_seed(record[panel.y]) for record in curve]
     y = [median(values) for values in seeds]
     if panel.marks == "stems":
-        _draw_stems(axes, panel, x, y, style)
+        floor = panel.y_min or 0.0
+        taken = [(at, length) for at, length in zip(x, y, strict=True) if length > floor]
+        x, y = [at for at, _ in taken], [length for _, length in taken]
+        axes.vlines(x, floor, y, color=style.light, lw=0.9, alpha=0.6)
+        axes.plot(x, y, "o", ms=4, color=style.light, mew=0)
         return
-    mark = "o" if len(x) == 1 else ""
-    axes.plot(x, y, marker=mark, **named(style), **line_of(style))
+    axes.plot(x, y, marker="o" if len(x) == 1 else "", **named(style), **line_of(style))
     if any(len(values) > 1 for values in seeds) and not style.is_grey:
         low, high = [min(values) for values in seeds], [max(values) for values in seeds]
         axes.fill_between(x, low, high, color=style.light, alpha=0.15, lw=0)
@@ -119,14 +116,6 @@ def draw_bars(
         label_log_axis(axes.xaxis, *axes.get_xlim())
 
 
-def _draw_stems(axes: "Axes", panel: Panel, x: list[float], y: list[float], style: Style) -> None:
-    floor = panel.y_min or 0.0
-    taken = [(at, length) for at, length in zip(x, y, strict=True) if length > floor]
-    at, lengths = [at for at, _ in taken], [length for _, length in taken]
-    axes.vlines(at, floor, lengths, color=style.light, lw=0.9, alpha=0.6)
-    axes.plot(at, lengths, "o", ms=4, color=style.light, mew=0)
-
-
 def mark_x(axes: "Axes", at: float, label: str) -> None:
     """Draw a dashed line up from a place of the x axis, with its name at the upper end."""
     axes.axvline(at, color=INK[0], lw=1, ls=(0, (4, 3)), zorder=1)
@@ -137,7 +126,7 @@ def mark_x(axes: "Axes", at: float, label: str) -> None:
 
 
 def label_log_axis(axis: "Axis", low: float, high: float) -> None:
-    """Label powers of ten as 10⁻⁶: plain text takes the page's font and is drawn three times as fast."""
+    """Label powers of ten as 10⁻⁶, in plain text: it takes the page's font and is drawn faster."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     def label_between(at: float, _: float) -> str:

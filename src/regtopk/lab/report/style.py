@@ -24,6 +24,11 @@ class Style:
         """Whether this is one of many."""
         return self.light == OTHER.light
 
+    @property
+    def variable(self) -> str:
+        """What its colour is called on a page."""
+        return f"c{self.light[1:]}"
+
 
 DOTS, DASH_DOT = (1.0, 1.65), (6.4, 1.6, 1.0, 1.6)
 DASHES = ((), (3.7, 1.6), DASH_DOT, DOTS, (8.0, 2.0), (3.7, 1.6, 1.0, 1.6, 1.0, 1.6))
@@ -62,13 +67,12 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
     Of many methods all but a few are grey.
 
     Args:
-        methods: as specified, NAME or NAME:OPTION=VALUE:..., the best first.
+        methods: their words, the best first.
         base: the one that others are compared with.
         value_code: of methods whose words do not say, if that is worth telling.
     """
     families: dict[str, list[str]] = {}
-    coloured = coloured_of(methods, base)
-    for method in sorted(coloured, key=lambda method: (method != base, method not in METHODS)):
+    for method in sorted(_coloured(methods, base), key=lambda each: (each != base, each not in METHODS)):
         families.setdefault(Method.read(method).algorithm, []).append(method)
     looks, spare = {}, iter(SPARE)
     for name, family in families.items():
@@ -84,16 +88,14 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
     return {method: replace(looks.get(method, OTHER), label=label) for method, label in labels.items()}
 
 
-def coloured_of(methods: Sequence[str], base: str | None) -> list[str]:
+def _coloured(methods: Sequence[str], base: str | None) -> list[str]:
     """All methods; of many, the first of those that all are read by, the base and the best."""
     if len(methods) <= MAX_COLOURS:
         return list(methods)
     algorithms = [Method.read(method).algorithm for method in methods]
-    chosen = {methods[algorithms.index(name)] for name in READ_BY if name in algorithms}
-    chosen |= {method for method in methods if method == base}
-    for method in methods:
-        if len(chosen) < FEW:
-            chosen.add(method)
+    first = [methods[algorithms.index(name)] for name in READ_BY if name in algorithms]
+    preferred = [*first, *(method for method in methods if method == base), *methods]
+    chosen = list(dict.fromkeys(preferred))[:FEW]
     return [method for method in methods if method in chosen]
 
 
@@ -106,8 +108,7 @@ def _label(method: str, base: str | None, value_code: str) -> str:
 def label_of(text: str) -> str:
     """What a method is called in print, shortly; anything else is called what it is."""
     method = Method.read(text)
-    label = METHODS[method.algorithm].label if method.algorithm in METHODS else method.algorithm
-    words = [label]
+    words = [METHODS[method.algorithm].label if method.algorithm in METHODS else method.algorithm]
     for key, value in method.words:
         if key == "density":
             words.append(f"{100 * float(value):g} %")
@@ -122,11 +123,8 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if any(row.get(key) is not None for row in rows)]
 
 
-_DIGITS = {"test_loss": 4}  # by column; others have three
-
-
 def format_number(number: object, column: str = "") -> str:
-    """A number for a table: three digits, or as many as the column has, or 1.3e-9; a dash for nothing."""
+    """A number for a table: three digits (losses: four) or 1.3e-9; a dash for nothing."""
     if number is None:
         return "–"
     if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -134,7 +132,7 @@ def format_number(number: object, column: str = "") -> str:
     if isinstance(number, int):
         return f"{number:,}"
     if number == 0 or 1e-3 <= abs(number) < 1e4:
-        return f"{number:.{_DIGITS.get(column, 3)}g}"
+        return f"{number:.{4 if column == 'test_loss' else 3}g}"
     mantissa, _, exponent = f"{number:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 

@@ -12,19 +12,7 @@ A folder may instead hold several runs in subfolders, named as ``parts`` in its 
 """
 
 from regtopk.lab.runs.reading import merge_seeds, parts_of, read_header, read_records, read_run
-from regtopk.lab.runs.run import (
-    CONFIG,
-    FIGURE_PNG,
-    FIGURE_SVG,
-    METRICS,
-    PAGE,
-    SUMMARY,
-    Panel,
-    Record,
-    Run,
-    make_header,
-    versions,
-)
+from regtopk.lab.runs.run import CONFIG, METRICS, SUMMARY, Panel, Record, Run, make_header, versions
 from regtopk.lab.runs.writer import (
     RunWriter,
     check_holds_no_run,
@@ -32,10 +20,10 @@ from regtopk.lab.runs.writer import (
     claim_folder,
     write_json,
     writing_to,
-)
+)  # fmt: skip
 
 __all__ = [
-    "CONFIG", "FIGURE_PNG", "FIGURE_SVG", "METRICS", "PAGE", "SUMMARY", "Panel", "Record", "Run", "RunWriter",
-    "check_holds_no_run", "check_same_settings", "claim_folder", "make_header", "merge_seeds", "parts_of",
-    "read_header", "read_records", "read_run", "versions", "write_json", "writing_to",
+    "CONFIG", "METRICS", "SUMMARY", "Panel", "Record", "Run", "RunWriter", "check_holds_no_run",
+    "check_same_settings", "claim_folder", "make_header", "merge_seeds", "parts_of", "read_header",
+    "read_records", "read_run", "versions", "write_json", "writing_to",
 ]  # fmt: skip

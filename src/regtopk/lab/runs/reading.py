@@ -1,4 +1,4 @@
-"""Reading a run's folder back, and refusing what is no run."""
+"""Reading a run's folder back; an `OutputError` says what is no run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +16,12 @@ RUN_HEADER = {"experiment": str, "config": dict, "panels": list}
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """The config.json of a run, or of a folder of several.
-
-    Raises:
-        OutputError: there is none, or it lacks a field.
-    """
+    """The config.json of a run, or of a folder of several."""
     return _read_header(folder, ANY_HEADER)
 
 
 def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
-    """The subfolders that a folder of several runs names; none for a single run.
-
-    Raises:
-        OutputError: a part is not a subfolder.
-    """
+    """The subfolders that a folder of several runs names; none for a single run."""
     parts = header.get("parts", [])
     is_list = isinstance(parts, list) and all(isinstance(part, str) for part in parts)
     folders = [folder / part for part in parts] if is_list else []
@@ -39,11 +31,7 @@ def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a finished run back, its seeds merged.
-
-    Raises:
-        OutputError: there is none, it was not finished, or its header lacks a field.
-    """
+    """Read a finished run back, its seeds merged."""
     header = _read_header(folder, ANY_HEADER | RUN_HEADER)
     summary = _read(folder / SUMMARY, _parse_object)
     return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
@@ -59,7 +47,7 @@ def merge_seeds(records: Sequence[Record]) -> list[Record]:
     """Merge records of single seeds, by method, density and step: what differs becomes a list, seed by seed.
 
     None is left out of a list, and bytes are averaged: figures draw against them. Where a step was recorded
-    twice, before and after a run was resumed, the later record counts.
+    twice, since a run was resumed, the later record counts.
     """
     if not records or "seed" not in records[0]:
         return list(records)
@@ -115,7 +103,7 @@ def _parse_lines(text: str) -> list[Record]:
 def _read_header(folder: Path, types: Mapping[str, type]) -> dict[str, Any]:
     header = _read(folder / CONFIG, _parse_object)
     for name, kind in types.items():
-        if not isinstance(header.get(name), kind):
-            got = f"type {kind.__name__}, got {header.get(name)!r}"
-            raise OutputError(f"{folder / CONFIG} must have {name!r} of {got}")
+        given = header.get(name)
+        if not isinstance(given, kind):
+            raise OutputError(f"{folder / CONFIG} must have {name!r} of type {kind.__name__}, got {given!r}")
     return header

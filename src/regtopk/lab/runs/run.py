@@ -21,34 +21,21 @@ CARRIED = ("hardware", "software")  # fields that are in metrics.jsonl only wher
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: which fields of the records are drawn against which, one curve per method.
-
-    Args:
-        title: above the axes.
-        x: field of the records; a list there has one value per seed, and their mean is drawn.
-        y: field of the records; a list there has one value per seed, drawn as median and range.
-        x_label, y_label: along the axes.
-        where: only records with these values, or with None there, are drawn.
-        log_x, log_y: logarithmic axes; values <= 0 are left out.
-        marks: "line", "stems" for lengths of single steps, or "bars" for the final numbers in the summary.
-        dots: a second field, drawn as circles over the curve (published points).
-        x_max, y_min: where the axes end.
-        mark, mark_label: a place of the x axis to mark, and its name.
-    """
+    """One set of axes: which fields of the records are drawn against which, one curve per method."""
 
     title: str
-    x: str
-    y: str
+    x: str  # field of the records; a list there has one value per seed, and their mean is drawn
+    y: str  # field of the records; a list there has one value per seed, drawn as median and range
     x_label: str
     y_label: str
-    where: Mapping[str, Any] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)  # what a drawn record has there, if not None
     log_x: bool = False
     log_y: bool = False
-    marks: Literal["line", "stems", "bars"] = "line"
-    dots: str | None = None
+    marks: Literal["line", "stems", "bars"] = "line"  # stems: of single steps; bars: the summary's numbers
+    dots: str | None = None  # a second field, drawn as circles over the curve (published points)
     x_max: float | None = None
     y_min: float | None = None
-    mark: float | None = None
+    mark: float | None = None  # a place of the x axis
     mark_label: str = ""
 
 
@@ -68,21 +55,15 @@ class Run:
 
 
 def make_header(
-    experiment: str,
-    *,
-    title: str,
-    about: str,
-    command: str,
-    config: Mapping[str, Any],
-    panels: Sequence[Panel],
-) -> dict[str, Any]:
+    experiment: str, *, title: str, about: str, command: str, config: Record, panels: Sequence[Panel]
+) -> Record:
     """What config.json holds for a run."""
     return {
         "experiment": experiment,
         "title": title,
         "about": about,
         "command": command,
-        "config": dict(config),
+        "config": config,
         "versions": versions(),
         "panels": [asdict(panel) for panel in panels],
     }

@@ -17,15 +17,11 @@ class RunWriter:
     """Writes one run into a folder, which is claimed before anything is computed.
 
     Args:
-        folder: made if missing; refused if it holds a run.
+        folder: made if missing; refused with a `RunExistsError` if it holds a run.
         header: what config.json will say.
         force: replace the run that the folder holds.
         resume: continue the run that the folder holds, if it holds one.
         shared: settings in which the continued run must agree with the new header.
-
-    Raises:
-        RunExistsError: the folder holds a run, and neither `force` nor `resume` is on.
-        OutputError: the folder cannot be written, or the continued run has other settings.
     """
 
     def __init__(
@@ -48,21 +44,18 @@ class RunWriter:
             with writing_to(folder):
                 if self.is_continued:
                     self._header = _continued(folder, header, shared or {})
-                    _drop_torn_line_(folder / METRICS)
+                    content = (folder / METRICS).read_bytes()
+                    os.truncate(folder / METRICS, content.rfind(b"\n") + 1)  # a kill can leave half a line
                 else:
-                    self._clear(force=force)
+                    if not force:
+                        check_holds_no_run(folder)  # again: another process may have finished one
+                    self._metrics.truncate(0)  # not removed: it holds the lock
+                    for name in set(FILES) - {METRICS}:
+                        (folder / name).unlink(missing_ok=True)
                 write_json(folder / CONFIG, self._header)
         except OutputError:
             self._metrics.close()
             raise
-
-    def _clear(self, *, force: bool) -> None:
-        if not force:
-            check_holds_no_run(self.folder)  # again: another process may have finished one
-        self._metrics.truncate(0)  # not removed: it holds the lock
-        for name in FILES:
-            if name != METRICS:
-                (self.folder / name).unlink(missing_ok=True)
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -72,11 +65,7 @@ class RunWriter:
             self._metrics.close()
 
     def add(self, record: Record) -> None:
-        """Append one record, at once on disk.
-
-        Raises:
-            OutputError: a number in it is not finite: the run diverged. Or the disk is full.
-        """
+        """Append one record, at once on disk; numbers that are not finite are refused."""
         carried = {name: record.get(name) for name in CARRIED}
         fields = {name: value for name, value in record.items() if name not in CARRIED}
         before = self._carried
@@ -122,11 +111,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_holds_no_run(folder: Path) -> None:
-    """Make sure that the folder holds no run and no part of one; an empty file of records is none.
-
-    Raises:
-        RunExistsError: it does.
-    """
+    """Refuse a folder that holds a run or a part of one; an empty file of records is none."""
     for name in FILES:
         path = folder / name
         if path.exists() and (name != METRICS or path.stat().st_size > 0):
@@ -134,11 +119,7 @@ def check_holds_no_run(folder: Path) -> None:
 
 
 def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of the folder's run, which must have these settings, as far as it records them.
-
-    Raises:
-        OutputError: a setting differs, or there is no run.
-    """
+    """The header of the folder's run, which must have these settings, as far as it records them."""
     header = read_header(folder)
     for key, value in settings.items():
         was = header.get("config", {}).get(key, value)
@@ -148,12 +129,7 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def claim_folder(folder: Path, *, force: bool) -> None:
-    """Make a folder for the parts of a run; with `force`, remove the run that it holds.
-
-    Raises:
-        RunExistsError: the folder holds a run, and `force` is off.
-        OutputError: the folder cannot be written, or another process writes it.
-    """
+    """Make a folder for the parts of a run; with `force`, remove the run that it holds."""
     _check_free(folder, force=force)
     if (folder / METRICS).exists():
         _open_locked(folder).close()  # a run that is still being written is not replaced
@@ -199,9 +175,3 @@ def _continued(folder: Path, header: Mapping[str, Any], shared: Mapping[str, Any
         "command": "\n".join(dict.fromkeys(commands)),
         "config": {**old.get("config", {}), **header["config"]},
     }
-
-
-def _drop_torn_line_(path: Path) -> None:
-    """Remove the half-written record that a kill can leave at the end; its step is run again."""
-    content = path.read_bytes()
-    os.truncate(path, content.rfind(b"\n") + 1)
