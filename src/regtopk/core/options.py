@@ -13,7 +13,7 @@ from typing import Any
 
 from regtopk.errors import ArgumentError
 
-Check = Callable[[str, Any], None]
+Check = Callable[[str, Any], Any]
 
 
 def option(default: Any, check: Check) -> Any:

@@ -1,12 +1,15 @@
 """One line for users: `attach` makes a model exchange its gradients sparsely, however it is wrapped."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -62,6 +65,7 @@ def attach(
     *,
     optimizer: Optimizer | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
+    replicate_group: dist.ProcessGroup | DeviceMesh | None = None,
     **options: Unpack[ExchangeOptions],
 ) -> SparseHookState | ShardedHookState | OneProcess:
     """Make a DDP or fully_shard'ed model exchange its gradients with an algorithm. Call it on every rank.
@@ -93,6 +97,7 @@ def attach(
         optimizer: the one that trains the model. If given, what does not go with the algorithm (DGC beside
             momentum) is logged now, otherwise in the first step.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
+        replicate_group: the old name of `process_group`, for one release.
         options: see `regtopk.ExchangeOptions`.
 
     Returns:
@@ -103,6 +108,9 @@ def attach(
         ClusterError: a model that is not wrapped, a second call, ranks that differ or that did not call.
         OracleError: the algorithm asks what only a simulator can answer.
     """
+    if replicate_group is not None:
+        warnings.warn("replicate_group is called process_group now", DeprecationWarning, stacklevel=3)
+        options["process_group"] = replicate_group
     checked = Options(grad_scaler=grad_scaler, **options)
     inner = uncompiled(model)
     if isinstance(inner, nn.Module):

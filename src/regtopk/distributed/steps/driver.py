@@ -138,8 +138,8 @@ def _answer(rank: Rank, request: Request) -> Any:
         case Broadcast():
             return broadcast(rank, request)
     raise OracleError(
-        "algorithm peeks at the sum of all workers' vectors before anything is sent: only a simulator can "
-        "answer that (regtopk.simulate.Cluster), a real cluster cannot"
+        "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer "
+        "that (regtopk.simulate.Cluster), a real cluster cannot"
     )
 
 

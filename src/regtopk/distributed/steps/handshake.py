@@ -18,7 +18,7 @@ from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.state.shards import Shards
 from regtopk.distributed.steps.driver import converse
 from regtopk.distributed.transport.collectives import Alone, Collectives, by_rank, clear_errors, is_world
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ArgumentError, ClusterError, OracleError
 
 LONGEST_CLOSE_S = 10.0  # that a rank waits for the others: one that has failed does not come
 _log = logging.getLogger("regtopk")
@@ -143,4 +143,7 @@ def refuse_oracles(
         layout=layout or Layout.anonymous(max(8, getattr(algorithm, "k", None) or 0)),
     )
     conversation = algorithm.exchange(worker.zeros(), algorithm.init(worker), worker)
-    converse(Rank(Alone(), check_weights(None, 1)), [conversation], [SumBuffer()])
+    try:
+        converse(Rank(Alone(), check_weights(None, 1)), [conversation], [SumBuffer()])
+    except OracleError as error:
+        raise OracleError(f"algorithm {algorithm.name!r} {error}") from None

@@ -31,6 +31,7 @@ from regtopk.core.codes import quantise
 from regtopk.core.requests import DenseSum, Gather, Request
 from regtopk.core.timer import Timer
 from regtopk.core.worker import Layout, Worker
+from regtopk.distributed.options import Options
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.steps import driver
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
@@ -100,7 +101,7 @@ def _seconds(device: torch.device, function: Callable[[], Any]) -> dict[str, flo
 
 def _rank_seconds(device: torch.device, N: int, converse: Callable[[], Conversation]) -> tuple[float, float]:
     """How long a rank takes for a conversation: the algorithm's own work, and coding and summing."""
-    rank = Rank(Echo(N), torch.full((N,), 1 / N, dtype=torch.float64), collective="all_gather")
+    rank = Rank(Echo(N), torch.full((N,), 1 / N, dtype=torch.float64), Options(collective="all_gather"))
     sums = SumBuffer()
 
     def run() -> dict[str, float]:
@@ -157,7 +158,7 @@ def _ask(request: Request) -> Conversation:
 
 def hook_points(device: torch.device) -> Iterator[Point]:
     """The time that DDP adds to a bare model, and that torch's hooks add to DDP, in a group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     for width, depth in MODELS:
         time_model = partial(_time_model, device, width, depth)
         plain, ddp, fp16, powersgd = map(time_model, ("plain", "ddp", "fp16", "powersgd"))

@@ -98,8 +98,8 @@ def test_gradients_are_each_workers_own() -> None:
     grads, loss = task.grads(model, 0)
     network = task.network  # type: ignore[attr-defined]
     torch.nn.utils.vector_to_parameters(model[0], network.parameters())
-    rows = task.order[0, 0, 2]  # type: ignore[attr-defined]
-    x, y = task.examples.train[rows], task.examples.train_targets[rows]  # type: ignore[attr-defined]
+    rows = task.order[0, 0, 2]
+    x, y = task.examples.train[rows], task.examples.train_targets[rows]
     torch.nn.functional.cross_entropy(network(x), y).backward()
     expected = torch.cat([p.grad.flatten() for p in network.parameters()])
     torch.testing.assert_close(grads[0, 2], expected)
