@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def load_task(config: TrainConfig, path: Path, seed: int, device: torch.device) 
     return make(config, examples, seed)
 
 
-def _digits(config: TrainConfig, saved: list[Tensor], seed: int) -> RankTask:
+def _digits(config: TrainConfig, saved: list[Any], seed: int) -> RankTask:
     """A perceptron with two hidden layers, on this rank's rows of shuffled batches."""
     digits = Images(*saved)
     torch.manual_seed(seed)
@@ -84,7 +85,7 @@ def _digits(config: TrainConfig, saved: list[Tensor], seed: int) -> RankTask:
     return RankTask(network, order, digits.train, digits.train_labels, evaluate, bucket_mb=0.1)
 
 
-def _gpt(config: TrainConfig, saved: list[Tensor], seed: int) -> RankTask:
+def _gpt(config: TrainConfig, saved: list[Any], seed: int) -> RankTask:
     """The task gpt of `regtopk compare`: this rank is one of its workers."""
     examples = Examples(*saved)
     task = Gpt(config, [seed], examples)
