@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 from regtopk.lab.experiments.settings import ConfigT, settings_of
 from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_settings, make_header, read_run
@@ -14,14 +14,7 @@ from regtopk.lab.runs import SUMMARY, Panel, Record, RunWriter, check_same_setti
 Summary = dict[str, Any]
 Header = dict[str, Any]  # what config.json will say
 ShowProgress = Callable[..., None]  # called with the fraction done, 0 to 1, and perhaps words
-
-
-class Place(NamedTuple):
-    """Where a run is written, and whether it replaces or continues the run that is there."""
-
-    folder: Path
-    force: bool
-    resume: bool
+Place = tuple[Path, bool, bool]  # the folder, and whether its run is replaced (force) or continued (resume)
 
 
 def silent(fraction: float, words: str = "") -> None:
@@ -76,7 +69,7 @@ class Experiment(ABC, Generic[ConfigT]):
         header = make_header(
             self.name, title=self.title, about=about, command=command, config=settings, panels=panels
         )
-        return self._record(config, header, Place(folder, force, resume), progress)
+        return self._record(config, header, (folder, force, resume), progress)
 
     @abstractmethod
     def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
@@ -94,11 +87,12 @@ class WholeExperiment(Experiment[ConfigT]):
     run: Callable[[ConfigT, ShowProgress], Iterator[Record]]
 
     def _record(self, config: ConfigT, header: Header, place: Place, progress: ShowProgress) -> Summary:
-        if place.resume and (place.folder / SUMMARY).exists():
-            check_same_settings(place.folder, header["config"])
-            return read_run(place.folder).summary
+        folder, force, resume = place
+        if resume and (folder / SUMMARY).exists():
+            check_same_settings(folder, header["config"])
+            return read_run(folder).summary
         records = []
-        with RunWriter(place.folder, header, force=place.force or place.resume) as writer:
+        with RunWriter(folder, header, force=force or resume) as writer:
             for record in self.run(config, progress):
                 writer.add(record)
                 records.append(record)

@@ -13,7 +13,6 @@ from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.comparison import COMPARE
 from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.tasks import Problem
-from regtopk.lab.experiments.tasks.classification import Digits
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
@@ -66,13 +65,12 @@ def test_slices_add_to_one_folder(tmp_path: Path) -> None:
     records = read_records(tmp_path)
     assert records[: len(first)] == first
     ends = [(r["method"], r["density"], r["seed"]) for r in records if r["step"] == SMALL["num_steps"]]
-    assert sorted(ends, key=str) == [("dense", None, 1), ("dense", None, 4)] + [
-        ("topk", density, seed) for density in (0.02, 0.1) for seed in (0, 1, 4)
-    ]
-    assert [(r["method"], r["seeds"]) for r in summary["results"]] == [
-        ("topk", [0, 1, 4]),
-        ("topk", [0, 1, 4]),
-        ("dense", [1, 4]),
+    of_topk = [("topk", density, seed) for density in (0.02, 0.1) for seed in (0, 1, 4)]
+    assert sorted(ends, key=str) == [("dense", None, 1), ("dense", None, 4), *of_topk]
+    assert [(r["method"], len(r["seeds"])) for r in summary["results"]] == [
+        ("topk", 3),
+        ("topk", 3),
+        ("dense", 2),
     ]
     settings_now = json.loads((tmp_path / "config.json").read_text())["config"]
     assert (settings_now["algorithms"], settings_now["seeds"]) == ("topk,dense", "0,1,4,")
@@ -118,16 +116,10 @@ def test_gradients_are_each_workers_own() -> None:
         ({"algorithms": "regtopk:mu=1,regtopk:mu=1.0"}, "methods must be different"),
         ({"algorithms": "topk,topk:value_code=4bit", "value_code": "4bit"}, "methods must be different"),
         ({"algorithms": "dense:optimizer=sgdx"}, "optimizer .*'sgdx'"),
-        ({"optimizer": "adamax"}, "optimizer must be one of .*did you mean 'adam'"),
-        ({"split": "sort"}, "split .*'sort'"),
-        ({"seeds": "two"}, "seeds .*'two'"),
-        ({"densities": (0.0,)}, "density"),
         ({"densities": (0.1, 0.1)}, "densities must be different and at least one"),
         ({"bytes_per_step": -1.0}, "bytes_per_step must be in"),
         ({"bytes_per_step": 99.0, "like": "topk:0.1:raw32:float32"}, "give bytes_per_step or like"),
-        ({"like": "topk:0.1"}, "like .*'topk:0.1'"),
         ({"width": 64}, "width is fixed for digits: do not give it, got 64"),
-        ({"task": "small-cnn", "context": 8}, "context .* small-cnn"),
         ({"task": "small-cnn", "precision": "float16"}, "precision must be one of float32, bfloat16"),
         ({"algorithms": "topk:exchange=updates:every=0"}, "every must be an integer of at least 1, got 0"),
         ({"algorithms": "topk:exchange=update"}, "exchange must be one of .*did you mean 'updates'"),
@@ -142,7 +134,7 @@ def test_gradients_are_each_workers_own() -> None:
         ({"task": "gpt", "split": "dirichlet"}, "split must be iid or sorted for gpt, .* got 'dirichlet'"),
         (
             {"algorithms": "topk:exchange=updates:every=7"},
-            "every must divide num_steps = 300, got 'topk:exchange=updates:every=7'",
+            "every must divide num_steps = 300, got 'topk:exch",
         ),
     ],
 )
@@ -156,7 +148,4 @@ def test_what_is_recorded_is_what_is_used(tmp_path: Path) -> None:
     COMPARE.record(CompareConfig(algorithms="dense, topk", num_steps=4), tmp_path, command="regtopk compare")
     recorded = json.loads((tmp_path / "config.json").read_text())["config"]
     assert (recorded["algorithms"], recorded["num_steps"], recorded["optimizer"]) == ("dense,topk", 4, "sgd")
-    assert {
-        "num_workers": recorded["num_workers"],
-        "lr": tuple(recorded["lr"]),
-    }.items() <= Digits.defaults.items()
+    assert (recorded["num_workers"], recorded["lr"]) == (8, [0.2])

@@ -59,7 +59,7 @@ def test_weights_are_views_with_channels_last_and_norms_stay_in_float32() -> Non
     own = dict(network.named_parameters())
     for name, parameter in bound.named_parameters():
         is_norm = name.split(".")[1] in "147"
-        assert parameter.dtype == (torch.float32 if is_norm else torch.bfloat16)
+        assert parameter.dtype == (torch.float32 if is_norm else torch.bfloat16)  # what it computes in
         torch.testing.assert_close(parameter.float(), own[name].to(parameter.dtype).float(), rtol=0, atol=0)
         if parameter.dim() == 4:
             assert parameter.is_contiguous(memory_format=torch.channels_last)

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.gpt import GPT
-from regtopk.lab.experiments.networks.norm import GroupNorm
 
 ALL: dict[str, Callable[[int], nn.Module]] = {**NETWORKS, "gpt": GPT}
 
@@ -79,10 +78,6 @@ def test_parameters_of_norms_may_stay_in_float32(name: str) -> None:
             module.to(torch.bfloat16)
     scores = network(x.bfloat16() if x.is_floating_point() else x)
     assert scores.dtype == torch.bfloat16 and scores.isfinite().all()
-
-
-def test_group_norm_takes_fewer_groups_for_fewer_channels() -> None:
-    assert [GroupNorm(channels).num_groups for channels in (64, 16, 48)] == [32, 16, 16]
 
 
 @torch.no_grad()

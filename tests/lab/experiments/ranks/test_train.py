@@ -98,7 +98,7 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     assert summary["times_less_than_dense"]["regtopk"] == 4 * NUMEL / message
     assert all(summary[f"{phase}_s"]["regtopk"] > 0 for phase in ("select", "encode", "collective", "decode"))
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["command"] == " ".join(["regtopk", "train", *words[:6], *words[6:8], *words[8:]])
+    assert config["command"] == " ".join(["regtopk", "train", *words])
     page = (tmp_path / "run" / "index.html").read_text(encoding="utf-8")
     assert page.count("<figure>") == 4 and "Accuracy, by bytes" in page
 
@@ -115,9 +115,9 @@ def test_command_trains_a_text_by_updates(tmp_path: Path) -> None:
     summary, records = json.loads(answer.stdout), records_in(tmp_path / "run")
     steps = {method: [r["step"] for r in records if r["method"] == method] for method in ("dense", own)}
     assert steps == {"dense": [0, 3, 5, 8], own: [0, 2, 4, 8]}
-    assert [r["exchange"] for r in records] == ["gradients"] * 4 + ["updates"] * 4
-    assert (records[-1]["every"], records[-1]["optimizer"], records[-1]["lr"]) == (2, "adamw", 0.004)
-    assert records[-1]["clipped"] == "each worker's own" and records[0]["clipped"] == "the aggregate"
+    told = [(r["exchange"], r["every"], r["clipped"], r["optimizer"]) for r in (records[0], records[-1])]
+    assert told[0] == ("gradients", 1, "the aggregate", "adamw")
+    assert told[1] == ("updates", 2, "each worker's own", "adamw")
     dense, sent = (records[place]["sent_bytes"] for place in (3, 7))
     numel = int(dense) // (4 * 8)
     k = round(0.01 * numel)

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
 
 from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
 from regtopk.lab.experiments.data.examples import Examples
@@ -62,24 +61,6 @@ def test_a_worker_weighs_what_its_shard_does(split: str) -> None:
         aggregate = torch.stack([n / NUM_EXAMPLES * g for n, g in zip(sizes, grads, strict=True)]).sum(0)
         expected = flatten(SmallCnnTask.make_network(config, examples, seed)) - LR * aggregate
         torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_convolutions_and_linear_layers_compute_in_the_precision_asked_for(precision: str) -> None:
-    dtypes: dict[str, torch.dtype] = {}
-
-    def see(module: nn.Module, inputs: object, output: Tensor) -> None:
-        dtypes[type(module).__name__] = output.dtype
-
-    hook = register_module_forward_hook(see)
-    try:
-        task = SmallCnnTask(make_config(precision=precision), [0], make_examples())
-        grads, loss = task.grads(task.start(), 0)
-    finally:
-        hook.remove()
-    expected = getattr(torch, precision)
-    assert (dtypes["Conv2d"], dtypes["Linear"]) == (expected, expected)
-    assert grads.dtype == loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import check_index_code, check_value_code
 from regtopk.core.options import check_choice, check_options, check_positive, integer, one_of, option, within
 from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.data.splits import check_split
 from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
@@ -52,8 +53,8 @@ class CompareConfig(TaskSettings):
     densities: tuple[float, ...] = option((0.01,), check_densities)
     bytes_per_step: float = option(0.0, within("[0, inf)"))
     like: str = ""
-    value_code: str = option("float32", lambda name, given: check_value_code(given))
-    index_code: str = option("elias-fano", lambda name, given: check_index_code(given))
+    value_code: str = "float32"
+    index_code: str = "elias-fano"
     optimizer: str = option("", one_of(*OPTIMIZERS))
     lr: tuple[float, ...] = ()
     seeds: str = "1"
@@ -69,6 +70,9 @@ class CompareConfig(TaskSettings):
         object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
         check_options(self)
         parse_seeds(self.seeds)
+        check_split(self.split)
+        check_value_code(self.value_code)
+        check_index_code(self.index_code)
         for lr in self.lr:
             check_positive("lr", lr)
         if self.like:

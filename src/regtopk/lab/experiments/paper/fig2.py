@@ -194,10 +194,9 @@ FIG2 = WholeExperiment(
     title="Figure 2: linear regression, distance to the optimum",
     about=(
         "Workers whose data disagree. Top-k circles the optimum at a distance. At S = 0.6 RegTop-k follows "
-        "training without sparsification to iteration 2,500. Single steps throw it back later, and earlier "
-        "on some seeds: jumps, which make the distance more than ten times longer. With a cap (regtopk-cap) "
-        "it stays. Lines and the table give medians over the data seeds, shades the range. A seed follows "
-        "dense while it is within three times its distance."
+        "dense to iteration 2,500; later, and earlier on some seeds, single steps throw it back: jumps, more "
+        "than ten times longer. With a cap (regtopk-cap) it stays. Lines and the table give medians over the "
+        "data seeds, shades the range. A seed follows dense while it is within three times its distance."
     ),
     config=Fig2Config,
     run=run,

@@ -19,7 +19,6 @@ from regtopk.errors import ClusterError
 from regtopk.lab.runs import Record
 
 Emit = Callable[[Record], None]
-POLL_S = 0.05
 
 
 def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generator[Record, None, None]:
@@ -38,7 +37,7 @@ def launch(entry: Callable[..., None], num_workers: int, *args: Any) -> Generato
         try:
             is_done = False
             while not is_done:
-                is_done = ranks.join(timeout=POLL_S)
+                is_done = ranks.join(timeout=0.05)
                 while not records.empty():
                     yield records.get()
         except ProcessRaisedException as error:

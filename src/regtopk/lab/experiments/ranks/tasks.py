@@ -59,7 +59,7 @@ def load_task(config: TrainConfig, path: Path, seed: int, device: torch.device) 
     return make(config, examples, seed)
 
 
-def _digits(config: TrainConfig, saved: list[Tensor], seed: int) -> RankTask:
+def _digits(config: TrainConfig, saved: list[Any], seed: int) -> RankTask:
     """A perceptron with two hidden layers, on this rank's rows of shuffled batches."""
     digits = Images(*saved)
     torch.manual_seed(seed)

@@ -173,11 +173,10 @@ TRAIN = WholeExperiment(
     name="train",
     title="Real training: processes, messages and bytes",
     about=(
-        "Processes on this machine train a network: with DistributedDataParallel as it is (dense), and with "
-        "each method, which exchanges gradients by regtopk.attach, or what the optimizer changed by "
-        "regtopk.UpdateExchange. Bytes are what each worker sends: the method's messages, counted, and a "
-        "ring all_reduce for dense. Times are medians. Processes of one machine talk through memory, so "
-        "times do not show what sending less is worth on a network."
+        "Processes on this machine train a network: by DistributedDataParallel as it is (dense), and by each "
+        "method. Bytes are what each worker sends: the method's messages, counted, and a ring all_reduce for "
+        "dense. Times are medians. Processes of one machine talk through memory, so times do not show what "
+        "sending less is worth on a network."
     ),
     config=TrainConfig,
     run=run,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regtopk.core.options import integer, option
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples
-from regtopk.lab.experiments.data.splits import batch_order, check_split, divide, weights_of
+from regtopk.lab.experiments.data.splits import batch_order, divide, weights_of
 from regtopk.lab.experiments.networks.flat import flatten, layout_of
 
 
@@ -38,7 +38,7 @@ class TaskSettings:
     """
 
     task: str = "digits"
-    split: str = option("iid", lambda name, given: check_split(given))
+    split: str = "iid"
     num_workers: int = option(0, integer(at_least=1))
     num_steps: int = option(0, integer(at_least=1))
     batch_size: int = option(0, integer(at_least=1))
