@@ -155,8 +155,12 @@ def test_a_kept_calibration_is_used_and_another_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[str] = []
-    module = sys.modules["regtopk.cli.plan"]
-    monkeypatch.setattr(module, "calibrate", lambda device, _: measured.append(device) or calibration())
+
+    def calibrate(device: str, progress: Any) -> Any:
+        measured.append(device)
+        return calibration()
+
+    monkeypatch.setattr(sys.modules["regtopk.cli.plan"], "calibrate", calibrate)
     code, out, err = invoke("--params", "1M", *LINK)
     assert code == 0 and "fp16" in out and "measuring what work costs on this machine" in err
     assert invoke("--params", "1M", *LINK, "--exchange", "updates")[::2] == (0, "")

@@ -157,7 +157,8 @@ def _ask(request: Request) -> Conversation:
 
 def hook_points(device: torch.device) -> Iterator[Point]:
     """The time that DDP adds to a bare model, and that torch's hooks add to DDP, in a group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for width, depth in MODELS:
         time_model = partial(_time_model, device, width, depth)
         plain, ddp, fp16, powersgd = map(time_model, ("plain", "ddp", "fp16", "powersgd"))
