@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regtopk.cli import app
-from regtopk.lab.plan.costs import Calibration, cache_path
+from regtopk.lab.plan.costs import cache_path
 from tests.lab.plan.made_up import calibration
 
 LINK = ("--workers", "4", "--bandwidth", "100 Mbps", "--latency", "50us", "--step-time", "50ms")
@@ -155,13 +155,12 @@ def test_a_kept_calibration_is_used_and_another_is_measured_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured: list[str] = []
-    module = sys.modules["regtopk.cli.plan"]
 
-    def measure(device: str, _: object) -> Calibration:
+    def calibrate(device: str, progress: Any) -> Any:
         measured.append(device)
         return calibration()
 
-    monkeypatch.setattr(module, "calibrate", measure)
+    monkeypatch.setattr(sys.modules["regtopk.cli.plan"], "calibrate", calibrate)
     code, out, err = invoke("--params", "1M", *LINK)
     assert code == 0 and "fp16" in out and "measuring what work costs on this machine" in err
     assert invoke("--params", "1M", *LINK, "--exchange", "updates")[::2] == (0, "")

@@ -88,9 +88,8 @@ def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes")
 
 def describe_frontier(frontier: Frontier, styles: Mapping[str, Style]) -> str:
     """The points in words, for those who cannot see them."""
-    points = {point.method: point for point in frontier.points}
-    shown = [(styles[method].label, points[method]) for method in styles if method in points]
-    said = [f"{label}: {point.mean:.1f} with {point.num_bytes:,.0f}" for label, point in shown]
+    points = {point.method: f"{point.mean:.1f} with {point.num_bytes:,.0f}" for point in frontier.points}
+    said = [f"{style.label}: {points[method]}" for method, style in styles.items() if method in points]
     return f"Test accuracy in percent, with bytes per worker and step: {'; '.join(said)}."
 
 

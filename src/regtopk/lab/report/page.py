@@ -24,11 +24,8 @@ SETTINGS = "<summary>Settings, and how to make this again</summary>"
 # what a reader looks for first stands beside the methods' names
 ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
-# (on light, on dark)
-PAGE_COLOURS = {
-    "ground": ("#ffffff", "#14171c"), "raised": ("#f6f7f9", "#1c2027"), "quiet": ("#5b6472", "#98a2b0")
-}  # fmt: skip
-
+PAGE_COLOURS = {"ground": ("#ffffff", "#14171c"), "raised": ("#f6f7f9", "#1c2027")}  # on light, on dark
+PAGE_COLOURS |= {"quiet": ("#5b6472", "#98a2b0"), "ink": INK, "grid": GRID}
 CSS = Path(__file__).with_name("page.css")
 
 
@@ -89,7 +86,7 @@ def _opening(tag: str, header: Mapping[str, Any], summary: Mapping[str, Any]) ->
 
 def _colours(runs: Sequence[Run]) -> str:
     """The page's variables."""
-    pairs = PAGE_COLOURS | {"ink": INK, "grid": GRID}
+    pairs = dict(PAGE_COLOURS)
     for run in runs:
         pairs |= {style.variable: (style.light, style.dark) for style in styles_of_run(run).values()}
     light, dark = ("".join(f"--{name}:{pair[n]};" for name, pair in pairs.items()) for n in (0, 1))

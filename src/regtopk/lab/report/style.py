@@ -47,18 +47,14 @@ MAX_COLOURS = 8  # of more methods, FEW have a colour: what all are read by, the
 FEW = 6
 READ_BY = ("dense", "topk", "regtopk")
 OTHER = Style("", "#aeb6c2", "#5a6472", width=0.9)
-# for methods without a look of their own: (on light, on dark)
-SPARE = (
+SPARE = (  # for methods without a look of their own: (on light, on dark)
     ("#c2366f", "#ff86b3"), ("#0b7f92", "#58cfe2"), ("#6f7d12", "#c3d34f"), ("#8c5a3c", "#d8a384"),
     ("#4a3fb5", "#a9a1ff"), ("#2f8f2f", "#7fdc7f"), ("#b02a2a", "#ff8d8d"), ("#a13fb0", "#e59af0"),
     ("#3d6a8f", "#93bfe2"), ("#7a6f00", "#d6c940"),
 )  # fmt: skip
 # options whose value says enough
 SELF_EXPLAINING = ("value_code", "index_code", "reference", "exchange", "outer", "optimizer")
-
-# ink, lines and ground of figures: (on light, on dark)
-INK = ("#20242b", "#e6e9ee")
-GRID = ("#dfe3e9", "#333a45")
+INK, GRID = ("#20242b", "#e6e9ee"), ("#dfe3e9", "#333a45")  # on light, on dark
 
 
 def styles_of(methods: Sequence[str], base: str | None = None, value_code: str = "") -> dict[str, Style]:
