@@ -15,19 +15,24 @@ from regtopk.core.state import ResidualState, State, shared
 from regtopk.core.worker import Worker
 
 
+class WithResidual(Algorithm[ResidualState]):
+    """What carries its error, and loses nothing."""
+
+    promises = frozenset({"conserves"})
+
+    def init(self, worker: Worker) -> ResidualState:
+        return ResidualState(residual=worker.zeros())
+
+
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Algorithm[ResidualState]):
+class Threshold(WithResidual):
     """Send every entry of at least a threshold: as many as there are, or none.
 
     A rank has room for its own entries alone, so that ranks differ in it.
     """
 
     name: ClassVar[str] = "threshold"
-    promises = frozenset({"conserves"})
     threshold: float
-
-    def init(self, worker: Worker) -> ResidualState:
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         taken = kernels.take_above_(state.residual, grad, self.threshold, worker.numel)
@@ -38,7 +43,7 @@ class Threshold(Algorithm[ResidualState]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManyRounds(Algorithm[ResidualState]):
+class ManyRounds(WithResidual):
     """Agree on entries in four rounds, then add them.
 
     Workers tell their largest entries, some more of them than others (Gather), and how sure they are
@@ -47,11 +52,7 @@ class ManyRounds(Algorithm[ResidualState]):
     """
 
     name: ClassVar[str] = "many-rounds"
-    promises = frozenset({"conserves"})
     k: int
-
-    def init(self, worker: Worker) -> ResidualState:
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         state.residual += grad
@@ -71,16 +72,12 @@ class ManyRounds(Algorithm[ResidualState]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedSums(Algorithm[ResidualState]):
+class CodedSums(WithResidual):
     """Dense, coded on the way to the owner of each region, and coded again on the way back."""
 
     name: ClassVar[str] = "coded-sums"
-    promises = frozenset({"conserves"})
     code: str = "4bit"
     sum_code: str = "4bit"
-
-    def init(self, worker: Worker) -> ResidualState:
-        return ResidualState(residual=worker.zeros())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
         sent = quantise(state.residual.add_(grad), self.code)

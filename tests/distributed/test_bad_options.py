@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -34,6 +34,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("writer", "runs/today", "writer must have a method add_scalar, got 'runs/today'"),
     ("handshake_timeout_s", 0, "handshake_timeout_s must be positive and finite, got 0"),
     ("index_code", "huffman", "index_code must be one of elias-fano, rice, raw32, got 'huffman'"),
+    ("residual_dtype", "int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
     ("process_group", "all", OWN_GROUP),
     ("weight", [0.5, None], f"{WEIGHT}0.5 on rank 0, None on rank 1"),
     ("weight", [1, "one"], f"{WEIGHT}1 on rank 0, 'one' on rank 1"),
@@ -48,6 +49,17 @@ def test_options(case: int) -> None:
     option, given, text = OPTIONS[case]
     value = given[dist.get_rank()] if option == "weight" else given
     assert attach_in_vain({option: value}) == ("ArgumentError", text)
+
+
+@on_ranks(2)
+def test_options_that_do_not_go_together() -> None:
+    found = attach_in_vain({"algorithm": regtopk.Dense(), "residual_dtype": "bfloat16"})
+    text = "residual_dtype must be 'float32' for 'dense', which keeps no residual, got 'bfloat16'"
+    assert found == ("ArgumentError", text)
+    net: Any = make_net()
+    optimizer, update_exchange = torch.optim.SGD(net.parameters()), cast(Any, regtopk.UpdateExchange)
+    refused = refusal(lambda: update_exchange(net, optimizer, TOPK, anchors="disk"))
+    assert refused == ("ArgumentError", "anchors must be one of device, cpu, got 'disk'")
 
 
 @on_ranks(2)

@@ -10,14 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
-from tests.distributed.training import (
-    closing,
-    flat_gradients,
-    flat_parameters,
-    loss_of,
-    make_net,
-    same,
-)
+from tests.distributed.training import closing, flat_gradients, flat_parameters, loss_of, make_net, same
 
 J = 3363
 
@@ -80,18 +73,15 @@ def test_what_requires_a_graph_is_exchanged_without_one() -> None:
 
 
 @on_ranks(2)
-def test_parameters_without_entries_are_harmless() -> None:
+def test_parameters_without_entries_and_without_an_algorithm() -> None:
     net = make_net()
     net.empty = nn.Parameter(torch.zeros(0, 4))
-    for skip in (None, lambda name, p: name == "empty"):
+    for skip in (None, lambda name, p: name == "empty", lambda name, p: True):
         exchange = regtopk.Exchange(net, regtopk.TopK(density=1.0), skip=skip)
         expected = mean_over_ranks(own_gradients(net, 0))
         exchange.step()
-        assert torch.equal(flat_gradients(net), expected)
+        assert torch.equal(flat_gradients(net), expected) and exchange.last_step.residual_norm == 0
         exchange.load_state_dict(exchange.state_dict())
-
-
-# Process groups.
 
 
 @pytest.mark.parametrize("is_ddp", [True, False])
@@ -106,13 +96,11 @@ def train_in_a_subgroup(is_ddp: bool) -> Tensor:
     dist.new_group([0, 1])  # so that not all ranks are in equally many groups
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]
-    net = make_net()
-    model: nn.Module = net
-    if is_ddp:
-        model = DistributedDataParallel(net, process_group=group)
-        exchange: Any = regtopk.attach(model, regtopk.RegTopK(density=0.1))
-    else:
-        exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), process_group=group)
+    net, algorithm = make_net(), regtopk.RegTopK(density=0.1)
+    model = DistributedDataParallel(net, process_group=group) if is_ddp else net
+    exchange: Any = (
+        regtopk.attach(model, algorithm) if is_ddp else regtopk.Exchange(net, algorithm, process_group=group)
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(4):
         optimizer.zero_grad()
@@ -123,9 +111,6 @@ def train_in_a_subgroup(is_ddp: bool) -> Tensor:
     assert exchange.num_workers == 2 and exchange.rank == rank // 2
     exchange.close()
     return flat_parameters(net)
-
-
-# Options.
 
 
 @on_ranks(2)
@@ -149,38 +134,19 @@ def test_skip_sends_dense() -> None:
 
 
 @on_ranks(2)
-def test_everything_may_be_skipped() -> None:
-    net = make_net()
-    exchange = regtopk.Exchange(net, regtopk.RegTopK(density=0.1), skip=lambda name, p: True)
-    expected = mean_over_ranks(own_gradients(net, 0))
-    exchange.step()
-    assert torch.equal(flat_gradients(net), expected) and exchange.last_step.residual_norm == 0
-
-
-@on_ranks(2)
-def test_dense_steps_come_first() -> None:
+def test_dense_steps_come_first_and_density_follows_the_step() -> None:
     model = DistributedDataParallel(make_net())
-    with closing(regtopk.attach(model, regtopk.RegTopK(density=0.01), dense_steps=3)) as exchange:
-        for step in range(5):
+    schedule = regtopk.WarmUp(density=0.01, num_steps=5)
+    with closing(regtopk.attach(model, regtopk.RegTopK(density=schedule), dense_steps=3)) as exchange:
+        for step in range(7):
             model.zero_grad()
             alone = make_net()
             expected = mean_over_ranks(own_gradients(alone, step))
             loss_of(model, step).backward()
             is_dense = step < 3
             assert torch.equal(flat_gradients(model), expected) == is_dense
-            assert exchange.last_step.num_entries == (J if is_dense else round(0.01 * J))
+            assert exchange.last_step.num_entries == (J if is_dense else round(schedule(step) * J))
             assert (exchange.last_step.residual_norm == 0) == is_dense
-
-
-@on_ranks(2)
-def test_density_may_follow_the_step() -> None:
-    net = make_net()
-    schedule = regtopk.WarmUp(density=0.01, num_steps=4)
-    exchange = regtopk.Exchange(net, regtopk.RegTopK(density=schedule))
-    for step in range(6):
-        own_gradients(net, step)
-        exchange.step()
-        assert exchange.last_step.num_entries == round(schedule(step) * J)
 
 
 @on_ranks(4)

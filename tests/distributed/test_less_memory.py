@@ -15,7 +15,6 @@ from tests.distributed.training import (
     flat_parameters,
     loss_of,
     make_net,
-    refusal,
     same,
 )
 
@@ -83,26 +82,3 @@ def test_theta_start_in_the_cpus_memory_changes_no_bit() -> None:
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-@on_ranks(2)
-def test_bad_choices_are_refused() -> None:
-    net: Any = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    make: Any = regtopk.UpdateExchange
-    found = [
-        refusal(lambda: regtopk.Exchange(net, TOPK, residual_dtype="float16")),  # type: ignore[arg-type]
-        refusal(lambda: regtopk.Exchange(net, regtopk.Dense(), residual_dtype="bfloat16")),
-        refusal(lambda: make(net, optimizer, TOPK, anchors="disk")),
-    ]
-    assert found == [
-        (
-            "ArgumentError",
-            "residual_dtype must be one of float32, bfloat16, got 'float16' (did you mean 'bfloat16'?)",
-        ),
-        (
-            "ArgumentError",
-            "residual_dtype must be 'float32' for 'dense', which keeps no residual, got 'bfloat16'",
-        ),
-        ("ArgumentError", "anchors must be one of device, cpu, got 'disk'"),
-    ]

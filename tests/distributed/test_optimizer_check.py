@@ -15,10 +15,6 @@ MESSAGE = (
 )
 
 
-class DGC(regtopk.DGC):
-    has_own_momentum = True
-
-
 def said_of(algorithm: Any, make: Any, *, is_given: bool = False) -> list[str]:
     """What is logged when a model is attached, and in two steps."""
     net = ddp()
@@ -39,7 +35,7 @@ def sgd(parameters: Any, momentum: float = 0.9) -> Any:
 
 
 def attach_with_momenta() -> list[Any]:
-    dgc = DGC(density=0.1)
+    dgc = regtopk.DGC(density=0.1)
     loud = [said_of(dgc, sgd), said_of(dgc, sgd, is_given=True), said_of(dgc, torch.optim.AdamW)]
     for momentum in (0.9, 0.0):
         net = make_net()
@@ -48,7 +44,7 @@ def attach_with_momenta() -> list[Any]:
             loud.append(list(said))
     quiet = [
         said_of(dgc, lambda parameters: sgd(parameters, momentum=0.0)),
-        said_of(DGC(density=0.1, momentum=0.0), sgd),
+        said_of(regtopk.DGC(density=0.1, momentum=0.0), sgd),
         said_of(regtopk.TopK(density=0.1), sgd, is_given=True),
     ]
     assert quiet == [[], [], []]

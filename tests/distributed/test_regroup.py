@@ -13,10 +13,11 @@ from regtopk.distributed.state.parameters import Parameters
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, BareCollectives, Collectives, group_or_default
 from regtopk.distributed.updates.buffers import ModelBuffers
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 
 
-def collectives_of_both_kinds() -> None:
+@on_ranks(2)
+def test_a_group_without_a_name_gives_what_one_with_a_name_gives() -> None:
     known = Collectives(group_or_default(None))
     bare = BareCollectives(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     rank = known.rank
@@ -34,11 +35,8 @@ def collectives_of_both_kinds() -> None:
     assert bare.all_gather_objects(things[rank]) == things
 
 
-def test_a_group_without_a_name_gives_what_one_with_a_name_gives(two_ranks: Ranks) -> None:
-    two_ranks.run(collectives_of_both_kinds)
-
-
-def steps_of_two() -> None:
+@on_ranks(2)
+def test_steps_go_on_among_other_ranks() -> None:
     model = nn.Linear(6, 4, bias=False)
     grads = {"weight": torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))}
     steps = Steps(Parameters(model), RegTopK(density=0.25), Alone(), Options(), Kind("test"))
@@ -71,11 +69,8 @@ def steps_of_two() -> None:
     assert not bool(steps.buckets.all[0].state.state_dict()["residual"].any())  # as a new rank's
 
 
-def test_steps_go_on_among_other_ranks(two_ranks: Ranks) -> None:
-    two_ranks.run(steps_of_two)
-
-
-def joined_buffers() -> None:
+@on_ranks(2)
+def test_buffers_stay_as_each_rank_has_them_until_they_are_put() -> None:
     norm = nn.BatchNorm1d(3)
     buffers = ModelBuffers(norm, "mean")
     norm(torch.randn(8, 3) + dist.get_rank())
@@ -89,7 +84,3 @@ def joined_buffers() -> None:
     buffers.put(joined)
     assert all(torch.equal(buffer, joined[name]) for name, buffer in norm.named_buffers())
     assert all(torch.equal(start, joined[name]) for name, start in buffers.saved()["start"].items())
-
-
-def test_buffers_stay_as_each_rank_has_them_until_they_are_put(two_ranks: Ranks) -> None:
-    two_ranks.run(joined_buffers)

@@ -10,41 +10,30 @@ from typing import Any
 import torch
 
 import regtopk
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net
 
 SOURCE = str(Path(regtopk.__file__).parent)
 REGTOPK = regtopk.RegTopK(density=0.1)
 
 
-def test_the_way_of_a_gradient(two_ranks: Ranks) -> None:
-    for ways in two_ranks.run(trace_a_gradient):
-        assert ways == [
-            "ddp step agreement collectives",
-            "ddp step driver sparse_sum gather collectives",
-        ]
-
-
-def test_the_way_of_an_update(two_ranks: Ranks) -> None:
-    for ways in two_ranks.run(trace_an_update):
-        assert ways == [
-            "exchange rounds rounds step agreement collectives",
-            "exchange rounds rounds step driver sparse_sum gather collectives",
-        ]
-
-
-def trace_a_gradient() -> list[str]:
+@on_ranks(2)
+def test_the_way_of_a_gradient() -> None:
     model = ddp()
     with closing(regtopk.attach(model, REGTOPK)):
-        return ways_to_others(loss_of(model, 0).backward)
+        ways = ways_to_others(loss_of(model, 0).backward)
+    assert ways == ["ddp step agreement collectives", "ddp step driver sparse_sum gather collectives"]
 
 
-def trace_an_update() -> list[str]:
+@on_ranks(2)
+def test_the_way_of_an_update() -> None:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with closing(regtopk.UpdateExchange(net, optimizer, REGTOPK)):
         loss_of(net, 0).backward()
-        return ways_to_others(optimizer.step)
+        ways = ways_to_others(optimizer.step)
+    start = "exchange rounds rounds step"
+    assert ways == [f"{start} agreement collectives", f"{start} driver sparse_sum gather collectives"]
 
 
 def ways_to_others(act: Callable[[], Any]) -> list[str]:
