@@ -12,7 +12,8 @@ from torch import Tensor
 
 from regtopk.algorithms import RegTopK
 from regtopk.core import to_dense
-from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config, Regressions, draw_regressions
+from regtopk.lab.experiments.paper.fig2 import JUMP, Fig2Config, regressions_of
+from regtopk.lab.experiments.tasks.convex import Regressions
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
 from regtopk.lab.report.panels import label_log_axis, line_of
 from regtopk.lab.report.style import DASH_DOT, DOTS, INK, METHODS, SPARE, Style
@@ -222,7 +223,7 @@ def main() -> None:
     """Draw the figures; print who sends what, the errors of both readings, and the jumps."""
     torch.set_num_threads(1)
     draw_score(FIGURES / "why-score.png")
-    problems = draw_regressions(FIG2)
+    problems = regressions_of(FIG2)
     for name, algorithm in CASES.items():
         watched = watch(FIG2, problems, algorithm)
         by_all = sum(watched.num_by_all[END - 1]) / len(watched.distance[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regtopk.algorithms import EF21, Dense
-from regtopk.lab.experiments.paper.fig2 import Fig2Config, draw_regressions
+from regtopk.lab.experiments.paper.fig2 import Fig2Config, regressions_of
 from regtopk.simulate import Cluster
 from tests.algorithms.cases import Steps
 
@@ -43,7 +43,7 @@ def test_what_a_code_loses_is_sent_later() -> None:
 def test_it_follows_dense_on_figure_2_even_at_density_001() -> None:
     """2,500 iterations: EF21 ends within ten times the distance of dense."""
     config = Fig2Config()
-    problems = draw_regressions(config)
+    problems = regressions_of(config)
     clusters = [Cluster(x, num_workers=config.num_workers) for x in (Dense(), EF21(density=0.01))]
     models = torch.zeros(1, 2, config.numel, dtype=torch.float64)
     for _ in range(config.num_iterations):

@@ -32,7 +32,7 @@ def test_the_way_of_an_update() -> None:
     with closing(regtopk.UpdateExchange(net, optimizer, REGTOPK)):
         loss_of(net, 0).backward()
         ways = ways_to_others(optimizer.step)
-    start = "exchange rounds rounds step"
+    start = "exchange rounds rank_rounds step"
     assert ways == [f"{start} agreement collectives", f"{start} driver sparse_sum gather collectives"]
 
 

@@ -1,4 +1,4 @@
-"""Value codes, and every size formula, once.
+"""The names of value and index codes, and every size formula, once.
 
 A value code says how values travel: "float32" as they are (float64 values too, in their own 8 bytes),
 "bfloat16" and "float16" rounded to nearest and saturated, "int8", "4bit" and "2bit" as a sign and one of 128,

@@ -39,12 +39,13 @@ class ExchangeOptions(TypedDict, total=False):
             that hold the same part of the model. A model in DistributedDataParallel has a group already.
         weight: how much this rank counts, 0 or more: w_n is its share of the sum over all ranks. None on all
             ranks: 1/N. Weights that sum to one (within 1e-6) are taken as they are.
-        dense_steps: how many first steps of the optimizer send everything.
+        dense_steps: how many first steps of the optimizer send everything; 0 if not given.
         skip: a callable of (name, parameter): True sends that parameter dense, for example
             ``lambda name, p: p.ndim <= 1``.
         index_code: how indices are coded: "elias-fano" (if not given), "rice" or "raw32".
         collective: how sparse sums run: "auto" (if not given: what moves fewer bytes), "all_gather", "split".
-        deterministic: sum uncoded dense vectors in rank order too (if not given), or in the backend's order.
+        deterministic: whether uncoded dense vectors are summed in rank order too, not in the backend's order;
+            True if not given.
         residual_dtype: how residuals are kept between steps: "float32" (if not given), or "bfloat16" in half
             the memory, rounded at random.
         writer: a TensorBoard SummaryWriter (or anything with add_scalar) that gets every step's numbers.

@@ -29,7 +29,7 @@ from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.exchange import UpdatesBase, kind_of
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import Outer
-from regtopk.distributed.updates.rounds import RankRounds
+from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import LoadedModel, copied, load_into
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
 from regtopk.rounds import Rounds

@@ -8,6 +8,8 @@ The unary bits hold one 1 for each index i = 0..k-1, at position p_i. With b the
     raw32        field = index, b = 32                no unary bits
 
 where gap is the number of entries skipped since the last index. So one decoder serves all of them.
+
+A new code also has a name, a number and a size: see `regtopk.wire`.
 """
 
 from functools import lru_cache

@@ -1,4 +1,7 @@
-"""Values as words: plain numbers, or a symbol per value and the scales of each block."""
+"""Values as words: plain numbers, or a symbol per value and the scales of each block.
+
+A new code also has a name, a number and a size: see `regtopk.wire`.
+"""
 
 import torch
 from torch import Tensor

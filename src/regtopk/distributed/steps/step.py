@@ -1,4 +1,8 @@
-"""The steps of an exchange: from every rank's gradients to the aggregate, and all that changes on the way."""
+"""The steps of an exchange: from every rank's gradients to the aggregate, and all that changes on the way.
+
+A step with a NaN is skipped: `agreement` finds it on all ranks, `Step.exchange` writes NaN, `driver` gives
+states back where the host has gone on, and `Steps` counts it. Local rounds: `regtopk.rounds.LocalRounds`.
+"""
 
 import logging
 import math

@@ -26,7 +26,7 @@ from regtopk.distributed.updates import saved as update_checkpoint
 from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
-from regtopk.distributed.updates.rounds import RankRounds
+from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import LocalRounds, Rounds
 

@@ -1,1 +1,1 @@
-"""Kernels for CUDA tensors: what is launched, on which memory; the Triton programs are in `programs`."""
+"""Kernels for CUDA tensors, in two files of one name: `X.py` launches, `programs/X.py` is the Triton."""

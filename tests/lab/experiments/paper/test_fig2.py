@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.paper.fig2 import FIG2, METHODS, Fig2Config, draw_regressions
+from regtopk.lab.experiments.paper.fig2 import FIG2, METHODS, Fig2Config, regressions_of
 from regtopk.lab.runs import Record
 
 SMALL = Fig2Config(seeds="2", num_iterations=30, record_every=20, num_workers=5, numel=12, num_points=40)
@@ -19,7 +19,7 @@ def final_distances(config: Fig2Config) -> dict[str, dict[str, list[float]]]:
 
 
 def test_optimum_is_where_the_mean_gradient_vanishes() -> None:
-    problems = draw_regressions(SMALL)
+    problems = regressions_of(SMALL)
     at_optimum = problems.grads(problems.optimum.unsqueeze(1))
     assert at_optimum.shape == (2, 1, 5, 12)
     assert at_optimum.abs().max() > 0.1  # the workers disagree
@@ -27,7 +27,7 @@ def test_optimum_is_where_the_mean_gradient_vanishes() -> None:
 
 
 def test_gradients_of_least_squares() -> None:
-    problems = draw_regressions(Fig2Config(num_workers=3, numel=4, num_points=10))
+    problems = regressions_of(Fig2Config(num_workers=3, numel=4, num_points=10))
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(3, 10, 4, generator=generator, dtype=torch.float64)
     means = 5**0.5 * torch.randn(3, 1, generator=generator, dtype=torch.float64)

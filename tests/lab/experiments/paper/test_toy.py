@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from regtopk.lab.experiments.experiment import silent
-from regtopk.lab.experiments.paper import fig1
 from regtopk.lab.experiments.paper.fig1 import FIG1, ToyConfig
 from regtopk.lab.experiments.paper.scaling import SCALING, ScalingConfig, grads, risk
+from regtopk.lab.experiments.tasks import convex
 
 
 @pytest.mark.parametrize("mu", [0.1, 1.0, 4.0])
@@ -26,15 +26,15 @@ def test_figure_1_is_the_published_one_for_every_mu(mu: float) -> None:
 def test_gradients_are_those_of_the_risks() -> None:
     config = ScalingConfig(curvature=0.3)
     w = torch.tensor([0.01, -0.4], dtype=torch.float64, requires_grad=True)
-    (toy_grad,) = torch.autograd.grad(fig1.risk(w), w)
-    torch.testing.assert_close(fig1.grads(w.detach()).mean(0), toy_grad)
+    (toy_grad,) = torch.autograd.grad(convex.risk(w), w)
+    torch.testing.assert_close(convex.grads(w.detach()).mean(0), toy_grad)
     (grad,) = torch.autograd.grad(risk(config, w), w)
     torch.testing.assert_close(grads(config, w.detach()).mean(0), grad)
 
 
 def test_a_large_risk_does_not_overflow() -> None:
     w = torch.tensor([20.0, 1.0], dtype=torch.float64, requires_grad=True)  # <w, x_n> = 2001 and -1999
-    found = fig1.risk(w)
+    found = convex.risk(w)
     assert float(found.detach()) == 1999 / 2
     (grad,) = torch.autograd.grad(found, w)
     assert grad.tolist() == [50.0, -0.5]

@@ -1,4 +1,7 @@
-"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page."""
+"""What came out of a comparison: from records of a method, seed and step to final numbers, table and page.
+
+`comparison` makes the records.
+"""
 
 import math
 from collections.abc import Sequence

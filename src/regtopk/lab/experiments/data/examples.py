@@ -30,6 +30,9 @@ class Examples(NamedTuple):
     fingerprint: str = ""
 
 
+NO_EXAMPLES = Examples(*[torch.empty(0)] * 5, num_classes=0)  # of a problem that is a formula
+
+
 def of_images(data_set: str, data: str, device: str) -> Examples:
     """The images of a data set in some place, standardised; `data` is empty where it needs no place."""
     images = load_images(data_set, Path(data) if data else None, device)

@@ -19,11 +19,11 @@ from regtopk.core.options import check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
 from regtopk.lab.experiments.published import published_figure
 from regtopk.lab.experiments.settings import check_device
+from regtopk.lab.experiments.tasks.convex import POINTS, grads, risk
 from regtopk.lab.runs import Panel, Record
 from regtopk.simulate import Cluster
 
 OTHER_CURVES = {"dense": "no_sparsification", "topk": "topk"}  # the paper's; all else is held against regtopk
-POINTS = ((100.0, 1.0), (-100.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,6 @@ class ToyConfig:
 def start(config: ToyConfig) -> Tensor:
     """w^0."""
     return torch.tensor((config.w_1, 1.0), dtype=torch.float64, device=config.device)
-
-
-def risk(w: Tensor) -> Tensor:
-    """F(w), the mean of the F_n."""
-    x = -(_points(w) @ w)
-    return (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).mean()  # log(1 + exp x), but exp may overflow
-
-
-def grads(w: Tensor) -> Tensor:
-    """The workers' gradients, (2, 2)."""
-    points = _points(w)
-    return -points * torch.sigmoid(-(points @ w)).unsqueeze(-1)
-
-
-def _points(w: Tensor) -> Tensor:
-    return torch.tensor(POINTS, dtype=w.dtype, device=w.device)
 
 
 def descend(

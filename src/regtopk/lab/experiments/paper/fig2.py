@@ -8,7 +8,6 @@ step made it more than ten times longer: a jump. The gradients X_n^T (X_n w - y_
 methods and all data seeds are one product.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,6 +21,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_options, integer, option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment
 from regtopk.lab.experiments.settings import check_densities, check_device, parse_seeds, threads_for
+from regtopk.lab.experiments.tasks.convex import Regressions, draw_regressions
 from regtopk.lab.runs import Panel, Record
 from regtopk.simulate import Cluster
 
@@ -29,7 +29,6 @@ METHODS = ("dense", "topk", "regtopk", "regtopk-cap", "regtopk-current", "global
 Curves = dict[tuple[str, float], Algorithm[Any]]  # by method and density
 TRACKS_WITHIN = 3.0  # times the dense distance: what we call following dense
 JUMP = 10.0  # a step that makes the distance so many times longer is a jump
-MEAN_VARIANCE, NOISE_VARIANCE = 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -66,47 +65,10 @@ class Fig2Config:
         parse_seeds(self.seeds)
 
 
-@dataclass(frozen=True)
-class Regressions:
-    """The regressions of R seeds: A_n = X_n^T X_n / D, b_n = X_n^T y_n / D, and the minimiser w*."""
-
-    gram: Tensor  # (R, J, N J): the A_n side by side
-    moment: Tensor  # (R, N, J): the b_n
-    optimum: Tensor  # (R, J)
-
-    def grads(self, models: Tensor) -> Tensor:
-        """A_n w - b_n for M models of each seed: (R, M, J) in, (R, M, N, J) out."""
-        grads = (models @ self.gram).view(*models.shape[:2], *self.moment.shape[1:])
-        return grads.sub_(self.moment.unsqueeze(1))
-
-    def distances(self, models: Tensor) -> Tensor:
-        """||w - w*|| for M models of each seed: (R, M, J) in, (R, M) out."""
-        found: Tensor = torch.linalg.vector_norm(models - self.optimum.unsqueeze(1), dim=-1)
-        return found
-
-
-def draw_regressions(config: Fig2Config) -> Regressions:
-    """Draw the data of every seed, on the CPU in float64, so that a seed means the same everywhere."""
-    drawn = zip(*(_draw(config, seed) for seed in parse_seeds(config.seeds)), strict=True)
-    gram, moment = (torch.stack(parts).to(config.device) for parts in drawn)
-    optimum = torch.linalg.solve(gram.mean(1), moment.mean(1))
-    return Regressions(gram.transpose(1, 2).flatten(2), moment, optimum)  # A_n is symmetric
-
-
-def _draw(config: Fig2Config, seed: int) -> tuple[Tensor, Tensor]:
-    """A_n and b_n."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, variance: float = 1.0) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) * math.sqrt(variance)
-
-    points = normal(config.num_workers, config.num_points, config.numel)
-    means = normal(config.num_workers, 1, variance=MEAN_VARIANCE)
-    truths = means + normal(config.num_workers, config.numel)
-    labels = torch.einsum("ndj,nj->nd", points, truths)
-    labels = labels + normal(*labels.shape, variance=NOISE_VARIANCE)
-    gram = torch.einsum("ndi,ndj->nij", points, points) / config.num_points
-    return gram, torch.einsum("ndj,nd->nj", points, labels) / config.num_points
+def regressions_of(config: Fig2Config) -> Regressions:
+    """The data of every seed."""
+    sizes = config.num_workers, config.numel, config.num_points
+    return draw_regressions(parse_seeds(config.seeds), *sizes, config.device)
 
 
 def algorithms(config: Fig2Config) -> Curves:
@@ -141,7 +103,9 @@ def run(config: Fig2Config, progress: ShowProgress) -> Iterator[Record]:
 @torch.inference_mode()
 def _descend(config: Fig2Config, table: Curves) -> Iterator[tuple[int, Tensor, Tensor]]:
     """w := w - lr g by M methods on R seeds: yields t, the distances (R, M) and numbers of jumps (R, M)."""
-    problems = draw_regressions(config)
+    problems = draw_regressions(
+        parse_seeds(config.seeds), config.num_workers, config.numel, config.num_points, config.device
+    )
     clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
     models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(clusters), 1)  # (R, M, J)
     distances = problems.distances(models)

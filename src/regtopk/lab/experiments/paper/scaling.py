@@ -18,8 +18,8 @@ from torch import Tensor
 
 from regtopk.core.options import option, within
 from regtopk.lab.experiments.experiment import ShowProgress, Summary, WholeExperiment, by_method
-from regtopk.lab.experiments.paper import fig1
 from regtopk.lab.experiments.paper.fig1 import ToyConfig, descend, start
+from regtopk.lab.experiments.tasks import convex
 from regtopk.lab.runs import Panel, Record
 
 # what the paper says of Top-1: nothing for 50 iterations, then (0, 100), "scaled with factor 50"
@@ -41,13 +41,13 @@ class ScalingConfig(ToyConfig):
 
 def risk(config: ScalingConfig, w: Tensor) -> Tensor:
     """F(w) + G(w_2)."""
-    return fig1.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
+    return convex.risk(w) + config.slope * (w[1] - 1) + config.curvature * (w[1] - 1) ** 2 / 2
 
 
 def grads(config: ScalingConfig, w: Tensor) -> Tensor:
     """The workers' gradients, (2, 2)."""
     slope_here = config.slope + config.curvature * (w[1] - 1)
-    return fig1.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
+    return convex.grads(w) + torch.stack([torch.zeros_like(slope_here), slope_here])
 
 
 def run(config: ScalingConfig, progress: ShowProgress) -> Iterator[Record]:

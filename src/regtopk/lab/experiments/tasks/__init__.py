@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from regtopk.lab.experiments.tasks.classification import Digits, FashionMnist
+from regtopk.lab.experiments.tasks.convex import LinearRegression, Toy
 from regtopk.lab.experiments.tasks.deep import Gpt, ResNet18GroupNormTask, ResNet18Task, SmallCnnTask
 from regtopk.lab.experiments.tasks.task import Task, TaskSettings
 
 TASKS: dict[str, type[Task]] = {
+    "toy": Toy,
+    "linreg": LinearRegression,
     "digits": Digits,
     "fashion-mnist": FashionMnist,
     "gpt": Gpt,
@@ -24,7 +27,8 @@ class Problem:
         self._kind = TASKS[config.task]
         self._examples = self._kind.load(config)
         self._tasks: dict[tuple[int, ...], Task] = {}
-        self.contents = {self._kind.contents: self._examples.fingerprint}  # tells the examples from others
+        fingerprint = self._examples.fingerprint  # tells the examples from others
+        self.contents = {self._kind.contents: fingerprint} if fingerprint else {}
 
     def task(self, seeds: Sequence[int]) -> Task:
         """The task of some seeds, made once."""

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 
 from regtopk.lab.experiments.data.examples import Examples, of_images
-from regtopk.lab.experiments.tasks.task import Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import NetworkTask, TaskSettings
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
@@ -19,7 +19,7 @@ def perceptron(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*layers[1:])
 
 
-class Classification(Task):
+class Classification(NetworkTask):
     """A perceptron on images: the test accuracy in percent."""
 
     metric = "accuracy"

@@ -14,7 +14,7 @@ from regtopk.lab.experiments.data.text import load_text
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.gpt import GPT
-from regtopk.lab.experiments.tasks.task import Task, TaskSettings
+from regtopk.lab.experiments.tasks.task import NetworkTask, TaskSettings
 
 HEAD = 64  # width of an attention head; a narrower network has one head
 MOST_TESTED = 4096  # windows of the test part that are evaluated, evenly spread over it
@@ -22,7 +22,7 @@ NUM_BRANCHES = 8  # workers of a seed that run side by side in a CUDA graph
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class DeepTask(Task):
+class DeepTask(NetworkTask):
     """A deep network, whose workers' passes an engine runs side by side on a GPU."""
 
     is_loss_averaged = True

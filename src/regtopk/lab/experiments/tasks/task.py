@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regtopk.core.options import integer, option
+from regtopk.core.worker import Layout
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.data.splits import batch_order, divide, weights_of
@@ -51,7 +52,7 @@ class TaskSettings:
 
 
 class Task(ABC):
-    """A network that learns from examples, for some seeds: they draw first weights, shards and batches.
+    """What is learned, for some seeds.
 
     Args:
         config: sizes, split and device.
@@ -70,19 +71,14 @@ class Task(ABC):
     contents: ClassVar[str] = "examples"  # what a record calls the hash of the examples
     defaults: ClassVar[dict[str, Any]]  # of settings that say nothing
 
+    weights: list[list[float]]  # w_n for each seed
+    layout: Layout
+    _start: Tensor
+
+    @abstractmethod
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
         self.config, self.seeds, self.examples = config, list(seeds), examples
         self.num_workers = config.num_workers
-        shards = [divide(examples.labels, config.num_workers, config.split, seed) for seed in seeds]
-        orders = [
-            batch_order(own, config.batch_size, config.num_steps, seed)
-            for own, seed in zip(shards, seeds, strict=True)
-        ]
-        self.order = torch.stack(orders, 1).to(config.device)  # (T, R, N, B)
-        self.weights = [weights_of(own, config.split) for own in shards]  # w_n for each seed
-        self._weights = torch.tensor(self.weights, device=config.device)
-        self._start = torch.stack([flatten(self.make_network(config, examples, seed)) for seed in seeds])
-        self.layout = layout_of(self.make_network(config, examples, seed=0))
 
     @classmethod
     def check(cls, config: TaskSettings) -> None:
@@ -97,6 +93,38 @@ class Task(ABC):
     def load(cls, config: TaskSettings) -> Examples:
         """Read what is learned, once for all seeds."""
 
+    def start(self) -> Tensor:
+        """The first models, (R, J)."""
+        return self._start.to(self.config.device, copy=True)
+
+    @abstractmethod
+    def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """The workers' gradients, (R, N, J), and their mean loss (R,); the next call may overwrite both.
+
+        Models are (R, J), or (R, N, J) where workers have their own. The step says which mini-batches.
+        """
+
+    @abstractmethod
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
+        """How good each model is."""
+
+
+class NetworkTask(Task):
+    """A network that learns from examples: seeds draw first weights, shards and batches."""
+
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
+        super().__init__(config, seeds, examples)
+        shards = [divide(examples.labels, config.num_workers, config.split, seed) for seed in seeds]
+        orders = [
+            batch_order(own, config.batch_size, config.num_steps, seed)
+            for own, seed in zip(shards, seeds, strict=True)
+        ]
+        self.order = torch.stack(orders, 1).to(config.device)  # (T, R, N, B)
+        self.weights = [weights_of(own, config.split) for own in shards]
+        self._weights = torch.tensor(self.weights, device=config.device)
+        self._start = torch.stack([flatten(self.make_network(config, examples, seed)) for seed in seeds])
+        self.layout = layout_of(self.make_network(config, examples, seed=0))
+
     @classmethod
     def make_network(cls, config: TaskSettings, examples: Examples, seed: int) -> nn.Module:
         """The network as it starts."""
@@ -109,22 +137,11 @@ class Task(ABC):
     def draw_network(cls, config: TaskSettings, examples: Examples) -> nn.Module:
         """The network, its weights drawn by torch's generator."""
 
-    def start(self) -> Tensor:
-        """The first models, (R, J)."""
-        return self._start.to(self.config.device, copy=True)
-
     def grads(self, models: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """The workers' gradients, (R, N, J), and their mean loss (R,); the next call may overwrite both.
-
-        Models are (R, J), or (R, N, J) where workers have their own. The step says which mini-batches.
-        """
+        """Of the mini-batches of a step."""
         grads, losses = self.grads_at(models, self.order[step])
         return grads, (self._weights * losses).sum(-1)
 
     @abstractmethod
     def grads_at(self, models: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients (R, N, J) and losses (R, N) of some examples (R, N, B)."""
-
-    @abstractmethod
-    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
-        """How good each model is."""
