@@ -202,12 +202,6 @@ def pieces() -> None:
         sparse = torch.zeros_like(expected).scatter_(0, indices.flatten(), expected[indices.flatten()])
         cuda_pieces.spread_(parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")))
         assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
-        kernels.clear_(parts)
-        assert not any(bool(part.any()) for part in parts)
-        cuda_pieces.spread_(
-            parts, sparse, Support(indices, torch.full((3,), 900, device="cuda")), are_zero=True
-        )
-        assert torch.equal(torch.cat([part.flatten() for part in parts]), sparse.to(dtype))
         no, yes = torch.tensor([False, True], device="cuda")
         old, ones = [part.clone() for part in parts], [torch.ones_like(part) for part in parts]
         cuda_pieces.overwrite_if_(no, parts, torch.nan)

@@ -13,7 +13,6 @@ from regtopk.kernels.cuda.replay import capture_nothing_in_this_thread, repeat
 from regtopk.kernels.dispatch import (
     MAX_ROWS,
     add_in_rank_order_,
-    clear_,
     describe,
     join_,
     kernel_for,
@@ -42,7 +41,6 @@ __all__ = [
     "Taken",
     "add_in_rank_order_",
     "capture_nothing_in_this_thread",
-    "clear_",
     "describe",
     "estimate_threshold",
     "find_non_finite_row",

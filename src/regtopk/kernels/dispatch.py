@@ -97,14 +97,9 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
     return is_finite
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """Write a vector that is zero outside of its support into pieces: see `reference.pieces.spread_`."""
-    _module(_name_for(vector), "pieces").spread_(pieces, vector, support, are_zero)
-
-
-def clear_(pieces: Sequence[Tensor]) -> None:
-    """Make pieces zero, on a GPU in one launch if they are large."""
-    _module(_name_for_pieces(pieces), "pieces").clear_(pieces)
+    _module(_name_for(vector), "pieces").spread_(pieces, vector, support)
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:

@@ -38,8 +38,8 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
     return torch.tensor(bool(is_finite))
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
-    """See `reference.pieces.spread_`. Pieces are cleared in any case: in the cache, to be written next."""
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
+    """See `reference.pieces.spread_`. Pieces are cleared in the cache, to be written next."""
     entries, indices, counts = vector.numpy(), support.indices.numpy(), support.counts.numpy()
     tasks, converted, first = [], [], 0
     for piece in pieces:

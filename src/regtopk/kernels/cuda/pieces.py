@@ -33,14 +33,6 @@ def join_(vector: Tensor, pieces: Sequence[Tensor], start: Sequence[Tensor] | No
         return num_bad == 0
 
 
-def clear_(pieces: Sequence[Tensor]) -> None:
-    """See `reference.pieces.clear_`."""
-    if _has_table(pieces):
-        _overwrite_if_(_true(pieces[0].device, _stream_of(pieces[0])), pieces, 0.0)
-    else:
-        reference.clear_(pieces)
-
-
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
     """See `reference.pieces.overwrite_if_`."""
     for dtype in set(map(_dtype_of, pieces)):  # a program takes one
@@ -62,13 +54,12 @@ def _overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tens
         _launch_on_tiles(overwrite, pieces, own)
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """See `reference.pieces.spread_`."""
     if len(pieces) == 1 or not _has_table(pieces):
-        reference.spread_(pieces, vector, support, are_zero)
+        reference.spread_(pieces, vector, support)
         return
-    if not are_zero:
-        clear_(pieces)
+    _overwrite_if_(_true(pieces[0].device, _stream_of(pieces[0])), pieces, 0.0)
     increment_version(pieces)
     with torch.cuda.device_of(vector):
         indices = support.indices.contiguous()

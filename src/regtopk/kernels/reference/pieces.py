@@ -45,7 +45,7 @@ def subtract_from(start: Tensor, piece: Tensor, out: Tensor) -> Tensor:
     return out.copy_(start.to(piece.dtype)).sub_(piece)
 
 
-def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero: bool = False) -> None:
+def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support) -> None:
     """Write a vector, (J,), that is zero outside of its support into pieces, one after another.
 
     Entries past the counts of the support must be entries of the vector.
@@ -54,20 +54,13 @@ def spread_(pieces: Sequence[Tensor], vector: Tensor, support: Support, are_zero
         pieces: of any dtype and memory layout.
         vector: what is written.
         support: where it is not zero.
-        are_zero: whether the pieces are known to be zero.
     """
     is_plain = pieces[0].dtype == vector.dtype and pieces[0].is_contiguous()
     if len(pieces) > 1 or not is_plain:  # a launch for every piece would cost more than to copy all of it
         torch._foreach_copy_(list(pieces), parts_of(vector, pieces))
         return
     indices = support.indices.flatten()
-    cleared = pieces[0] if are_zero else pieces[0].zero_()
-    cleared.view(-1).scatter_(0, indices, vector.index_select(0, indices))
-
-
-def clear_(pieces: Sequence[Tensor]) -> None:
-    """Make pieces zero."""
-    torch._foreach_zero_(list(pieces))
+    pieces[0].zero_().view(-1).scatter_(0, indices, vector.index_select(0, indices))
 
 
 def overwrite_if_(flag: Tensor, pieces: Sequence[Tensor], source: Sequence[Tensor] | float) -> None:
