@@ -30,7 +30,8 @@ class Examples(NamedTuple):
     fingerprint: str = ""
 
 
-NO_EXAMPLES = Examples(*[torch.empty(0)] * 5, num_classes=0)  # of a problem that is a formula
+_NOTHING = torch.empty(0)
+NO_EXAMPLES = Examples(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING, num_classes=0)  # of a formula
 
 
 def of_images(data_set: str, data: str, device: str) -> Examples:
