@@ -65,15 +65,12 @@ def test_the_default_list_of_updates() -> None:
 def test_updates_in_words() -> None:
     rows = plan(*SMALL, "--exchange", "updates", "--every", "8")["methods"]
     assert {r["every"] for r in rows if r["exchange"] == "updates"} == {8}
-    words = (
-        "topk:value_code=4bit:exchange=updates:every=4:delay=1:fragments=2,regtopk:every=3,topk:density=0.5"
-    )
+    words = "topk:value_code=4bit:exchange=updates:every=4:delay=1:fragments=2,regtopk:every=3"
     rows = plan(*SMALL, "--exchange", "updates", "--algorithms", words, "--density", "0.02")["methods"]
     keys = ("name", "value_code", "density", "every", "delay", "fragments")
     assert {tuple(r[key] for key in keys) for r in rows if r["value_code"] == "4bit" and r["every"] > 1} == {
         ("topk", "4bit", 0.02, 4, 1, 2),
         ("regtopk", "4bit", 0.02, 3, 0, 1),
-        ("topk", "4bit", 0.5, 2, 0, 1),
     }
 
 
@@ -136,12 +133,10 @@ def test_a_page(tmp_path: Path) -> None:
         ("--every 2", "--every needs --exchange updates, got --every 2"),
         ("--exchange updates --every 0", "every must be an integer of at least 1, got 0"),
         ("--algorithms topk:k=3", "a planned method has a density, and no k, index_code or residual_dtype"),
-        ("--algorithms topk:index_code=raw32", "got 'topk:index_code=raw32'"),
         ("--algorithms topk:value_code=int8", "value_code of a planned method must be one of float32, 4bit"),
         ("--algorithms sketch", "a planned algorithm must be one of topk, regtopk, consensus, dgc, dense"),
         ("--algorithms topq", "algorithm must be one of "),
         ("--algorithms topk:every=2", "every must stand with exchange=updates"),
-        ("--algorithms=", "algorithm must be one of "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words: str, message: str) -> None:

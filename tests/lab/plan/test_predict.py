@@ -64,13 +64,6 @@ def test_payload_is_the_size_of_the_message() -> None:
     assert predict(POWERSGD, situation(), costs()).exchange.payload_bytes == 4 * (factors + 74)
 
 
-def test_a_sum_is_gathered_by_few_workers_and_split_by_many() -> None:
-    few, many = (predict(REGTOPK, situation(num_workers=n), costs()).exchange for n in (4, 512))
-    assert (few.collective, many.collective) == ("all_gather", "split")
-    for method in planned_methods():
-        assert step_s(method, situation(num_workers=4096), costs()) > 0
-
-
 def test_compression_pays_on_slow_links_alone() -> None:
     lines = {"select float32": {"numel": 2e-8}}  # 223 ms
     methods = [DENSE, FP16, REGTOPK]
