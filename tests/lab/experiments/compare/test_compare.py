@@ -96,7 +96,7 @@ def test_gradients_are_each_workers_own() -> None:
     grads, loss = task.grads(model, 0)
     network = task.network  # type: ignore[attr-defined]
     torch.nn.utils.vector_to_parameters(model[0], network.parameters())
-    rows = task.order[0, 0, 2]
+    rows = task.order[0, 0, 2]  # type: ignore[attr-defined]
     x, y = task.examples.train[rows], task.examples.train_targets[rows]
     torch.nn.functional.cross_entropy(network(x), y).backward()
     expected = torch.cat([p.grad.flatten() for p in network.parameters()])
