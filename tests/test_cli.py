@@ -114,7 +114,7 @@ def test_a_run_is_not_replaced_unasked(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_text() != before
 
 
-SEEDS = "seeds must be a number of them, or different ones like 3,4,5 or 2-6, got '0'"
+SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_races_that_cannot_be_run(
     assert command_line.main(["accuracy", "--steps", "25", "--evaluate-every", "10"]) == 1
     assert "steps must be a multiple of evaluate-every, got 25 and 10" in capsys.readouterr().err
     assert command_line.main(["accuracy", "--data", str(tmp_path)]) == 1
-    assert "data path must be a folder with train-images-idx3-ubyte" in capsys.readouterr().err
+    assert "data must be an IDX file of Fashion-MNIST" in capsys.readouterr().err
 
 
 def test_links_and_methods_as_text() -> None:
