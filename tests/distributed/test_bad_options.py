@@ -65,7 +65,9 @@ def test_options_that_do_not_go_together() -> None:
 @on_ranks(2)
 def test_an_oracle() -> None:
     kind, text = attach_in_vain({"algorithm": regtopk.GlobalTopK(density=0.1)})
-    assert kind == "OracleError" and text.startswith("algorithm peeks at the sum of all workers' vectors")
+    assert kind == "OracleError" and text.startswith(
+        "algorithm 'global-topk' peeks at the sum of all workers' vectors"
+    )
 
 
 def attach_in_vain(options: dict[str, Any]) -> tuple[str, str]:

@@ -126,7 +126,7 @@ def test_ranks_of_a_subgroup_have_their_global_names(four_ranks: Ranks) -> None:
 
 def test_a_driver_cannot_peek(two_ranks: Ranks) -> None:
     expected = (
-        "OracleError: algorithm peeks at the sum of all workers' vectors before anything is sent: "
+        "OracleError: peeks at the sum of all workers' vectors before anything is sent: "
         "only a simulator can answer that (regtopk.simulate.Cluster), a real cluster cannot"
     )
     assert two_ranks.run(answer, Collectives, Peek(torch.zeros(J), WEIGHT)) == [expected] * 2

@@ -177,7 +177,7 @@ def test_states_that_do_not_fit() -> None:
         assert same((exchange.state_dict(), training.result()), before)
         one, two = exchange.state_dict(), exchange.state_dict()
         two["updates"]["start"]["0.bias"] += 1
-        assert "updates differs between them" in refusal(lambda: regtopk.merge_state_dicts([one, two]))[1]
+        assert "updates differs" in refusal(lambda: regtopk.merge_state_dicts([one, two]))[1]
 
 
 @on_ranks(2)
