@@ -128,8 +128,8 @@ def test_attached_twice() -> None:
         loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
     text = (
-        "attach must be called once, for a model without another communication hook (after detach(), wrap the "
-        "network in a new DistributedDataParallel): "
+        "attach must be called once, for a model without another communication hook (after detach(), wrap "
+        "the network in a new DistributedDataParallel): "
     )
     assert refused[0] == "ClusterError" and refused[1].startswith(text)
 
