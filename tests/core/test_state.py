@@ -65,14 +65,3 @@ def test_sums_are_kept_in_at_least_float32() -> None:
     dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
     kept = [accumulation_dtype(dtype) for dtype in dtypes]
     assert kept == [torch.float32, torch.float32, torch.float32, torch.float64]
-
-
-def test_a_copy_reuses_the_memory_of_an_old_copy_where_it_fits() -> None:
-    source = example(2.0, k=3)
-    first = source.copy_into(None)
-    residual = first.residual
-    source.residual.zero_()
-    assert residual.unique().tolist() == [2.0]
-    copy = example(4.0, k=5).copy_into(first)
-    assert copy is first and copy.residual is residual
-    assert residual.unique().tolist() == [4.0] and copy.indices.shape == (3, 5)

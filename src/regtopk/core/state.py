@@ -75,16 +75,6 @@ class State:
         """A copy with tensors of its own."""
         return type(self)(**{name: tensor.clone() for name, tensor in self.state_dict().items()})
 
-    def copy_into(self: StateT, old: StateT | None) -> StateT:
-        """A copy that reuses the tensors of an old copy where they fit."""
-        if old is None:
-            return self.clone()
-        for name, tensor in self.state_dict().items():
-            buffer = getattr(old, name)
-            fits = buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-            setattr(old, name, buffer.copy_(tensor) if fits else tensor.clone())
-        return old
-
     def copy_of_workers(self, rows: Tensor) -> dict[str, Tensor]:
         """A copy of what some of the simulator's workers remember."""
         return {

@@ -103,9 +103,7 @@ def run(config: Fig2Config, progress: ShowProgress) -> Iterator[Record]:
 @torch.inference_mode()
 def _descend(config: Fig2Config, table: Curves) -> Iterator[tuple[int, Tensor, Tensor]]:
     """w := w - lr g by M methods on R seeds: yields t, the distances (R, M) and numbers of jumps (R, M)."""
-    problems = draw_regressions(
-        parse_seeds(config.seeds), config.num_workers, config.numel, config.num_points, config.device
-    )
+    problems = regressions_of(config)
     clusters = [Cluster(algorithm, num_workers=config.num_workers) for algorithm in table.values()]
     models = torch.zeros_like(problems.optimum).unsqueeze(1).repeat(1, len(clusters), 1)  # (R, M, J)
     distances = problems.distances(models)
