@@ -178,6 +178,8 @@ def test_states_that_do_not_fit() -> None:
         one, two = exchange.state_dict(), exchange.state_dict()
         two["updates"]["start"]["0.bias"] += 1
         assert "updates differs" in refusal(lambda: regtopk.merge_state_dicts([one, two]))[1]
+        del one["workers"][str(dist.get_rank())]
+        assert "must hold rank(s)" in refusal(partial(exchange.load_state_dict, one))[1]
 
 
 @on_ranks(2)

@@ -314,6 +314,18 @@ class HalfOfIt(TopK):
         return aggregate / 2
 
 
+class LearnsFromTheAnswer(TopK):
+    def exchange(self, grad: Tensor, state: Any, worker: Any) -> Any:
+        total = yield from super().exchange(grad, state, worker)
+        state.residual += 0.5 * total
+        return total
+
+
+def test_what_is_learned_from_the_answer_would_be_lost() -> None:
+    with pytest.raises(ArgumentError, match="algorithm must need one sparse sum per round"):
+        check_algorithm(LearnsFromTheAnswer(k=1))
+
+
 def test_options_matter_to_what_can_be_run() -> None:
     with pytest.raises(ArgumentError, match="algorithm must need one sparse sum per round and apply it"):
         check_algorithm(HalfOfIt(k=1))

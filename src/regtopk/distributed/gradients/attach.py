@@ -24,6 +24,7 @@ from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.distributed.steps.optimizer_check import watch_optimizer
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, is_one_process
+from regtopk.errors import ArgumentError
 
 _log = logging.getLogger("regtopk")
 
@@ -108,6 +109,8 @@ def attach(
         ClusterError: a model that is not wrapped, a second call, ranks that differ or that did not call.
         OracleError: the algorithm asks what only a simulator can answer.
     """
+    if replicate_group is not None and "process_group" in options:
+        raise ArgumentError("give process_group alone, got replicate_group, its old name, too")
     if replicate_group is not None:
         warnings.warn("replicate_group is called process_group now", DeprecationWarning, stacklevel=3)
         options["process_group"] = replicate_group

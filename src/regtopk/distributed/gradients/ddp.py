@@ -153,9 +153,10 @@ def _mean_over_ranks(buffer: Tensor, collectives: Collectives) -> Future[Tensor]
 
 def _give_dropped(parameters: dict[str, nn.Parameter], aggregates: dict[str, Tensor]) -> None:
     """DDP drops what a hook returns for a parameter that no rank used: hand it over, if anything came."""
-    for name, aggregate in aggregates.items():
-        grad = parameters[name].grad
-        if grad is not None:  # zeroed but not set to None; where DDP has written it, this changes nothing
-            grad.copy_(aggregate)
-        elif bool(aggregate.any()):
-            parameters[name].grad = aggregate.clone()
+    dropped = [name for name in aggregates if parameters[name].grad is None]
+    for name in aggregates.keys() - dropped:  # zeroed but not set to None; what DDP wrote stays as it is
+        parameters[name].grad.copy_(aggregates[name])  # type: ignore[union-attr]
+    if dropped:
+        have_come = torch.stack([aggregates[name].any() for name in dropped]).tolist()  # one wait for all
+        for name in (name for name, came in zip(dropped, have_come, strict=True) if came):
+            parameters[name].grad = aggregates[name].clone()

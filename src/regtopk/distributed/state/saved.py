@@ -151,6 +151,17 @@ def malformed() -> Iterator[None]:
         raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
 
 
+def refuse_missing(saved: dict[str, Any], needed: list[int], rank: int, num_workers: int) -> None:
+    """Refuse a state that lacks the part of a rank which this one needs."""
+    missing = [n for n in needed if str(n) not in saved["workers"]]
+    if missing:
+        raise StateError(
+            f"the saved state of {len(saved['weights'])} ranks must hold rank(s) {missing} to be loaded on "
+            f"rank {rank} of {num_workers} with these weights: gather it, or merge the rank files "
+            "(regtopk.merge_state_dicts)"
+        )
+
+
 def kept_ranks(saved: dict[str, Any]) -> list[int]:
     """The ranks whose states are needed to go on with others: all but those that are lost."""
     ranks, lost = range(len(saved["weights"])), saved.get("lost", [])
@@ -255,13 +266,7 @@ def _check_workers(
     rank: Rank, saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
 ) -> None:
     """The ranks this one needs are there, and hold what the buckets ask for."""
-    missing = [n for n in needed if str(n) not in saved["workers"]]
-    if missing:
-        raise StateError(
-            f"the saved state of {len(saved['weights'])} ranks must hold rank(s) {missing} to be loaded on "
-            f"rank {rank.index} of {rank.num_workers} with these weights: gather it, or merge the rank "
-            "files (regtopk.merge_state_dicts)"
-        )
+    refuse_missing(saved, needed, rank.index, rank.num_workers)
     for n in needed:
         worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):

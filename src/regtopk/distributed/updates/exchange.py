@@ -134,8 +134,8 @@ class UpdatesBase(Counted):
         if found_inf is not None and bool(found_inf):
             return
         self._maker.check_usable()
+        self._num_steps += 1  # before a peer's state is taken, which counts this step too
         self._rounds.after_step()
-        self._num_steps += 1
 
 
 class UpdateExchange(UpdatesBase, ExchangeBase):

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from regtopk.distributed.state.parameters import is_dtensor
-from regtopk.distributed.state.saved import kept_ranks
+from regtopk.distributed.state.saved import kept_ranks, refuse_missing
 from regtopk.distributed.state.shards import like, local
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, weighted_mean
@@ -90,7 +90,9 @@ def loaded(
         raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
     try:
         updates = saved["updates"]
-        if saved["weights"] != weights or saved.get("lost"):
+        is_same = saved["weights"] == weights and not saved.get("lost")
+        refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
+        if not is_same:
             saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
             mine = _mean_of_ranks(saved)
         else:

@@ -41,12 +41,17 @@ def check_algorithm(algorithm: Algorithm[Any]) -> None:
     worker = Worker(torch.tensor(1.0), torch.tensor(0), 1, 0, layout)
     grad = torch.linspace(-1.0, 2.0, layout.numel)
     answer, result = grad.flip(0), torch.zeros(0)
-    _, conversation = _first_request(algorithm, grad, algorithm.init(worker), worker)
+    state = algorithm.init(worker)
+    _, conversation = _first_request(algorithm, grad, state, worker)
+    kept = state.clone().state_dict()  # a client keeps this: it closes the conversation before the answer
+    learned = {"indices", "own", "aggregate"} if isinstance(state, ScoredState) else set()
     try:
         conversation.send(answer.clone())
     except StopIteration as done:
         result = done.value
-    if not torch.equal(result, answer):
+    now = state.state_dict()
+    is_kept = all(torch.equal(kept[name], now[name]) for name in kept.keys() - learned)
+    if not torch.equal(result, answer) or not is_kept:
         raise ArgumentError(
             "algorithm must need one sparse sum per round and apply it as it is, because a client hears of "
             f"the others in the next round, {got}"
