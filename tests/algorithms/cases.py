@@ -23,7 +23,7 @@ CURRENT = PosteriorScore(mu=1.0, reference="current")
 
 # Options beside k and value_code; an algorithm that is not here is tested with its defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "topk": [{}, {"impute": 0.35}],
+    "topk": [{}, {"impute": 0.35}, {"returned": 0.05}, {"returned": 1.0}],
     "regtopk": [
         {},
         {"reference": "current"},
@@ -38,10 +38,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {},
         {"chunk": 32, "decay": 0.9, "score": PosteriorScore(mu=1.0)},
         {"chunk": 20, "impute": 1.0},
+        {"chunk": 20, "returned": 0.1},
     ],
     "consensus": [{}, {"score": PosteriorScore(mu=1.0)}, {"seed": 4, "score": CURRENT}, {"sum_code": "4bit"}],
     "demo": [{}, {"sign": False, "tile": 4, "decay": 0.9}],
-    "dgc": [{}, {"clip": 100.0, "score": CURRENT}, {"momentum": 0.5, "impute": 0.35}],
+    "dgc": [{}, {"clip": 100.0, "score": CURRENT}, {"momentum": 0.5, "impute": 0.35}, {"returned": 0.05}],
     "ef21": [{}, {"eta": 0.3}],
     "random-candidates": [{}, {"factor": 3, "seed": 8}],
     "scalecom": [{}, {"beta": 0.1}],
@@ -96,6 +97,8 @@ class Case:
         """The algorithm; k is K unless told, and options it does not take are left out."""
         if "density" not in options:
             options.setdefault("k", K)
+        if "returned" in self.options and options.get("k") is not None:
+            options["density"] = options.pop("k") / J  # a part of the sum comes back for a part that is sent
         taken = {key: value for key, value in options.items() if self.takes(key)}
         return ALGORITHMS[self.name](**{**taken, **self.options})
 

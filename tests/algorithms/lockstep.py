@@ -13,7 +13,18 @@ from torch import Tensor
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.codes import quantise
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Gathered, OfSenders, Peek, SenderSum, SparseSum
+from regtopk.core.requests import (
+    Broadcast,
+    DenseSum,
+    FromOwners,
+    Gather,
+    Gathered,
+    OfSenders,
+    Peek,
+    SenderSum,
+    SparseSum,
+    ToOwners,
+)
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
 
@@ -64,6 +75,8 @@ class LockStep:
             asked = rounds[-1]
             if echo_round == len(rounds) - 1:
                 answers = [self._answer([request], is_echo=True) for request in asked]
+            elif isinstance(asked[0], ToOwners):
+                answers = _owned(asked)
             else:
                 answers = [self._answer(asked, is_echo=False)] * len(asked)
             requests, aggregates = [], []
@@ -83,6 +96,8 @@ class LockStep:
         first = asked[0]
         if isinstance(first, Gather):
             return _gathered(asked)
+        if isinstance(first, FromOwners):
+            return _from_owners(asked)
         if isinstance(first, Broadcast):
             return asked[first.source].tensor
         weights = [torch.ones((), dtype=self.dtype) if is_echo else request.weight for request in asked]
@@ -129,6 +144,33 @@ def _of_senders(asked: Round, total: Tensor, weights: list[Tensor]) -> OfSenders
         everyone = everyone + weight
     entries = named.nonzero().flatten()
     return OfSenders(total, entries, total[entries] / sent[entries], everyone - sent[entries])
+
+
+def _owned(asked: Round) -> list[Tensor]:
+    """What each owner is sent, added in rank order from zero; every rank here is an owner."""
+    sums = []
+    for owner, mine in enumerate(asked):
+        total = torch.zeros(mine.sparse.numel, dtype=mine.weight.dtype)
+        for request in asked:
+            count = int(request.sparse.count[owner])
+            places, values = (t[owner][:count] for t in (request.sparse.indices, request.sparse.values))
+            assert bool((places.diff() > 0).all()), "places must ascend and be distinct"
+            total[places] += request.weight * values
+        sums.append(total)
+    return sums
+
+
+def _from_owners(asked: Round) -> Tensor:
+    """Entry j is number j // N of owner j mod N."""
+    total = torch.zeros(asked[0].numel, dtype=asked[0].sparse.values.dtype)
+    for owner, request in enumerate(asked):
+        for place, value in zip(request.sparse.indices.tolist(), request.sparse.values, strict=True):
+            entry = place * len(asked) + owner
+            if entry < len(total):
+                total[entry] = value
+            else:
+                assert value == 0, "an owner has sent an entry that is not there"
+    return total
 
 
 def _gathered(asked: Round) -> Gathered:

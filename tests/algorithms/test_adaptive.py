@@ -126,7 +126,7 @@ def test_it_starts_within_its_bounds() -> None:
 
 def test_the_options_say_what_is_adapted() -> None:
     options = AdaptiveDensity(algorithm=TopK(k=3), bytes_per_step=10.0).options()
-    assert options["algorithm"] == "TopK(density=None, k=3, value_code=float32, impute=0.0)"
+    assert options["algorithm"] == "TopK(density=None, k=3, value_code=float32, returned=None, impute=0.0)"
     assert AdaptiveDensity().options()["algorithm"].startswith("RegTopK(density=0.01, ")
 
 

@@ -77,6 +77,7 @@ def test_options_are_plain_and_name_functions() -> None:
         "density": f"{__name__}.test_options_are_plain_and_name_functions.<locals>.quarter",
         "k": None,
         "value_code": "float32",
+        "returned": None,
         "mu": 4.0,
         "damping": "factor",
         "reference": "previous",

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import sum_sent, with_imputation
+from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import Conversation, Promises, Sparsifier, Worker, integer, option, within
+from regtopk.core import Conversation, Promises, Worker, integer, option, within
 from regtopk.core.sparse import take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedTopK(Sparsifier[ScoredState]):
+class ChunkedTopK(OwnChoice[ScoredState]):
     """Top-k of every chunk of the flat vector, after SparseLoCo (Sarfi et al. 2025).
 
     a_n = decay e_n + g_n
@@ -24,11 +24,11 @@ class ChunkedTopK(Sparsifier[ScoredState]):
     Use it for: rare exchanges of model differences (local steps), and selection within fixed chunks.
 
     Args:
-        density, k, value_code: as in `Sparsifier`; k_c = max(1, round(density chunk)) with density = k / J.
+        density, k, value_code, impute, returned: as in `OwnChoice`; k_c = max(1, round(density chunk)) with
+            density = k / J.
         chunk: the most entries a chunk may have, >= 1. Chunks are equally long; the last may be shorter.
         decay: the part of the residual that is kept per step, in [0, 1].
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, within each chunk.
-        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
 
     Differs from SparseLoCo's code: an entry is the weighted sum over all workers, as the paper prints it, not
     the mean over its senders; chunks are runs of the flat vector, not tiles; by default nothing fades.
@@ -38,7 +38,6 @@ class ChunkedTopK(Sparsifier[ScoredState]):
     chunk: int = option(4096, integer(at_least=1))
     decay: float = option(1.0, within("[0, 1]"))
     score: PosteriorScore | None = option(None, check_score)
-    impute: float = option(0.0, within("[0, 1]"))
 
     @property
     def promises(self) -> Promises:
@@ -46,22 +45,23 @@ class ChunkedTopK(Sparsifier[ScoredState]):
         promises: Promises = frozenset({"conserves", "dense_at_full_density", "one_sum", "replicates"})
         if self.decay < 1:
             promises -= {"conserves", "dense_at_full_density"}
-        return with_imputation(self.impute, promises)
+        return self.promised(promises)
 
     def init(self, worker: Worker) -> ScoredState:
         """Nothing is carried, and nothing was sent."""
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
-        return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        state = ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
+        return self.with_owed(state, worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
         """One step of chunked Top-k."""
         chunk, k = self._sizes(worker)
         residual = state.residual.mul_(self.decay)
         damped = damped_by(self.score, state, residual, grad, worker)
-        sent = take_largest_(residual, grad, k, chunk=chunk, code=self.value_code, **damped)
-        aggregate = yield from sum_sent(self.impute, sent, residual, worker)
+        sent = take_largest_(residual, grad, k, chunk=chunk, code=self.sent_code, **damped)
+        aggregate = yield from self.sum_sent(sent, state, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
 

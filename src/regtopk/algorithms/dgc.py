@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regtopk.algorithms.imputation import sum_sent
+from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, check_score, damped_by
-from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, per_worker, take_largest_, within
+from regtopk.core import Conversation, Promises, Worker, option, per_worker, take_largest_, within
 from regtopk.core.sparse import clear_at_
 
 
@@ -20,7 +20,7 @@ class DGCState(ScoredState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGC(Sparsifier[DGCState]):
+class DGC(OwnChoice[DGCState]):
     """Deep Gradient Compression (Lin, Han, Mao, Wang, Dally 2018).
 
     g_n := g_n min(1, clip N^(-1/2) / ||g_n||)                                 local clipping
@@ -35,11 +35,10 @@ class DGC(Sparsifier[DGCState]):
     Use it for: data spread evenly, plain SGD, and momentum wanted.
 
     Args:
-        density, k, value_code: as in `Sparsifier`.
+        density, k, value_code, impute, returned: as in `OwnChoice`.
         momentum: m in [0, 1); 0 is Top-k.
         clip: the largest norm, > 0, of the mean gradient. None: no clipping.
         score: None selects by magnitude; a `PosteriorScore` by RegTop-k's, on v.
-        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
 
     Differs from the paper: k is exact, without a sampled threshold. The vector is clipped and selected from
     as a whole, biases and norms included, not layer by layer. There is no Nesterov form of the momentum.
@@ -52,29 +51,29 @@ class DGC(Sparsifier[DGCState]):
     momentum: float = option(0.9, within("[0, 1)"))
     clip: float | None = option(None, within("(0, inf)"))
     score: PosteriorScore | None = option(None, check_score)
-    impute: float = option(0.0, within("[0, 1]"))
 
     @property
     def promises(self) -> Promises:
         """A clipped gradient is not the dense one."""
         if self.clip is not None:
             return frozenset({"exact_k", "replicates"})
-        return frozenset({"dense_at_full_density", "exact_k", "replicates"})
+        return self.promised(frozenset({"dense_at_full_density", "exact_k", "replicates"}))
 
     def init(self, worker: Worker) -> DGCState:
         """Nothing is carried, and nothing was sent."""
         num_sent = self.num_selected(worker)
         momentum = worker.zeros()
-        return DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
+        state = DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
+        return self.with_owed(state, worker)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
         """One step of DGC."""
         k, v = self.num_selected(worker), state.residual
         u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
         damped = damped_by(self.score, state, v, u, worker)
-        sent = take_largest_(v, u, k, code=self.value_code, **damped)
+        sent = take_largest_(v, u, k, code=self.sent_code, **damped)
         clear_at_(u, sent)
-        aggregate = yield from sum_sent(self.impute, sent, v, worker)
+        aggregate = yield from self.sum_sent(sent, state, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate
 

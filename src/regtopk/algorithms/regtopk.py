@@ -7,13 +7,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from regtopk.algorithms.imputation import sum_sent, with_imputation
+from regtopk.algorithms.own_choice import OwnChoice
 from regtopk.algorithms.posterior import PosteriorScore, ScoredState, damped_by
-from regtopk.core import Conversation, Promises, Sparsifier, Worker, option, take_largest_, within
+from regtopk.core import Conversation, Promises, Worker, take_largest_
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegTopK(Sparsifier[ScoredState]):
+class RegTopK(OwnChoice[ScoredState]):
     """Regularised Top-k (Algorithm 1).
 
     a^t = e^t + g^t
@@ -30,23 +30,22 @@ class RegTopK(Sparsifier[ScoredState]):
     Use it for: workers whose large entries cancel, at densities above one half.
 
     Args:
-        density, k, value_code: as in `Sparsifier`.
+        density, k, value_code, impute: as in `OwnChoice`.
         mu: > 0; the larger, the more an entry must have survived aggregation to be sent again.
         damping: "factor" is the paper's; with "cap" RegTop-k stays at an optimum it reached (docs/why.md).
         reference: which a the distortion is measured against; with "factor" only.
         q: the paper's Q, > -1; inf gives entries not sent last the factor 1; with "factor" only.
-        impute: rho in [0, 1]; 0 infers nothing (docs/imputation.md).
 
     Differs from the paper: the default reference is the one that gives the published figures
     (docs/paper-vs-code.md). An entry sent as exactly zero counts as not sent.
     """
 
     name = "regtopk"
+    can_return = False  # its score needs whole sums
     mu: float = 4.0
     damping: Literal["factor", "cap"] = "factor"
     reference: Literal["previous", "current"] = "previous"
     q: float = math.inf
-    impute: float = option(0.0, within("[0, 1]"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +54,8 @@ class RegTopK(Sparsifier[ScoredState]):
     @property
     def promises(self) -> Promises:
         """A worker that pays for others' entries conserves its own only together with them."""
-        return with_imputation(
-            self.impute, frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
+        return self.promised(
+            frozenset({"conserves", "dense_at_full_density", "exact_k", "one_sum", "replicates"})
         )
 
     @cached_property
@@ -72,7 +71,7 @@ class RegTopK(Sparsifier[ScoredState]):
         """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
         damped = damped_by(self.score, state, residual, grad, worker)
-        sent = take_largest_(residual, grad, k, code=self.value_code, **damped)
-        aggregate = yield from sum_sent(self.impute, sent, residual, worker)
+        sent = take_largest_(residual, grad, k, code=self.sent_code, **damped)
+        aggregate = yield from self.sum_sent(sent, state, worker)
         state.remember(sent.indices, sent.values, aggregate, worker)
         return aggregate

@@ -22,6 +22,7 @@ from regtopk.core.random import random_sequence, random_subset, uniform
 from regtopk.core.requests import (
     Broadcast,
     DenseSum,
+    FromOwners,
     Gather,
     Gathered,
     OfSenders,
@@ -29,6 +30,7 @@ from regtopk.core.requests import (
     Request,
     SenderSum,
     SparseSum,
+    ToOwners,
     impute_,
     mean_of_senders,
 )
@@ -56,7 +58,7 @@ __all__ = [  # noqa: RUF022
     "Worker", "Layout", "Layer", "Report",
     "State", "NoState", "ResidualState", "extended", "per_worker", "shared",
     "SparseSum", "SenderSum", "OfSenders", "impute_", "mean_of_senders",
-    "DenseSum", "Gather", "Gathered", "Broadcast", "Peek", "Request",
+    "DenseSum", "ToOwners", "FromOwners", "Gather", "Gathered", "Broadcast", "Peek", "Request",
     "SparseGradient", "clear_at_", "take", "to_dense",
     "take_largest_", "take_above_", "take_all_above_", "take_at_", "take_where_",
     "find_largest_", "send_instead_",

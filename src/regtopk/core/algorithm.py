@@ -106,9 +106,26 @@ class Sparsifier(WithDensity[StateT]):
         density, k: as in `WithDensity`.
         value_code: how values are coded on the wire: "float32", "bfloat16", "float16", "int8", "4bit" or
             "2bit". What a code loses stays in the residual.
+        returned: see `OwnChoice`; None for all other algorithms.
     """
 
+    can_return: ClassVar[bool] = False  # whether sums of what workers send may come back in part
     value_code: str = option("float32", one_of(*VALUE_CODES))
+    returned: float | None = option(None, within("(0, 1]"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.returned is None:
+            return
+        if not self.can_return or getattr(self, "score", None) is not None:
+            raise ArgumentError(
+                f"returned must be None for {self.name!r} with these options: it is for workers that choose "
+                f"by the size of their own entries alone, got {self.returned}"
+            )
+        if self.k is not None:
+            raise ArgumentError(
+                f"returned is a part of J and goes with density, got returned={self.returned}, k={self.k}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

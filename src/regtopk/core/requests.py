@@ -138,6 +138,29 @@ class DenseSum(AnsweredBy[Tensor]):
 
 
 @dataclass(frozen=True)
+class ToOwners(AnsweredBy[Tensor]):
+    """Receive sum_n w_n x_n on the entries that this worker owns (`core.owners`): (L,), dense.
+
+    This alone differs between the workers: a simulator answers (N, L). Workers of weight zero get zeros.
+
+    Args:
+        sparse: x_n as a message for each owner, (..., A, m).
+        weight: w_n.
+    """
+
+    sparse: SparseGradient
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class FromOwners(AnsweredBy[Tensor]):
+    """Receive what all owners send of their entries, sparse vectors of L entries, as one of J, dense."""
+
+    sparse: SparseGradient
+    numel: int
+
+
+@dataclass(frozen=True)
 class Gathered:
     """The answer to `Gather`: rows (N, m); the first counts[n] entries of row n are valid."""
 
@@ -184,4 +207,4 @@ class Peek(AnsweredBy[Tensor]):
     weight: Tensor
 
 
-Request = SparseSum | DenseSum | Gather | Broadcast | Peek
+Request = SparseSum | DenseSum | ToOwners | FromOwners | Gather | Broadcast | Peek

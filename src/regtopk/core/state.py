@@ -7,6 +7,8 @@ A state is a dataclass of tensors. Each field is declared with one of
   old workers n: e'_m = (sum of w_n e_n over these n) / w'_m.
 - `per_worker("reset")`: each worker has its own tensor, which means nothing to another worker (the last
   selection). It starts again when the number of ranks changes.
+- `per_worker("owned")`: what a worker owes to all on the entries that it owns (`core.owners`), in units of
+  the sum. When the number of ranks or the vector changes, it is added to its residual, over its weight.
 - `shared()`: a function of received values alone, so it is the same on all ranks. It is copied.
 
 In the simulator a per-worker field is (N, m): the workers are the dimension before the last.
@@ -21,11 +23,11 @@ from torch import Tensor
 
 from regtopk.errors import StateError
 
-OnResize = Literal["weighted_sum", "reset", "shared"]
+OnResize = Literal["weighted_sum", "owned", "reset", "shared"]
 StateT = TypeVar("StateT", bound="State")
 
 
-def per_worker(on_resize: Literal["weighted_sum", "reset"]) -> Any:
+def per_worker(on_resize: Literal["weighted_sum", "owned", "reset"]) -> Any:
     """Declare a state field that differs between workers, and its rule when the number of ranks changes."""
     return field(metadata={"on_resize": on_resize})
 
@@ -63,7 +65,7 @@ class State:
             raise StateError(f"state must have the fields {sorted(self.rules())}, got {sorted(state_dict)}")
         for name, rule in self.rules().items():
             own, saved = getattr(self, name), state_dict[name]
-            if rule == "weighted_sum" and own.shape != saved.shape:
+            if rule in ("weighted_sum", "owned") and own.shape != saved.shape:
                 raise StateError(
                     f"state field {name!r} must have shape {tuple(own.shape)}, got {tuple(saved.shape)}"
                 )

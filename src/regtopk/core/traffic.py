@@ -16,7 +16,16 @@ from torch import Tensor
 
 from regtopk.core.codes import full_message_bytes, message_bytes
 from regtopk.core.regions import region_bytes
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SparseSum
+from regtopk.core.requests import (
+    Broadcast,
+    DenseSum,
+    FromOwners,
+    Gather,
+    Peek,
+    Request,
+    SparseSum,
+    ToOwners,
+)
 from regtopk.core.worker import Worker
 
 # gloo passes vectors round a ring: N - 1 trips over the network to gather them, 2 (N - 1) to sum. Sent to
@@ -68,11 +77,17 @@ class Traffic:
 
 def _contribution(request: Request, worker: Worker) -> tuple[int | Tensor, int | Tensor]:
     """The bytes of a sender's messages, and its entries: numbers where all send as much, else (...,)."""
-    if isinstance(request, SparseSum):
+    if isinstance(request, (SparseSum, ToOwners, FromOwners)):
         sparse = request.sparse
         codes = sparse.values.dtype, sparse.code, worker.index_code
         size = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
-        return size, _count(sparse.indices, sparse.count)
+        if isinstance(request, FromOwners):
+            return size, 0  # the entries of others
+        num_entries = _count(sparse.indices, sparse.count)
+        if isinstance(request, SparseSum):
+            return size, num_entries
+        assert isinstance(size, Tensor) and isinstance(num_entries, Tensor)
+        return size.sum(-1), num_entries.sum(-1)
     if isinstance(request, DenseSum):
         numel = request.tensor.shape[-1]
         parts = region_bytes(numel, worker.num_workers, worker.idle, request.weight.dtype, request.code)
@@ -102,11 +117,26 @@ def moved(request: Request, worker: Worker) -> Traffic:
     if isinstance(request, DenseSum):
         codes = request.code, request.sum_code
         return _summed_by_region(request.tensor.shape[-1], request.weight.dtype, codes, cluster)
+    if isinstance(request, ToOwners):
+        return _sent_to_owners(request, worker)
     size, num_entries = _contribution(request, worker)
     if isinstance(request, Broadcast):
         return _passed_on(request.source, size, num_entries, worker)
     is_known = isinstance(size, int) and isinstance(num_entries, int)
     return (_gathered_alike if is_known else _gathered)(size, num_entries, cluster)
+
+
+def _sent_to_owners(request: ToOwners, worker: Worker) -> Traffic:
+    """A message from each worker to each owner; what an owner has for itself does not travel."""
+    sparse = request.sparse
+    codes = sparse.values.dtype, sparse.code, worker.index_code
+    sizes = _sparse_bytes(sparse.indices, sparse.count, sparse.numel, *codes)
+    active = is_active(worker.num_workers, worker.idle, worker.weight.device)
+    owners = active.nonzero().flatten()
+    to_each = sparse.counts.new_zeros(*worker.batch_shape, worker.num_workers)
+    to_each[..., owners] = active.unsqueeze(-1) * sizes
+    payload, own = to_each.sum(-1), to_each.diagonal(dim1=-2, dim2=-1)
+    return Traffic.of(payload, payload - own, to_each.sum(-2) - own, active * sparse.counts.sum(-1))
 
 
 def _sparse_bytes(

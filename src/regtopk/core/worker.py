@@ -124,6 +124,11 @@ class Worker:
         return self.layout.numel
 
     @property
+    def num_owners(self) -> int:
+        """How many workers have weight above zero: these share the entries of a vector (`core.owners`)."""
+        return self.num_workers - len(self.idle)
+
+    @property
     def senders(self) -> list[int]:
         """The workers of weight above zero, in rank order, starting from another one each step."""
         active = [rank for rank in range(self.num_workers) if rank not in self.idle]

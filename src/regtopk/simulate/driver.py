@@ -6,12 +6,26 @@ Messages are (N, m), or (R, N, m) for R independent replicas. What is received h
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.codes import quantise
+from regtopk.core.owners import entries_of, join_owned
 from regtopk.core.regions import dense_regions
-from regtopk.core.requests import DenseSum, Gather, Gathered, OfSenders, Peek, Request, SenderSum, SparseSum
+from regtopk.core.requests import (
+    DenseSum,
+    FromOwners,
+    Gather,
+    Gathered,
+    OfSenders,
+    Peek,
+    Request,
+    SenderSum,
+    SparseSum,
+    ToOwners,
+)
+from regtopk.core.sparse import to_dense
 from regtopk.core.traffic import before_a_step, is_active, moved
 from regtopk.core.worker import Worker
 
@@ -36,6 +50,10 @@ class SimulatedDriver:
             return self._sparse_sum(request)
         if isinstance(request, DenseSum):
             return self._dense_sum(request)
+        if isinstance(request, ToOwners):
+            return self._to_owners(request)
+        if isinstance(request, FromOwners):
+            return self._from_owners(request)
         if isinstance(request, Peek):
             return _received(_weighted_sum(request.tensor, request.weight))
         if isinstance(request, Gather):
@@ -69,6 +87,27 @@ class SimulatedDriver:
                 lost = total[..., start:end] - coded[..., start:end]
                 loss[..., owner, start:end] = lost / weight[owner]
         return coded
+
+    def _to_owners(self, request: ToOwners) -> Tensor:
+        sparse, size = request.sparse, request.sparse.numel
+        places, values = sparse.without_padding()  # (..., N, A, m)
+        owners = torch.arange(num := places.shape[-2], device=places.device).unsqueeze(-1)
+        indices = entries_of(owners, places, num).flatten(-2)
+        values = (request.weight.unsqueeze(-1) * values).flatten(-2)
+        total = kernels.sum_sparse_in_rank_order(indices, values, num * size)
+        owned = total.new_zeros(*self.worker.batch_shape, size)
+        owned[..., self._owners, :] = total.unflatten(-1, (size, num)).transpose(-1, -2)
+        return owned
+
+    def _from_owners(self, request: FromOwners) -> Tensor:
+        sparse = request.sparse
+        owned = to_dense(sparse.indices, sparse.values, sparse.numel)[..., self._owners, :]
+        return _received(join_owned(owned, request.numel))
+
+    @property
+    def _owners(self) -> list[int]:
+        worker = self.worker
+        return [rank for rank in range(worker.num_workers) if rank not in worker.idle]
 
     def _gather(self, request: Gather) -> Gathered:
         tensor, worker = request.tensor, self.worker

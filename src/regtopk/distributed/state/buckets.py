@@ -11,6 +11,7 @@ from torch import Tensor
 from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm
+from regtopk.core.owners import owed_by
 from regtopk.core.precision import initial_state
 from regtopk.core.state import State, accumulation_dtype
 from regtopk.core.worker import Layout, Worker
@@ -141,13 +142,20 @@ class Buckets:
         return Bucket(names, self.algorithm, worker, state)
 
     def regroup(self, rank: Rank) -> None:
-        """Go on among other ranks: every worker keeps its residual; its last selection starts anew."""
-        self.rank = rank
+        """Go on among other ranks: every worker keeps its residual, and adds to it what it owed as an owner.
+
+        Its last selection starts anew.
+        """
+        before_weights, self.rank = self.rank.weights.tolist(), rank
         old, self.all = self.all, [self.make(bucket.names) for bucket in self.all]
         for before, after in zip(old, self.all, strict=True):
-            for field, rule in before.state.rules().items():
-                if rule != "reset":
-                    setattr(after.state, field, getattr(before.settled_state, field))
+            state: Any = before.settled_state
+            for field, rule in state.rules().items():
+                if rule == "owned":
+                    place, owed, numel = int(before.worker.index), getattr(state, field), before.layout.numel
+                    state.residual += owed_by(place, owed, before_weights, numel)
+                elif rule != "reset":
+                    setattr(after.state, field, getattr(state, field))
 
     def shared(self) -> list[dict[str, Tensor]]:
         """What all ranks know alike, bucket by bucket (not copied)."""

@@ -24,6 +24,7 @@ Of a sharded model this is what each part has, under ``shards["1 of 2"]``.
 The functions here change nothing: `loaded` checks a saved state as a whole and returns what to go on with.
 """
 
+import ast
 import logging
 import math
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.options import check_number
+from regtopk.core.owners import num_owned, owed_by
 from regtopk.core.state import OnResize
 from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.requests.rank import Rank
@@ -129,11 +131,10 @@ def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
         is_same_cluster = saved["weights"] == weights and not saved.get("lost")
         needed = [rank] if is_same_cluster else kept_ranks(saved)
         _check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
-        if is_same_cluster:
-            worker = saved["workers"][str(rank)]
-        else:
-            rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
-            worker = _resized(saved, weights, rank, rules)
+        rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
+        if "owned" in rules.values() and not (is_same_cluster and is_same_cut):
+            saved = _with_nothing_owed(saved, needed, rules, buckets.parameters.shapes)
+        worker = saved["workers"][str(rank)] if is_same_cluster else _resized(saved, weights, rank, rules)
         for i, bucket in enumerate(new):
             bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
         report = Report(*map(float, worker["report"])) if worker["report"] else None
@@ -193,7 +194,7 @@ def _resized(
 
     weighted_sum   e'_m = sum of w_n e_n over the old ranks n given to m, over w'_m
     shared         copied
-    reset          left out, so it starts anew
+    reset, owned   left out, so it starts anew; what was owed is in the residuals (`_with_nothing_owed`)
 
     Old ranks are given, in order and evenly, to the new ranks that have weight. Of a lost rank nothing is
     left, and the sum is that of the others.
@@ -214,6 +215,25 @@ def _resized(
         for others in first["groups"]
     )
     return {"entries": entries, "groups": shared, "report": first["report"]}
+
+
+def _with_nothing_owed(
+    saved: dict[str, Any], needed: list[int], rules: dict[str, OnResize], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The same state, but what ranks owe as owners is in their residuals: others will own the entries."""
+    workers, weights = dict(saved["workers"]), saved["weights"]
+    for n in needed:
+        worker = workers[str(n)]
+        entries: Entries = {name: dict(parts) for name, parts in worker["entries"].items()}
+        for names, others in zip(saved["groups"], worker["groups"], strict=True):
+            sizes = [math.prod(shapes[name]) for name in names]
+            for owed in (tensor for field, tensor in others.items() if rules.get(field) == "owned"):
+                parts = owed_by(n, owed, weights, sum(sizes)).split(sizes)
+                for name, part in zip(names, parts, strict=True):
+                    residual = entries[name]["residual"].double()
+                    entries[name]["residual"] = residual + part.view(shapes[name])
+        workers[str(n)] = {**worker, "entries": entries}
+    return {**saved, "workers": workers}
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -250,7 +270,9 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
         if saved[key] != expected:
             raise StateError(f"{key} must be that of the saved state, {saved[key]!r}, got {expected!r}")
     options = repr(buckets.algorithm.options())
-    if saved.get("options", options) != options and buckets.rank.index == 0:
+    before = ast.literal_eval(saved.get("options", "{}"))  # of an older version, which may know fewer
+    now = {name: given for name, given in buckets.algorithm.options().items() if name in before}
+    if before != now and buckets.rank.index == 0:
         _log.warning("goes on with other options: %s now, %s in the saved state", options, saved["options"])
     rule = f"an integer in 0..{_MOST_STEPS - 1}"
     check_number("num_steps", saved["num_steps"], rule, lambda n: type(n) is int and 0 <= n < _MOST_STEPS)
@@ -267,6 +289,7 @@ def _check_workers(
 ) -> None:
     """The ranks this one needs are there, and hold what the buckets ask for."""
     refuse_missing(saved, needed, rank.index, rank.num_workers)
+    num_owners = sum(weight > 0 for weight in saved["weights"])
     for n in needed:
         worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):
@@ -276,13 +299,15 @@ def _check_workers(
                 where = f"parameter {layer.name!r} of rank {n}"
                 _check_fields(worker["entries"].get(layer.name, {}), of_vector, shapes, where)
             if is_same_cut:
-                _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {n}")
+                _check_others(bucket, worker["groups"][i], num_owners, f"bucket {i} of rank {n}")
 
 
-def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
+def _check_others(bucket: Bucket, saved: dict[str, Tensor], num_owners: int, where: str) -> None:
     """The fields that belong to a whole bucket; only those of the last selection may change in length."""
-    expected = bucket.other_fields()
+    expected, rules = bucket.other_fields(), bucket.state.rules()
     shapes = {field: tuple(tensor.shape) for field, tensor in expected.items()}
+    size = num_owned(bucket.layout.numel, num_owners)
+    shapes |= {field: (size,) for field in expected if rules[field] == "owned"}
     has_selection = all(field in expected and field in saved for field in _SELECTION)
     if has_selection:
         shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))

@@ -14,12 +14,13 @@ from regtopk import kernels
 from regtopk.algorithms.dense import Dense
 from regtopk.core.algorithm import Algorithm, Conversation
 from regtopk.core.precision import exchange
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Request, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, FromOwners, Gather, Request, SparseSum, ToOwners
 from regtopk.core.state import State
 from regtopk.core.worker import Report, Worker
 from regtopk.distributed.requests.broadcast import broadcast
 from regtopk.distributed.requests.dense_sum import dense_sum
 from regtopk.distributed.requests.gather import gather
+from regtopk.distributed.requests.owned_sum import from_owners, to_owners
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.distributed.requests.sparse_sum import sparse_sums
 from regtopk.distributed.state.buckets import Bucket
@@ -126,11 +127,18 @@ def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -
     rank.raise_refusals()
     pairs = [(asked, own) for asked, own in zip(requests, sums, strict=True) if isinstance(asked, SparseSum)]
     totals = iter(sparse_sums(rank, pairs))
-    return [next(totals) if isinstance(asked, SparseSum) else _answer(rank, asked) for asked in requests]
+    return [
+        next(totals) if isinstance(asked, SparseSum) else _answer(rank, asked, own)
+        for asked, own in zip(requests, sums, strict=True)
+    ]
 
 
-def _answer(rank: Rank, request: Request) -> Any:
+def _answer(rank: Rank, request: Request, sums: SumBuffer) -> Any:
     match request:
+        case ToOwners():
+            return to_owners(rank, request)
+        case FromOwners():
+            return from_owners(rank, request, sums)
         case DenseSum():
             return dense_sum(rank, request)
         case Gather():

@@ -84,6 +84,23 @@ class Collectives:
         everyone = self.all_gather_sizes(sizes, [longest] * self.num_workers, parts[0].device)
         return self.all_to_all(parts, [theirs[self.rank] for theirs in everyone])
 
+    def all_to_all_counted(
+        self, parts: Sequence[Tensor], counts: Sequence[int], limits: Sequence[int]
+    ) -> tuple[list[Tensor], list[int]]:
+        """`all_to_all` of parts of any length, and of a count for each; ranks hear only what they receive.
+
+        A length or count beyond its limit is refused by the rank that receives it, before memory is taken.
+        """
+        pairs = zip((part.numel() for part in parts), counts, strict=True)
+        device = parts[0].device
+        told = list(torch.tensor(list(pairs), device=device))
+        found = [pair.tolist() for pair in self.all_to_all(told, [2] * self.num_workers)]
+        for rank, pair in zip(self.ranks, found, strict=True):
+            for size, limit in zip(pair, limits, strict=True):
+                check_size(rank, size, limit)
+        lengths, counts = zip(*found, strict=True)
+        return self.all_to_all(parts, list(lengths)), list(counts)
+
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """parts[r] goes to rank r; returns what all ranks had for this one, of these sizes, in rank order."""
         if self.num_workers == 1:

@@ -1,0 +1,57 @@
+"""Owners of entries: who adds up an entry where sums come back in part.
+
+Entry j belongs to worker j mod A of the A workers that have weight, and is entry j // A of what it owns. So
+every owner has as many entries of each layer as any other, and about as many bytes to receive.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regtopk.core.codes import quantise
+from regtopk.core.sparse import SparseGradient
+
+
+def num_owned(numel: int, num_owners: int) -> int:
+    """How many entries an owner has; some have one less, whose place stays empty."""
+    return -(-numel // num_owners)
+
+
+def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: str) -> SparseGradient:
+    """What is sent, (..., k), uncoded, as a message for each owner, (..., A, m), in a value code.
+
+    The residual gets back what the code loses.
+    """
+    owner = sent.indices % num_owners
+    order = owner.argsort(dim=-1, stable=True)
+    count = owner.new_zeros(*owner.shape[:-1], num_owners).scatter_add_(-1, owner, torch.ones_like(owner))
+    first = count.cumsum(-1) - count
+    place = torch.arange(max(1, int(count.max())), device=owner.device)
+    is_valid = place < count.unsqueeze(-1)
+    at = order.gather(-1, (first.unsqueeze(-1) + place).where(is_valid, 0).flatten(-2))
+    indices, values = (t.gather(-1, at).view(is_valid.shape) for t in (sent.indices, sent.values))
+    indices, values = indices.where(is_valid, 0), values.where(is_valid, 0)
+    coded = quantise(values, code, count)
+    residual.scatter_add_(-1, indices.flatten(-2), (values - coded).flatten(-2))
+    size = num_owned(sent.numel, num_owners)
+    return SparseGradient(indices // num_owners, coded, size, count, code)
+
+
+def join_owned(parts: Tensor, numel: int) -> Tensor:
+    """What all owners have, (..., A, L), as one vector, (..., J)."""
+    return parts.transpose(-1, -2).flatten(-2)[..., :numel]
+
+
+def owed_by(rank: int, owed: Tensor, weights: Sequence[float], numel: int) -> Tensor:
+    """What a rank owes, (L,), as a part of its residual, (J,) float64: over its weight."""
+    owners = [n for n, weight in enumerate(weights) if weight > 0]
+    entries = owed.new_zeros(owed.shape[-1], len(owners), dtype=torch.float64)
+    if rank in owners:
+        entries[:, owners.index(rank)] = owed.double() / weights[rank]
+    return entries.flatten()[:numel]
+
+
+def entries_of(owners: Tensor, places: Tensor, num_owners: int) -> Tensor:
+    """Where entries that owners have at some places are in the vector."""
+    return places * num_owners + owners
