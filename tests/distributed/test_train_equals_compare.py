@@ -93,6 +93,7 @@ def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **sett
         (f"{IMPUTED}:every=4:fragments=3:delay=3:outer=nesterov", 4),
         *((f"topk:exchange=updates:every=2:optimizer={name}", 2) for name in ("sgdw", "momentum", "adam")),
         ("regtopk:density=0.05", 2),
+        ("topk:impute=0.35:optimizer=muon", 2),
         ("regtopk:density=0.05", 4),
         ("dense", 4),  # with a hook, which sums in the order of ranks
     ],

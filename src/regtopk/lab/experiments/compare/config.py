@@ -40,9 +40,9 @@ class CompareConfig(TaskSettings):
             NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
         value_code: how values travel, for methods that do not name a code.
         index_code: how indices travel, for methods that do not name a code.
-        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, or sgdw, which has adamw's
-            schedule and weight decay. Where updates are exchanged, every worker has its own. Empty: sgd, and
-            adamw for gpt.
+        optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, sgdw, which has adamw's
+            schedule and weight decay, or, for gpt, muon: Muon for the matrices in blocks and adamw for the
+            rest. Where updates are exchanged, every worker has its own. Empty: sgd, and adamw for gpt.
         lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
         seeds: how many, from 0 on: 3. Or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
         num_evaluations: how many times models are evaluated along the way.
@@ -87,6 +87,11 @@ class CompareConfig(TaskSettings):
             raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
         for method in self.methods:
             check_choice("optimizer", method.optimizer, OPTIMIZERS)
+            if OPTIMIZERS[method.optimizer].has_muon and not self.kind.has_blocks:
+                raise ArgumentError(
+                    f"optimizer must not be muon for {self.task}, whose model has no blocks of matrices, got "
+                    f"{method.label!r}"
+                )
             if self.num_steps % method.rounds.every:
                 raise ArgumentError(f"every must divide num_steps = {self.num_steps}, got {method.label!r}")
 

@@ -71,7 +71,8 @@ class RankTraining:
         if self.rounds.has_updates:
             options |= {name: getattr(self.rounds, name) for name in ("every", "delay", "fragments", "mix")}
             options["outer"] = None if self.rounds.outer == "none" else self.rounds.make_outer
-            self.exchange = UpdateExchange(self.network, self._descent.optimizer, algorithm, **options)
+            (optimizer,) = self._descent.optimizers
+            self.exchange = UpdateExchange(self.network, optimizer, algorithm, **options)
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
             if not is_plain:
@@ -80,7 +81,7 @@ class RankTraining:
     def step(self) -> None:
         """One step of the optimizer, and what the method exchanges after it or before it."""
         start = time.perf_counter()
-        self._descent.optimizer.zero_grad()
+        self.network.zero_grad()
         loss = self.task.loss(self.model, self.num_steps)
         loss.backward()
         self._descent.step(self.num_steps)

@@ -70,6 +70,7 @@ class Gpt(DeepTask):
     metric = "test_loss"
     metric_words = "test loss, nats per character"
     is_better_higher = False
+    has_blocks = True
     base = "dense"
     contents = "text_sha256"
     network_settings = ("num_layers", "width", "context", "precision")

@@ -63,6 +63,7 @@ class Task(ABC):
     metric: ClassVar[str]  # what `evaluate` gives, and a run is judged by
     metric_words: ClassVar[str] = ""  # the same for people, with its unit; empty: the metric says enough
     is_better_higher: ClassVar[bool]
+    has_blocks: ClassVar[bool] = False  # whether the model has matrices for Muon
     num_last: ClassVar[int] = 1  # the final number of a run is the mean of so many of its last evaluations
     base: ClassVar[str] = "topk"  # the algorithm that differences are taken from
     num_at_once: ClassVar[int | None] = None  # how many seeds are trained at once; None: all

@@ -2,20 +2,23 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from regtopk.core.worker import Layout
+from regtopk.lab.experiments.training.muon import FlatMuon, TorchMuon, is_for_muon
 
 
 @dataclass(frozen=True)
 class Recipe:
     """An optimizer and what goes with it."""
 
-    make: Callable[..., torch.optim.Optimizer]  # from parameters and lr
+    make: Callable[..., Optimizer]  # from parameters and lr
+    has_muon: bool = False  # for the matrices in blocks; `make` is then for all other parameters
     weight_decay: float = 0.0  # of matrices and embeddings alone: theta := (1 - lr weight_decay) theta
     max_norm: float = 0.0  # gradients of a larger norm are scaled down to it; 0: never
     warm_up: int = 0  # steps in which the learning rate grows linearly
@@ -30,13 +33,30 @@ class Recipe:
         done = (step - self.warm_up) / (num_steps - self.warm_up)
         return self.last_share + (1 - self.last_share) * (1 + math.cos(math.pi * done)) / 2
 
+    def optimizers_of(self, network: nn.Module, lr: float) -> list[Optimizer]:
+        """What trains a network: torch's optimizers, one or two."""
+        if not self.has_muon:
+            return [self.make(network.parameters(), lr=lr)]
+        own: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, p in network.named_parameters():
+            own[is_for_muon(name, p.shape)].append(p)
+        return [TorchMuon(own[True], lr=lr), self.make(own[False], lr=lr)]
 
-ADAMW = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+    def optimizer_of(self, models: Tensor, layout: Layout, lr: float) -> Optimizer:
+        """What trains flat models (..., J): the same for each of them, as one optimizer."""
+        return FlatMuon(models, layout, self.make, lr) if self.has_muon else self.make([models], lr=lr)
+
+
+ADAMW = Recipe(
+    partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0),
+    weight_decay=0.1, max_norm=1.0, warm_up=100, last_share=0.1,
+)  # fmt: skip
 OPTIMIZERS = {
     "sgd": Recipe(torch.optim.SGD),
     "momentum": Recipe(partial(torch.optim.SGD, momentum=0.9)),
     "adam": Recipe(torch.optim.Adam),
-    "adamw": Recipe(ADAMW, weight_decay=0.1, max_norm=1.0, warm_up=100, last_share=0.1),
+    "adamw": ADAMW,
+    "muon": replace(ADAMW, has_muon=True),
     "sgdw": Recipe(torch.optim.SGD, weight_decay=0.1, warm_up=100, last_share=0.1),
 }
 
@@ -51,7 +71,7 @@ class Descent:
         recipe: how.
         lr: learning rate.
         num_steps: how many steps there will be, for recipes whose learning rate has a schedule.
-        layout: of flat models.
+        layout: of flat models; None for a network.
     """
 
     def __init__(
@@ -63,26 +83,31 @@ class Descent:
         layout: Layout | None = None,
     ) -> None:
         self._are_models = isinstance(model, Tensor)
-        self._parameters = [model] if isinstance(model, Tensor) else list(model.parameters())
-        if layout is None:
-            self._decays = [p.new_tensor(recipe.weight_decay * (p.dim() > 1)) for p in self._parameters]
-        else:
+        if isinstance(model, Tensor):
+            assert layout is not None
+            self._parameters = [model]
             decays = [torch.full((x.numel,), recipe.weight_decay * (len(x.shape) > 1)) for x in layout.layers]
-            self._decays = [torch.cat(decays).to(self._parameters[0])]
-        self.optimizer = recipe.make(self._parameters, lr=lr)
+            self._decays = [torch.cat(decays).to(model)]
+            self.optimizers = [recipe.optimizer_of(model, layout, lr)]
+        else:
+            self._parameters = list(model.parameters())
+            self._decays = [p.new_tensor(recipe.weight_decay * (p.dim() > 1)) for p in self._parameters]
+            self.optimizers = recipe.optimizers_of(model, lr)
         self._recipe, self._lr, self._num_steps = recipe, lr, num_steps
 
     @torch.no_grad()
     def step(self, step: int) -> None:
         """Take a step by the gradients that the parameters hold; clipped ones replace them."""
         lr = self._lr * self._recipe.lr_share(step, self._num_steps)
-        self.optimizer.param_groups[0]["lr"] = lr
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = lr
         if self._recipe.weight_decay:
             for p, decay in zip(self._parameters, self._decays, strict=True):
                 p.addcmul_(p, decay, value=-lr)
         if self._recipe.max_norm:
             self._clip()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def _clip(self) -> None:
         """Scale gradients down to a norm, as torch's `clip_grad_norm_` does but for the last bits.

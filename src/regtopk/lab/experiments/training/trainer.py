@@ -190,7 +190,7 @@ class Trainer:
             "losses": self._losses,
             "seen": self._seen,
             "exchange_s": self.exchange_s,
-            "optimizer": self._descent.optimizer.state_dict(),
+            "optimizer": self._descent.optimizers[0].state_dict(),
             "outer": self._outer and self._outer.state_dict(),
             "clusters": [[c.state_dict() for c in part.clusters] for part in self._parts],
             "sent": self._rounds.sent if self._outer else [],
@@ -202,7 +202,7 @@ class Trainer:
             own.copy_(state[saved])
         self.num_steps, self._exchange_s = state["num_steps"], state["exchange_s"]
         self._is_diverged, self._losses, self._seen = state["is_diverged"], state["losses"], state["seen"]
-        self._descent.optimizer.load_state_dict(state["optimizer"])
+        self._descent.optimizers[0].load_state_dict(state["optimizer"])
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])
             self._rounds.load(self.num_steps, state["sent"], is_start=False)

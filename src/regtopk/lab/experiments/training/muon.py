@@ -1,0 +1,124 @@
+"""Muon (Jordan et al., 2024) for the matrices in a transformer's blocks: torch's, and one for many models."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from regtopk.core.worker import Layout
+
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration
+NUM_ITERATIONS = 5
+EPS = 1e-7
+# updates as large as AdamW's, so that its learning rates fit; whoever uses it lets matrices decay
+TorchMuon = partial(
+    torch.optim.Muon,
+    weight_decay=0.0,
+    momentum=MOMENTUM,
+    nesterov=True,
+    ns_coefficients=COEFFICIENTS,
+    eps=EPS,
+    ns_steps=NUM_ITERATIONS,
+    adjust_lr_fn="match_rms_adamw",
+)
+
+
+def is_for_muon(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix in a block: embeddings, an output layer, norms and biases are not."""
+    return len(shape) == 2 and name.startswith("blocks.")
+
+
+class FlatMuon(Optimizer):
+    """Muon on the blocks' matrices of flat models (..., J), another optimizer on the rest of them.
+
+    Each model goes its own way, as it would with torch.optim.Muon:
+
+        B := B + (1 - momentum) (g - B)
+        theta := theta - lr 0.2 sqrt(max(m, n)) orthogonalise(g + momentum (B - g))
+
+    Matrices of one shape, of all layers and models, are one batch.
+
+    Args:
+        models: the flat models.
+        layout: which parameter owns which entries.
+        make_rest: the other optimizer, from parameters and lr.
+        lr: learning rate of both, which `param_groups` holds.
+    """
+
+    def __init__(
+        self, models: Tensor, layout: Layout, make_rest: Callable[..., Optimizer], lr: float
+    ) -> None:
+        super().__init__([models], {"lr": lr})
+        self._models = models
+        self._matrices: dict[tuple[int, ...], list[slice]] = {}  # by shape
+        self._rest_at: list[slice] = []
+        for layer in layout.layers:
+            is_matrix = is_for_muon(layer.name, layer.shape)
+            own = self._matrices.setdefault(layer.shape, []) if is_matrix else self._rest_at
+            own.append(slice(layer.start, layer.start + layer.numel))
+        self._rest = torch.cat([models[..., at] for at in self._rest_at], -1)
+        self._rest_optimizer = make_rest([self._rest], lr=lr)
+        for shape, places in self._matrices.items():
+            self.state[models][_key(shape)] = models.new_zeros(*models.shape[:-1], len(places), *shape)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step by the gradients that the models hold."""
+        models, grads, lr = self._models, self._models.grad, self.param_groups[0]["lr"]
+        assert grads is not None
+        for shape, places in self._matrices.items():
+            grad = torch.stack([grads[..., at].unflatten(-1, shape) for at in places], -3)
+            momentum = self.state[models][_key(shape)].lerp_(grad, 1 - MOMENTUM)
+            update = orthogonalise(grad.lerp(momentum, MOMENTUM)).flatten(-2)
+            for place, at in enumerate(places):
+                models[..., at].add_(update[..., place, :], alpha=-lr * (0.2 * math.sqrt(max(shape))))
+        rest = [models[..., at] for at in self._rest_at]
+        self._rest.copy_(torch.cat(rest, -1))
+        self._rest.grad = torch.cat([grads[..., at] for at in self._rest_at], -1)
+        self._rest_optimizer.param_groups[0]["lr"] = lr
+        self._rest_optimizer.step()
+        torch._foreach_copy_(rest, list(self._rest.split([part.shape[-1] for part in rest], -1)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momenta, and the state of the other optimizer."""
+        return {**super().state_dict(), "rest": self._rest_optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        own = dict(state_dict)
+        self._rest_optimizer.load_state_dict(own.pop("rest"))
+        super().load_state_dict(own)
+
+
+def _key(shape: tuple[int, ...]) -> str:
+    """What the momenta of matrices of a shape are called in a state."""
+    return "momenta {} x {}".format(*shape)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """What torch.optim.Muon makes of each of (..., m, n): U S V^T with S near 1, in bfloat16.
+
+    On a GPU all of them are one batch. Elsewhere they go one by one: a batch is hardly faster there, and on
+    some CPUs sums of a batch have another order than those of `torch.optim.Muon`.
+    """
+    batch = matrices.flatten(0, -3)
+    found = _iterate(batch) if batch.is_cuda else torch.stack([_iterate(matrix) for matrix in batch])
+    return found.view(matrices.shape)
+
+
+def _iterate(x: Tensor) -> Tensor:
+    """The Newton-Schulz iteration on a matrix (m, n), or on a batch of them."""
+    a, b, c = COEFFICIENTS
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.bfloat16().mT if is_tall else x.bfloat16()
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS))
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
