@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from regtopk.distributed.state.parameters import is_dtensor
-from regtopk.distributed.state.saved import kept_ranks, refuse_missing
-from regtopk.distributed.state.shards import like, local
+from regtopk.distributed.state.saved import kept_ranks, malformed, refuse_missing
+from regtopk.distributed.state.shards import copied, like, local
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, weighted_mean
 from regtopk.errors import StateError
@@ -88,7 +88,7 @@ def loaded(
     """
     if not isinstance(saved, dict) or "updates" not in saved:
         raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
-    try:
+    with malformed():
         updates = saved["updates"]
         is_same = saved["weights"] == weights and not saved.get("lost")
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
@@ -99,10 +99,6 @@ def loaded(
             mine = saved["workers"][str(rank)]["updates"][0]
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
         _check(model, rounds, updates, new)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
 
@@ -201,14 +197,3 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def copied(thing: Any) -> Any:
-    """A copy on the CPU; of a DTensor, of this rank's part."""
-    if isinstance(thing, Tensor):
-        return local(thing).detach().to("cpu", copy=True)
-    if isinstance(thing, dict):
-        return {key: copied(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(copied(value) for value in thing)
-    return thing
