@@ -30,6 +30,7 @@ from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import LocalRounds, Rounds
 
+TIMES = ("every", "delay", "fragments", "mix")
 _log = logging.getLogger("regtopk")
 
 
@@ -41,10 +42,40 @@ def kind_of(
         f"after round %d a {peer}'s update was not finite: all {peer}s went back to where the round began; "
         "total.num_skipped counts such rounds"
     )
-    times = {name: getattr(rounds, name) for name in ("every", "delay", "fragments", "mix")}
+    times = {name: getattr(rounds, name) for name in TIMES}
     takes_turns = rounds.fragments > 1
     parts = tuple(model.fragments) if takes_turns else ()
     return Kind(call, warning, tuple({**times, **model.describe()}.items()), parts, takes_turns, has_thread)
+
+
+class UpdateOptions(ExchangeOptions, total=False):
+    """What every exchange of updates takes, as keywords: see `UpdateExchange`."""
+
+    every: int
+    delay: int
+    fragments: int
+    mix: float
+    outer: Outer | None
+    buffers: How
+
+
+def prepared(
+    parameters: nn.Module | NamedParameters,
+    optimizer: Optimizer,
+    algorithm: Algorithm[Any],
+    options: UpdateOptions,
+    anchors: Anchors = "device",
+) -> tuple[Rounds, LocalModel, Options]:
+    """The times, the model and the other options of an exchange of updates, checked."""
+    others: dict[str, Any] = dict(options)
+    rounds = Rounds("updates", **{name: others.pop(name) for name in TIMES if name in others})
+    rounds.check_times()
+    outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
+    checked = Options(**others)
+    model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments)
+    if rounds.fragments > 1:
+        refuse_k(algorithm)
+    return rounds, model, replace(checked, dense_steps=-(-checked.dense_steps // rounds.every))  # as rounds
 
 
 class UpdatesBase(Counted):
@@ -56,7 +87,6 @@ class UpdatesBase(Counted):
         """Make rounds after the optimizer's steps from now on."""
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
-        self._num_steps = 0
         self._is_agreed = False
         before, after = model.optimizer.register_step_pre_hook, model.optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
@@ -64,7 +94,7 @@ class UpdatesBase(Counted):
     @property
     def num_steps(self) -> int:
         """How many steps this rank's optimizer has made, those of skipped rounds included."""
-        return self._num_steps
+        return self._rounds.num_steps
 
     @property
     def num_rounds(self) -> int:
@@ -134,7 +164,6 @@ class UpdatesBase(Counted):
         if found_inf is not None and bool(found_inf):
             return
         self._maker.check_usable()
-        self._num_steps += 1  # before a peer's state is taken, which counts this step too
         self._rounds.after_step()
 
 
@@ -182,16 +211,17 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             (name, parameter) pairs, in the same order on every rank. Buffers are a module's alone.
         optimizer: what trains exactly these parameters; frozen ones may be among them.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
-        every: how many optimizer steps a round has.
-        delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 to
-            every - 1. It needs the memory of one more model.
-        fragments: how many parts of the model take turns, 1 to every; parts are of about the same size.
-        mix: in [0, 1], how much is kept of what the rank has learned during the delay.
+        every: how many optimizer steps a round has; 1 if not given.
+        delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not
+            given) to every - 1. It needs the memory of one more model.
+        fragments: how many parts of the model take turns, 1 (if not given) to every; parts are of about the
+            same size.
+        mix: in [0, 1], how much is kept of what the rank has learned during the delay; 1 if not given.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
-        buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" averages
-            floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank 0's of all,
-            "local" leaves each rank its own.
+        buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" (if not
+            given) averages floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank
+            0's of all, "local" leaves each rank its own.
         anchors: where theta_start is kept between rounds: "device", where the parameters are; or "cpu", in
             pinned memory, from which every round copies it and back.
         options: see `regtopk.ExchangeOptions`. Of a sharded model, `outer` gets this rank's parts.
@@ -208,33 +238,20 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         optimizer: Optimizer,
         algorithm: Algorithm[Any],
         *,
-        every: int = 1,
-        delay: int = 0,
-        fragments: int = 1,
-        mix: float = 1.0,
-        outer: Outer | None = None,
-        buffers: How = "mean",
         anchors: Anchors = "device",
-        **options: Unpack[ExchangeOptions],
+        **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
-        rounds.check_times()
-        checked = Options(**options)
-        model = LocalModel(parameters, optimizer, outer, buffers, anchors, fragments)
-        if fragments > 1:
-            refuse_k(algorithm)
-        if delay and (model.is_sharded or anchors == "cpu"):
+        rounds, model, checked = prepared(parameters, optimizer, algorithm, options, anchors)
+        if rounds.delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
-            raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
+            raise ArgumentError(f"delay must be 0 with {what}, got {rounds.delay}")
         group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
-        if model.is_sharded:
-            model.shards = Shards(model.parameters.whole, group)
+        shards = Shards(model.parameters.whole, group) if model.is_sharded else None
         collectives = Collectives(group)
         if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
-        kind = kind_of("regtopk.UpdateExchange", model, rounds, has_thread=delay > 0)
-        checked = replace(checked, dense_steps=-(-checked.dense_steps // every))  # as rounds
-        steps = Steps(model.parameters, algorithm, collectives, checked, kind, model.shards)
+        kind = kind_of("regtopk.UpdateExchange", model, rounds, has_thread=rounds.delay > 0)
+        steps = Steps(model.parameters, algorithm, collectives, checked, kind, shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         warn_of_two_momenta(algorithm, optimizer)
@@ -266,7 +283,6 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             for names in self._model.fragments
         ]
         self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
-        self._num_steps = model.num_steps
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
         self._model.notice.has_loaded = False

@@ -24,7 +24,7 @@ from regtopk.distributed.state.parameters import (
     uncompiled,
 )
 from regtopk.distributed.state.saved_shards import Piece, Sharding
-from regtopk.distributed.state.shards import ShardedParameters, Shards, is_sharded, local, refuse_hooks
+from regtopk.distributed.state.shards import ShardedParameters, is_sharded, local, refuse_hooks
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
@@ -70,7 +70,6 @@ class LocalModel:
         has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
         self.is_sharded = has_units or is_sharded(named_pairs(source))  # units may show whole parameters
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
-        self.shards: Shards | None = None
         self.optimizer = optimizer
         named = self.parameters.named
         optimizers.check_inner(optimizer, self.parameters.whole)
@@ -202,10 +201,9 @@ class LocalModel:
         """Give the model theta_start."""
         torch._foreach_copy_(self.own(self.start), list(self.start.values()))
 
-    def take_back(self) -> None:
+    def take_back(self, shards: Collectives | None) -> None:
         """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
         self.buffers.take_back()
-        shards = None if self.shards is None else self.shards.collectives
         optimizers.restart_spoiled(self.optimizer, shards)
 
     def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def describe_outer(outer: Optimizer | None) -> dict[str, Any]:
     return {"class": type(outer).__name__, **json.loads(options)}
 
 
-def restart_spoiled(optimizer: Optimizer, shards: Collectives | None = None) -> None:
+def restart_spoiled(optimizer: Optimizer, shards: Collectives | None) -> None:
     """Let the state of a parameter start anew if it holds a NaN or inf, which would never leave it.
 
     `shards` are the ranks that hold the other parts of the parameters: all parts start anew, or none.
