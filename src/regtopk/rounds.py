@@ -1,8 +1,8 @@
 """What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
 `Rounds` are written as words of a method, DiLoCo as "dense:exchange=updates:every=16:outer=nesterov".
-`LocalRounds` decides which fragment of a model is sent when, what is applied when, and what is kept. Ranks,
-torchft's replicas and the simulator are each a `RoundMaker`.
+`LocalRounds` decides when what is sent, applied and kept; a `RoundMaker` does it: there is one for ranks, one
+for torchft's replicas and one for the simulator.
 """
 
 from abc import ABC, abstractmethod
@@ -56,13 +56,10 @@ class Rounds(NamedTuple):
 
     Args:
         exchange: gradients or updates.
-        every: steps that a worker takes by itself before an exchange of updates, >= 1.
+        every, delay, fragments, mix: as in `regtopk.UpdateExchange`.
         outer: none applies the aggregate as it is; sgd and nesterov take it for a gradient.
         outer_lr: learning rate of outer; None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov.
         outer_momentum: in [0, 1); None: 0 for sgd, 0.9 for nesterov, which needs some.
-        delay: steps from sending an update to applying the aggregate, 0 to every - 1.
-        fragments: parts of the model, 1 to every, whose rounds are evenly spread over `every` steps.
-        mix: in [0, 1], how much is kept of what a worker has learned during the delay.
     """
 
     exchange: str = "gradients"
@@ -82,10 +79,8 @@ class Rounds(NamedTuple):
     @property
     def outer_settings(self) -> Outer:
         """The settings of `outer`, defaults included."""
-        settings = OUTER[self.outer]
-        lr = settings.lr if self.outer_lr is None else self.outer_lr
-        momentum = settings.momentum if self.outer_momentum is None else self.outer_momentum
-        return Outer(lr, momentum, settings.nesterov)
+        given: dict[str, Any] = {"lr": self.outer_lr, "momentum": self.outer_momentum}
+        return OUTER[self.outer]._replace(**{name: x for name, x in given.items() if x is not None})
 
     def make_outer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that applies an aggregate of updates; none is SGD with a learning rate of 1."""
@@ -111,18 +106,14 @@ class Rounds(NamedTuple):
         """Refuse times at which no round can be made."""
         check_integer("every", self.every, at_least=1)
         for name, least, most in (("delay", 0, self.every - 1), ("fragments", 1, self.every)):
-            value = getattr(self, name)
+            value, rule = getattr(self, name), f"an integer from {least} to {most} with every = {self.every}"
             if type(value) is not int or not least <= value <= most:
-                raise ArgumentError(
-                    f"{name} must be an integer from {least} to {most} with every = {self.every}, got "
-                    f"{value!r}"
-                )
+                raise ArgumentError(f"{name} must be {rule}, got {value!r}")
         check_number("mix", self.mix, "in [0, 1]", lambda x: 0 <= x <= 1)
 
     def due(self, step: int) -> list[int]:
         """The fragments that are sent after so many steps."""
-        fragments = range(self.fragments) if step > 0 else ()
-        return [fragment for fragment in fragments if self.last_send(fragment, step) == step]
+        return [part for part in range(self.fragments) if self.last_send(part, step) == step > 0]
 
     def last_send(self, fragment: int, step: int) -> int:
         """After how many steps, at most so many, a fragment was last sent; 0: not yet."""

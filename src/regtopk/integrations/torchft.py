@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -26,7 +26,7 @@ from regtopk.distributed.state.shards import copied
 from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.collectives import Alone, BareCollectives
-from regtopk.distributed.updates.exchange import UpdateOptions, UpdatesBase, kind_of, prepared
+from regtopk.distributed.updates.exchange import UpdateOptions, UpdatesBase
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import LoadedModel, load_into
@@ -62,12 +62,7 @@ class QuorumRounds(RankRounds):
         self._num_seen = 0  # how many steps the replica had made then: those that theta_start has seen
         self._given: dict[str, Any] | None = None  # a peer's state, to go on from
         self._is_new = True  # whether this replica has made no round from the state that it has
-        # of this round:
-        self._num_steps = 0  # how many steps the replica had made when it began
-        self._has_senders = False  # whether anybody has something to send
-        self._is_committed = False
-        self._problem: Exception | None = None  # what went wrong
-        self._buffers: dict[str, Tensor] = {}  # as they were sent; then what all replicas made of them
+        self._is_committed = False  # whether the last round counts
 
     def join(self, rounds: LocalRounds) -> None:
         """Make rounds until one counts: with nothing to send, for the others' state."""
@@ -81,10 +76,13 @@ class QuorumRounds(RankRounds):
 
     def gather(self, clock: int, num_steps: int) -> tuple[int, int]:
         """Begin a round: see who is there, and take a peer's place if that one is ahead."""
-        self._problem, self._has_senders, self._num_steps = None, False, num_steps
+        self._num_steps = num_steps
+        self._problem: Exception | None = None
         self._manager.start_quorum()
+        self._has_senders = False  # whether anybody has something to send
         with self._reporting():
             self._has_senders = self._manager.errored() is None and self._compare()
+        # as they are sent; then what all replicas made of them
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         return self._rounds.next_send(self._turn_at), self._num_steps
 
@@ -118,7 +116,7 @@ class QuorumRounds(RankRounds):
         self.land_all()
         model, steps = self._model, self._steps
         begun = model.buffers.saved()["start"]
-        state = {
+        state: dict[str, Any] = {
             "num_rounds": steps.num_steps,
             "num_steps": self._num_seen,
             "turn_at": self._turn_at,
@@ -129,7 +127,7 @@ class QuorumRounds(RankRounds):
             "outer": {} if model.outer is None else model.outer.state_dict(),
             "shared": steps.buckets.shared(),
         }
-        return cast(dict[str, Any], copied(state))
+        return {name: copied(part) for name, part in state.items()}
 
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
@@ -140,7 +138,7 @@ class QuorumRounds(RankRounds):
         load_into(self._model, LoadedModel(outer_state=given["outer"], **same))
         self._steps.begin_from(given["shared"], given["num_rounds"])
         self._turn_at, self._num_seen = given["turn_at"], given["num_steps"]
-        self._given = None
+        self._num_steps, self._given = self._num_seen, None
 
     def _compare(self) -> bool:
         """Compare settings, and share the weights. Whether anybody has something to send."""
@@ -158,7 +156,6 @@ class QuorumRounds(RankRounds):
             compare(group, steps.settings)
         if self._given is not None:
             self.begin_from(self._given)
-            self._num_steps = self._num_seen
         if not bool(weights.any()):
             return False
         if self._is_new:  # it goes on from what those have learned who send
@@ -168,9 +165,8 @@ class QuorumRounds(RankRounds):
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
-        model, steps = self._model, self._steps
+        model, steps, buckets = self._model, self._steps, self._buckets_of(fragment)
         step: Step | None = None
-        buckets = self._buckets_of(fragment)
         with ExitStack() as stack:
             with self._reporting():
                 if self._has_senders:
@@ -220,20 +216,11 @@ class TorchftExchange(UpdatesBase):
     >>> ...                                  # train as on one process
 
     A round begins with a quorum: the replicas that are there take part, and the weights are theirs. It counts
-    only when `manager.should_commit()` says so. Otherwise the residual, theta_start and the outer optimizer
-    are as before it, the replica trains on from where it is, and the next round sends what this one did not.
-    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training.
+    only when `manager.should_commit()` says so; otherwise the next round sends what this one did not. Nothing
+    else may call `start_quorum` and `should_commit`. With `delay`, a step waits for the quorum alone.
 
-    A replica that is new, or was left behind, gets theta_start, both optimizers' states and what the
-    algorithm knows on all replicas from another one. It has no residual and weight zero in that round. It
-    waits for that round when it makes this object, at most the Manager's `quorum_timeout`.
-
-    What goes wrong in a round, settings that differ included, is told to `manager.report_error`. No error
-    leaves `optimizer.step()` but the Manager's own: that there is no quorum within `quorum_timeout`, or that
-    `max_retries` is exceeded. Nothing else may call `start_quorum` and `should_commit`.
-
-    For checkpoints on disk save `state_dict()` with `manager.state_dict()` on one replica, and load both on
-    every one before training.
+    A replica that is new, or was left behind, waits for a round, and goes on from another one's state. What
+    goes wrong in a round is told to `manager.report_error`. docs/elastic.md has more on this and on saving.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
@@ -244,7 +231,7 @@ class TorchftExchange(UpdatesBase):
             replicas that take part; None: 1. `process_group` and `handshake_timeout_s` are the Manager's.
     """
 
-    _peer = "replica"
+    _call, _peer = "regtopk.integrations.torchft.TorchftExchange", "replica"
     _maker: QuorumRounds
 
     @names_typos
@@ -256,7 +243,7 @@ class TorchftExchange(UpdatesBase):
         algorithm: Algorithm[Any],
         **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds, model, checked = prepared(parameters, optimizer, algorithm, options)
+        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
         pause = rounds.every // rounds.fragments
         if rounds.delay >= pause:
             raise ArgumentError(
@@ -274,7 +261,6 @@ class TorchftExchange(UpdatesBase):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
         if model.is_sharded:
             raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
-        kind = kind_of("regtopk.integrations.torchft.TorchftExchange", model, rounds, peer="replica")
         steps = Steps(model.parameters, algorithm, Alone(), replace(checked, weight=None), kind)
         _refuse_sums(algorithm, steps.buckets.all)
         model.make_room(steps.buckets.all)

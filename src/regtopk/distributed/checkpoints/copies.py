@@ -49,10 +49,8 @@ def meshes_of(thing: Any, state: Any) -> list[Any]:
 def fit_(name: str, thing: Any, saved: dict[str, Any]) -> None:
     """Refuse a state of another module or optimizer. This rank's parts of DTensors become DTensors again."""
     if isinstance(thing, Optimizer):
-        mine, theirs = (
-            [len(group["params"]) for group in groups]
-            for groups in (thing.param_groups, saved["param_groups"])
-        )
+        groups = thing.param_groups, saved["param_groups"]
+        mine, theirs = ([len(group["params"]) for group in each] for each in groups)
         if mine != theirs:
             raise StateError(f"{name} of the checkpoint must have groups of {mine} parameters, got {theirs}")
     if isinstance(thing, nn.Module):
@@ -81,8 +79,9 @@ def copies_of(things: dict[str, Any], *, writes_shared: bool) -> tuple[dict[str,
         state = thing.state_dict() if hasattr(thing, "state_dict") else thing
         if found := meshes_of(thing, state):
             meshes[name] = found
+        check = partial(_check_plain, name)
         if isinstance(thing, (nn.Module, Optimizer)) and not found:
-            shared[name] = copied(state, partial(_check_plain, name)) if writes_shared else None
+            shared[name] = copied(state, check) if writes_shared else None
         else:
-            own[name] = copied(state, partial(_check_plain, name))
+            own[name] = copied(state, check)
     return own, shared, meshes

@@ -34,20 +34,6 @@ TIMES = ("every", "delay", "fragments", "mix")
 _log = logging.getLogger("regtopk")
 
 
-def kind_of(
-    call: str, model: LocalModel, rounds: Rounds, peer: str = "rank", has_thread: bool = False
-) -> Kind:
-    """What tells an exchange of updates from others; `peer` is what those are that exchange."""
-    warning = (
-        f"after round %d a {peer}'s update was not finite: all {peer}s went back to where the round began; "
-        "total.num_skipped counts such rounds"
-    )
-    times = {name: getattr(rounds, name) for name in TIMES}
-    takes_turns = rounds.fragments > 1
-    parts = tuple(model.fragments) if takes_turns else ()
-    return Kind(call, warning, tuple({**times, **model.describe()}.items()), parts, takes_turns, has_thread)
-
-
 class UpdateOptions(ExchangeOptions, total=False):
     """What every exchange of updates takes, as keywords: see `UpdateExchange`."""
 
@@ -59,29 +45,36 @@ class UpdateOptions(ExchangeOptions, total=False):
     buffers: How
 
 
-def prepared(
-    parameters: nn.Module | NamedParameters,
-    optimizer: Optimizer,
-    algorithm: Algorithm[Any],
-    options: UpdateOptions,
-    anchors: Anchors = "device",
-) -> tuple[Rounds, LocalModel, Options]:
-    """The times, the model and the other options of an exchange of updates, checked."""
-    others: dict[str, Any] = dict(options)
-    rounds = Rounds("updates", **{name: others.pop(name) for name in TIMES if name in others})
-    rounds.check_times()
-    outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
-    checked = Options(**others)
-    model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments)
-    if rounds.fragments > 1:
-        refuse_k(algorithm)
-    return rounds, model, replace(checked, dense_steps=-(-checked.dense_steps // rounds.every))  # as rounds
-
-
 class UpdatesBase(Counted):
     """Counts the steps of an optimizer, and makes the rounds that are due."""
 
-    _peer = "rank"
+    _call, _peer = "regtopk.UpdateExchange", "rank"
+
+    def _prepared(
+        self,
+        parameters: nn.Module | NamedParameters,
+        optimizer: Optimizer,
+        algorithm: Algorithm[Any],
+        options: UpdateOptions,
+        anchors: Anchors = "device",
+    ) -> tuple[Rounds, LocalModel, Options, Kind]:
+        """The times, the model and the other options, checked; and what tells this exchange from others."""
+        others: dict[str, Any] = dict(options)
+        times = {name: others.pop(name, Rounds._field_defaults[name]) for name in TIMES}
+        rounds = Rounds("updates", **times)
+        rounds.check_times()
+        outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
+        checked = Options(**others)
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments)
+        if takes_turns := rounds.fragments > 1:
+            refuse_k(algorithm)
+        checked = replace(checked, dense_steps=-(-checked.dense_steps // rounds.every))  # as rounds
+        warning = (
+            f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
+            "the round began; total.num_skipped counts such rounds"
+        )
+        settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
+        return rounds, model, checked, Kind(self._call, warning, tuple(settings.items()), parts, takes_turns)
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
         """Make rounds after the optimizer's steps from now on."""
@@ -141,6 +134,8 @@ class UpdatesBase(Counted):
         self._maker.close()
         for hook in self._hooks:
             hook.remove()
+        self._steps.close()
+        attached.OPTIMIZERS.discard(self._model.optimizer)
 
     def _refuse_in_agreed(self, call: str) -> None:
         if self._is_agreed:
@@ -150,13 +145,12 @@ class UpdatesBase(Counted):
 
     def _before_step(self, *_: Any) -> None:
         self._refuse_in_agreed("optimizer.step")
-        if self._model.notice.has_loaded:
+        if self._model.notice.taken():
             _log.warning(
                 "the model has loaded weights after its exchange of updates was made: they count as an "
                 "update, of which only a part is sent. Load them before it is made, or all by its own "
                 "load_state_dict"
             )
-            self._model.notice.has_loaded = False
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -182,40 +176,24 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Use this with Adam, which then sees every gradient as it is, not the rare entries of a sparse one.
 
-    With `delay`, a round goes on beside training. When the aggregate is there, the rank adds what it has
-    learned since it sent its update:
+    With `delay`, a round goes on beside training, and a rank adds what it has learned since then, theta_n :=
+    theta_start - outer(d) + mix (theta_n - theta_n as it was sent). With `fragments`, parts of the model take
+    turns, as in Streaming DiLoCo. With either option the ranks' parameters always differ: call `finish()`
+    where they must not, at the end of training say.
 
-    theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
-
-    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the first is sent after
-    every // fragments steps, the last one after `every`. With either option the ranks' parameters always
-    differ: call `finish()` where they must not, at the end of training say.
-
-    All ranks start from rank 0's parameters and buffers. Load weights before you make the exchange: whatever
-    else changes parameters counts as part of the update.
-
-    A step that a GradScaler skips does not count: that rank reaches the end of the round one batch later, and
-    the others wait for it, at most the process group's timeout. So count by `num_steps`, not by batches,
-    where a loop ends and where it saves.
-
-    If any rank's update is not finite, all ranks return to where the round began, and `num_skipped` counts
-    the round. If a NaN has reached the optimizer's state of a parameter, that state starts anew.
-
-    `state_dict()` holds the model and both optimizers, too; it may be called inside a round. With the ranks
-    and weights that were saved, `load_state_dict` continues bit for bit. With others it conserves
-    sum_n w_n e_n, what ranks have learned inside a round included, and gives every rank's own optimizer the
-    weighted mean of the saved states.
+    All ranks start from rank 0's parameters and buffers. If any rank's update is not finite, all return to
+    where the round began, and `num_skipped` counts the round. `state_dict()` holds the model and both
+    optimizers, too. docs/training.md says how this goes with GradScalers, loaded weights and other ranks.
 
     Args:
-        parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
-            (name, parameter) pairs, in the same order on every rank. Buffers are a module's alone.
+        parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in
+            the same order on every rank. Buffers are a module's alone.
         optimizer: what trains exactly these parameters; frozen ones may be among them.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
         every: how many optimizer steps a round has; 1 if not given.
         delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not
             given) to every - 1. It needs the memory of one more model.
-        fragments: how many parts of the model take turns, 1 (if not given) to every; parts are of about the
-            same size.
+        fragments: how many parts, of about the same size, take turns, 1 (if not given) to every.
         mix: in [0, 1], how much is kept of what the rank has learned during the delay; 1 if not given.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
@@ -241,7 +219,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         anchors: Anchors = "device",
         **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds, model, checked = prepared(parameters, optimizer, algorithm, options, anchors)
+        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options, anchors)
         if rounds.delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
             raise ArgumentError(f"delay must be 0 with {what}, got {rounds.delay}")
@@ -250,7 +228,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         collectives = Collectives(group)
         if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
-        kind = kind_of("regtopk.UpdateExchange", model, rounds, has_thread=rounds.delay > 0)
+        kind = replace(kind, has_thread=rounds.delay > 0)
         steps = Steps(model.parameters, algorithm, collectives, checked, kind, shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
@@ -285,13 +263,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._model.notice.has_loaded = False
-
-    def close(self) -> None:
-        """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        super().close()
-        ExchangeBase.close(self)
-        attached.OPTIMIZERS.discard(self._model.optimizer)
+        self._model.notice.taken()
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -37,11 +37,16 @@ Anchors = Literal["device", "cpu"]
 class LoadNotice:
     """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
 
-    has_loaded = False
+    _has_loaded = False
 
     def __call__(self, *_: Any) -> None:
         """Called by the module."""
-        self.has_loaded = True
+        self._has_loaded = True
+
+    def taken(self) -> bool:
+        """Whether it has, since this was last asked."""
+        has_loaded, self._has_loaded = self._has_loaded, False
+        return has_loaded
 
 
 class LocalModel:
@@ -82,9 +87,8 @@ class LocalModel:
         self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}
         self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there
         if anchors == "cpu":
-            kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
-            self._kept = kept.copy_(self._flat)
-            self._put_start(self._kept)
+            self._kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
+            self._put_start(self._kept.copy_(self._flat))
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
         self.outer = optimizers.make_outer(outer, list(self.start.values()))
@@ -105,9 +109,9 @@ class LocalModel:
     def sharding(self) -> Sharding:
         """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
         wholes = self.parameters.whole
-        pieces = [Piece(name, name, 0) for name in wholes]
         inner = optimizers.names_in(self.optimizer, wholes)
         outer = [] if self.outer is None else optimizers.names_in(self.outer, self.start)
+        pieces = [Piece(name, name, 0) for name in wholes]
         return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
@@ -200,11 +204,6 @@ class LocalModel:
     def write_back(self) -> None:
         """Give the model theta_start."""
         torch._foreach_copy_(self.own(self.start), list(self.start.values()))
-
-    def take_back(self, shards: Collectives | None) -> None:
-        """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
-        self.buffers.take_back()
-        optimizers.restart_spoiled(self.optimizer, shards)
 
     def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""

@@ -106,9 +106,8 @@ def weighted_mean(things: list[Any], weights: list[float]) -> Any:
             shares = shares if any(shares) else [1.0] * len(holders)
             means[key] = weighted_mean([things[n][key] for n in holders], shares)
         return means
-    if not isinstance(first, Tensor) or not first.is_floating_point():
-        return first
-    if all(torch.equal(first, other) for other in things[1:]):
+    is_number = isinstance(first, Tensor) and first.is_floating_point()
+    if not is_number or all(torch.equal(first, other) for other in things[1:]):
         return first
     total = torch.zeros_like(first, dtype=torch.float64)
     for weight, tensor in zip(weights, things, strict=True):

@@ -5,7 +5,7 @@ When a fragment is sent, when it is applied and what is kept is decided in regto
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,10 +18,11 @@ from regtopk.distributed.state.layout import into, subtract_
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.background import Background
 from regtopk.distributed.updates.model import LocalModel
+from regtopk.distributed.updates.optimizers import restart_spoiled
 from regtopk.errors import ClusterError
 from regtopk.rounds import RoundMaker, Rounds
 
-# How a round beside training ended: were all updates finite, and what to wait for before theta_start is read.
+# how a round beside training ended: were all updates finite, and what to wait for before theta_start is read
 Landing = tuple[bool, torch.cuda.Event | None]
 
 
@@ -52,7 +53,8 @@ class RankRounds(RoundMaker):
 
     def take_back(self) -> None:
         """Put buffers back; what a NaN has spoiled in the optimizer starts anew."""
-        self._model.take_back(self._steps.others)
+        self._model.buffers.take_back()
+        restart_spoiled(self._model.optimizer, self._steps.others)
 
     def check_usable(self) -> None:
         """Raise what went wrong in a round that is under way, or before."""
@@ -124,25 +126,23 @@ class RankRounds(RoundMaker):
         self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int
     ) -> Iterator[Step]:
         """What ranks do together: the aggregate gets into theta_start, if all updates are finite."""
-        steps, model = self._steps, self._model
-        with ExitStack() as stack:
-            try:
-                counted = steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps)
-                step = stack.enter_context(counted)
-            except ClusterError as error:
-                if error.__cause__ is None:  # all ranks are here, but differ
-                    raise
-                raise ClusterError(
-                    f"{error} Round {steps.num_turns} did not begin. If no rank has stopped: did every rank "
-                    "call optimizer.step() equally often? A step that a GradScaler skips does not count: "
-                    "count by num_steps, not by batches"
-                ) from error
-            if step.is_finite and outer is None:
-                step.exchange(into(model.start, subtract_))
-            elif step.is_finite:
-                step.exchange(into(model.update))
-                model.apply(outer, model.fragments[fragment])
-            yield step
+        steps, model, step = self._steps, self._model, None
+        try:
+            with steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps) as step:
+                if step.is_finite and outer is None:
+                    step.exchange(into(model.start, subtract_))
+                elif step.is_finite:
+                    step.exchange(into(model.update))
+                    model.apply(outer, model.fragments[fragment])
+                yield step
+        except ClusterError as error:
+            if step is not None or error.__cause__ is None:  # all ranks were here, and failed or differ
+                raise
+            raise ClusterError(
+                f"{error} Round {steps.num_turns} did not begin. If no rank has stopped: did every rank call "
+                "optimizer.step() equally often? A step that a GradScaler skips does not count: count by "
+                "num_steps, not by batches"
+            ) from error
 
     def _join_buffers(self, rank: Rank) -> None:
         buffers = self._model.buffers

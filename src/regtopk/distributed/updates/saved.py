@@ -82,9 +82,8 @@ def loaded(
 ) -> tuple[dict[str, Any], LoadedModel]:
     """What the steps and the model of a rank go on with; nothing changes yet.
 
-    On other ranks, or with other weights, than were saved, all begin from theta_start. What a rank has
-    learned inside a round goes into its residual, e_n := e_n + theta_start - theta_n, so that nothing is
-    lost. Every rank gets the weighted mean of the saved ranks' optimizer states and buffers.
+    On other ranks, or with other weights, than were saved, all begin from theta_start, with what was learned
+    inside a round in the residual, and the weighted mean of the ranks' optimizer states and buffers.
     """
     if not isinstance(saved, dict) or "updates" not in saved:
         raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
@@ -94,16 +93,14 @@ def loaded(
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
         if not is_same:
             saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
-            mine = _mean_of_ranks(saved)
-        else:
-            mine = saved["workers"][str(rank)]["updates"][0]
+        mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved)
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
         _check(model, rounds, updates, new)
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
 
 def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
-    """A state from inside a round, with what each rank has learned since in its residual."""
+    """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost."""
     workers = saved["workers"]
     if not any(worker["updates"][0]["parameters"] for worker in workers.values()):
         return saved
@@ -178,8 +175,8 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
-    mine = [len(group["params"]) for group in model.optimizer.param_groups]
-    saved = [len(group["params"]) for group in new.optimizer["param_groups"]]
+    groups = model.optimizer.param_groups, new.optimizer["param_groups"]
+    mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
         ("number of parameters of the optimizer's groups", mine, saved),
         ("shapes of start", model.parameters.shapes, _shapes(new.start)),
