@@ -263,7 +263,6 @@ class TorchftExchange(UpdatesBase):
             raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
         steps = Steps(model.parameters, algorithm, Alone(), replace(checked, weight=None), kind)
         _refuse_sums(algorithm, steps.buckets.all)
-        model.make_room(steps.buckets.all)
         maker = QuorumRounds(manager, float(weight), steps, model, rounds)
         self._follow(steps, model, rounds, maker)
         manager.register_state_dict_fn("regtopk", maker.take, maker.state_dict)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from regtopk.distributed.state.parameters import is_dtensor, uncompiled
-from regtopk.distributed.state.shards import copied, like, local
+from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.errors import ArgumentError, StateError
 
@@ -55,7 +55,7 @@ def fit_(name: str, thing: Any, saved: dict[str, Any]) -> None:
             raise StateError(f"{name} of the checkpoint must have groups of {mine} parameters, got {theirs}")
     if isinstance(thing, nn.Module):
         state = thing.state_dict()
-        expected, found = _shapes(state), _shapes(saved)
+        expected, found = shapes_of(state), shapes_of(saved)
         for key in {**expected, **found}:
             shape, got = expected.get(key, "nothing"), found.get(key, "nothing")
             if shape != got:
@@ -64,11 +64,6 @@ def fit_(name: str, thing: Any, saved: dict[str, Any]) -> None:
                 )
             if shape is not None and is_dtensor(state[key]):
                 saved[key] = like(saved[key].to(local(state[key]).device), state[key])
-
-
-def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    """Of this rank's parts; None for what is no tensor."""
-    return {key: tuple(local(x).shape) if isinstance(x, Tensor) else None for key, x in state.items()}
 
 
 def copies_of(things: dict[str, Any], *, writes_shared: bool) -> tuple[dict[str, Any], ...]:

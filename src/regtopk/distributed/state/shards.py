@@ -126,6 +126,11 @@ def copied(thing: Any, other: Callable[[Any], Any] = deepcopy) -> Any:
     return other(thing)
 
 
+def shapes_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes of this rank's parts; None for what is no tensor."""
+    return {key: tuple(local(x).shape) if isinstance(x, Tensor) else None for key, x in state.items()}
+
+
 def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:
     """A part as this rank's of a DTensor that is cut like another, on the same or another kind of device."""
     mesh = whole.device_mesh

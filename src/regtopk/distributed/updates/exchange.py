@@ -77,7 +77,9 @@ class UpdatesBase(Counted):
         return rounds, model, checked, Kind(self._call, warning, tuple(settings.items()), parts, takes_turns)
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
-        """Make rounds after the optimizer's steps from now on."""
+        """Start from rank 0's model, and make rounds after the optimizer's steps from now on."""
+        with torch.no_grad(), model.at_hand():
+            model.begin(steps.collectives, steps.buckets.all)
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
         self._is_agreed = False
@@ -107,6 +109,7 @@ class UpdatesBase(Counted):
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
 
     @contextmanager
+    @torch.no_grad()  # not of what the caller does meanwhile
     def agreed(self) -> Iterator[None]:
         """While this lasts, the model is theta_start, the same on all ranks: for evaluation, say.
 
@@ -118,16 +121,14 @@ class UpdatesBase(Counted):
         self._refuse_in_agreed("agreed")
         self._maker.land_all()
         model = self._model
-        with torch.no_grad():
-            kept = [own.detach().clone() for own in model.own(model.start)]
-            model.write_back()
+        kept = [own.detach().clone() for own in model.own(model.start)]
+        model.write_back()
         self._is_agreed = True
         try:
             yield
         finally:
             self._is_agreed = False
-            with torch.no_grad():
-                torch._foreach_copy_(model.own(model.start), kept)
+            torch._foreach_copy_(model.own(model.start), kept)
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
@@ -225,18 +226,15 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             raise ArgumentError(f"delay must be 0 with {what}, got {rounds.delay}")
         group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
         shards = Shards(model.parameters.whole, group) if model.is_sharded else None
-        collectives = Collectives(group)
         if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
-        steps = Steps(model.parameters, algorithm, collectives, checked, kind, shards)
+        steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         warn_of_two_momenta(algorithm, optimizer)
         warn_of_two_momenta(algorithm, model.outer)
         self._handshake_timeout_s = checked.handshake_timeout_s
-        with torch.no_grad(), model.at_hand():
-            model.begin(collectives, self._steps.buckets.all)
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.add(optimizer)
 

@@ -115,7 +115,7 @@ class LocalModel:
         return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
-        """Start from rank 0's model, and make room for the update."""
+        """Start from rank 0's model, and make room for the update: a vector for each bucket."""
         collectives.broadcast(self._flat.view(torch.uint8), 0)
         for tensor in (*self.frozen.values(), *self.buffers.named.values()):
             take_over_(local(tensor), collectives, self.parameters.device)
@@ -125,10 +125,6 @@ class LocalModel:
             self.parameters.end_means()
         modules = [] if self._module is None else self._module.modules()
         self.hooks = [part.register_load_state_dict_post_hook(self.notice) for part in modules]
-        self.make_room(buckets)
-
-    def make_room(self, buckets: list[Bucket]) -> None:
-        """Make room for the update: a vector for each bucket."""
         for bucket in buckets:
             vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
             self._vectors[bucket.names] = vector

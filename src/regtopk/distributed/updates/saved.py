@@ -19,6 +19,7 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from regtopk.distributed.state.parameters import is_dtensor
 from regtopk.distributed.state.saved import kept_ranks, malformed, refuse_missing
-from regtopk.distributed.state.shards import copied, like, local
+from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, weighted_mean
 from regtopk.errors import StateError
@@ -54,9 +55,7 @@ def add_to(
     saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
-    sent: dict[str, Tensor] = {}
-    for names, tensors in zip(model.fragments, rounds.sent, strict=True):
-        sent |= zip(names, tensors, strict=False)  # there are no tensors if it is not under way
+    sent = dict(chain(*map(zip, model.fragments, rounds.sent)))  # nothing of fragments that are not under way
     mine = {
         "num_steps": rounds.clock,
         "optimizer": copied(model.optimizer.state_dict()),
@@ -169,8 +168,8 @@ def shard_state(optimizer: Optimizer) -> None:
 
 def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
-    outer, buffers = describe_outer(model.outer), _shapes(model.buffers.saved()["now"])
-    begun = _shapes(new.buffers["start"])
+    outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
+    begun = shapes_of(new.buffers["start"])
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
     facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
@@ -179,9 +178,9 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
         ("number of parameters of the optimizer's groups", mine, saved),
-        ("shapes of start", model.parameters.shapes, _shapes(new.start)),
-        ("shapes of parameters", model.parameters.shapes, _shapes(new.parameters or new.start)),
-        ("shapes of buffers", buffers, _shapes(new.buffers["now"])),
+        ("shapes of start", model.parameters.shapes, shapes_of(new.start)),
+        ("shapes of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
+        ("shapes of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
     ]
     for what, expected, found in facts:
@@ -190,7 +189,3 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
