@@ -1,8 +1,8 @@
 """What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
 `Rounds` are written as words of a method, DiLoCo as "dense:exchange=updates:every=16:outer=nesterov".
-`LocalRounds` decides which fragment of a model is sent when, what is applied when, and what is kept. Ranks,
-torchft's replicas and the simulator are each a `RoundMaker`.
+`LocalRounds` decides when what is sent, applied and kept; a `RoundMaker` does it: there is one for ranks, one
+for torchft's replicas and one for the simulator.
 """
 
 from abc import ABC, abstractmethod
@@ -56,13 +56,10 @@ class Rounds(NamedTuple):
 
     Args:
         exchange: gradients or updates.
-        every: steps that a worker takes by itself before an exchange of updates, >= 1.
+        every, delay, fragments, mix: as in `regtopk.UpdateExchange`.
         outer: none applies the aggregate as it is; sgd and nesterov take it for a gradient.
         outer_lr: learning rate of outer; None: 1 for sgd and, as DiLoCo has it, 0.7 for nesterov.
         outer_momentum: in [0, 1); None: 0 for sgd, 0.9 for nesterov, which needs some.
-        delay: steps from sending an update to applying the aggregate, 0 to every - 1.
-        fragments: parts of the model, 1 to every, whose rounds are evenly spread over `every` steps.
-        mix: in [0, 1], how much is kept of what a worker has learned during the delay.
     """
 
     exchange: str = "gradients"
@@ -82,10 +79,8 @@ class Rounds(NamedTuple):
     @property
     def outer_settings(self) -> Outer:
         """The settings of `outer`, defaults included."""
-        settings = OUTER[self.outer]
-        lr = settings.lr if self.outer_lr is None else self.outer_lr
-        momentum = settings.momentum if self.outer_momentum is None else self.outer_momentum
-        return Outer(lr, momentum, settings.nesterov)
+        given: dict[str, Any] = {"lr": self.outer_lr, "momentum": self.outer_momentum}
+        return OUTER[self.outer]._replace(**{name: x for name, x in given.items() if x is not None})
 
     def make_outer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """The optimizer that applies an aggregate of updates; none is SGD with a learning rate of 1."""
@@ -111,25 +106,14 @@ class Rounds(NamedTuple):
         """Refuse times at which no round can be made."""
         check_integer("every", self.every, at_least=1)
         for name, least, most in (("delay", 0, self.every - 1), ("fragments", 1, self.every)):
-            value = getattr(self, name)
+            value, rule = getattr(self, name), f"an integer from {least} to {most} with every = {self.every}"
             if type(value) is not int or not least <= value <= most:
-                raise ArgumentError(
-                    f"{name} must be an integer from {least} to {most} with every = {self.every}, got "
-                    f"{value!r}"
-                )
+                raise ArgumentError(f"{name} must be {rule}, got {value!r}")
         check_number("mix", self.mix, "in [0, 1]", lambda x: 0 <= x <= 1)
-
-    def sends_at(self, fragment: int, step: int) -> bool:
-        """Whether a fragment's update is sent after so many steps."""
-        return step > 0 and self.last_send(fragment, step) == step
 
     def due(self, step: int) -> list[int]:
         """The fragments that are sent after so many steps."""
-        return [fragment for fragment in range(self.fragments) if self.sends_at(fragment, step)]
-
-    def receives_at(self, fragment: int, step: int) -> bool:
-        """Whether what a fragment has sent is applied after so many steps."""
-        return self.sends_at(fragment, step - self.delay)
+        return [part for part in range(self.fragments) if self.last_send(part, step) == step > 0]
 
     def last_send(self, fragment: int, step: int) -> int:
         """After how many steps, at most so many, a fragment was last sent; 0: not yet."""
@@ -177,9 +161,9 @@ class RoundMaker(ABC):
         self.send(fragment, num_steps)
         yield self.land(fragment)
 
-    def gather(self, clock: int) -> int:
-        """Before something is sent: where the schedule stands, if not there."""
-        return clock
+    def gather(self, clock: int, num_steps: int) -> tuple[int, int]:
+        """Before something is sent: where the schedule stands, and how many steps count as made."""
+        return clock, num_steps
 
     def take_back(self) -> None:  # noqa: B027 -- the simulator has nothing else
         """Return to where the round began with what there is beside parameters."""
@@ -196,19 +180,28 @@ class LocalRounds:
     If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
 
     Attributes:
-        clock: how many steps the optimizer has made.
+        num_steps: how many steps the optimizer has made.
+        clock: where the schedule stands: behind num_steps, if rounds did not count and were made again.
         sent: of each fragment that is under way, its parameters as they were sent; of others nothing.
     """
 
     def __init__(self, rounds: Rounds, maker: RoundMaker) -> None:
         self.rounds, self._maker = rounds, maker
         self._fragments = range(rounds.fragments)
-        self.load(0, [[] for _ in self._fragments], is_start=True)
+        self.begin(0, 0)
 
-    def load(self, clock: int, sent: list[list[Tensor]], *, is_start: bool) -> None:
+    def begin(self, num_steps: int, clock: int) -> None:
+        """Go on from theta_start after so many steps."""
+        self.num_steps, self.clock, self._is_start = num_steps, clock, True
+        self.sent: list[list[Tensor]] = [[] for _ in self._fragments]
+        self._exchanged_at = [num_steps for _ in self._fragments]
+        self._before = list(self._exchanged_at)  # the same before the last send, which may not count
+
+    def load(self, num_steps: int, sent: list[list[Tensor]], *, is_start: bool) -> None:
         """Go on after so many steps, with what was under way then."""
-        self.clock, self.sent, self._is_start = clock, sent, is_start
-        self._exchanged_at = [self.rounds.last_send(fragment, clock) for fragment in self._fragments]
+        self.begin(num_steps, num_steps)
+        self.sent, self._is_start = sent, is_start
+        self._exchanged_at = [self.rounds.last_send(fragment, num_steps) for fragment in self._fragments]
 
     @property
     def is_start(self) -> bool:
@@ -217,18 +210,20 @@ class LocalRounds:
 
     def after_step(self) -> None:
         """The optimizer has made a step: receive and send what is due."""
+        self.num_steps += 1
         clock = self.clock + 1
         if self.rounds.due(clock):
-            clock = self._maker.gather(clock)
+            clock, self.num_steps = self._maker.gather(clock, self.num_steps)
         self._is_start = False
+        sent, due = self.rounds.due(clock - self.rounds.delay), self.rounds.due(clock)
         for fragment in self._fragments:
-            if self.sent[fragment] and self.rounds.receives_at(fragment, clock):
+            if fragment in sent and self.sent[fragment]:
                 self._receive(fragment)
-            if self.rounds.sends_at(fragment, clock) and self.rounds.delay:
-                self._maker.send(fragment, self._num_since(fragment, clock))
+            if fragment in due and self.rounds.delay:
+                self._maker.send(fragment, self._num_since(fragment))
                 self.sent[fragment] = self._copies(fragment)
-            elif self.rounds.sends_at(fragment, clock):
-                self.exchange(fragment, clock)
+            elif fragment in due:
+                self.exchange(fragment)
         self.clock = clock
 
     def finish(self) -> None:
@@ -237,28 +232,28 @@ class LocalRounds:
             if self.sent[fragment]:
                 self._receive(fragment)
         for fragment in self._fragments if not self.is_start else ():
-            self.exchange(fragment, self.clock)
-        self._is_start = True
-        self._exchanged_at = [self.clock for _ in self._fragments]
+            self.exchange(fragment)
+        self.begin(self.num_steps, self.clock)
 
-    def exchange(self, fragment: int, clock: int) -> None:
-        """A whole round at once, after so many steps."""
-        with self._maker.exchange(fragment, self._num_since(fragment, clock)) as outcome:
+    def exchange(self, fragment: int) -> None:
+        """A whole round at once."""
+        with self._maker.exchange(fragment, self._num_since(fragment)) as outcome:
             self._go_on(fragment, outcome)
 
     def _receive(self, fragment: int) -> None:
         with self._maker.receive(fragment) as outcome:
             self._go_on(fragment, outcome)
 
-    def _num_since(self, fragment: int, clock: int) -> int:
+    def _num_since(self, fragment: int) -> int:
         """How many steps there were since a fragment was exchanged, which it is now."""
-        before, self._exchanged_at[fragment] = self._exchanged_at[fragment], clock
-        return clock - before
+        self._before[fragment], self._exchanged_at[fragment] = self._exchanged_at[fragment], self.num_steps
+        return self.num_steps - self._before[fragment]
 
     def _go_on(self, fragment: int, outcome: bool | None) -> None:
         """Begin a fragment's next round from theta_start, which the aggregate is in; or skip the round."""
         sent, self.sent[fragment] = self.sent[fragment], []
-        if outcome is None:
+        if outcome is None:  # its steps belong to the next round
+            self._exchanged_at[fragment] = self._before[fragment]
             return
         if not outcome:
             self._skip()

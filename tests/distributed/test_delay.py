@@ -52,8 +52,8 @@ def test_fragments_take_turns_and_none_is_left_out() -> None:
         for fragments in range(1, every + 1):
             for delay in range(every):
                 rounds = Rounds("updates", every=every, delay=delay, fragments=fragments)
-                sent = [[s for s in range(1, 25) if rounds.sends_at(p, s)] for p in range(fragments)]
-                got = [[s for s in range(1, 25) if rounds.receives_at(p, s)] for p in range(fragments)]
+                sent = [[s for s in range(1, 25) if p in rounds.due(s)] for p in range(fragments)]
+                got = [[s for s in range(1, 25) if p in rounds.due(s - delay)] for p in range(fragments)]
                 assert len({s for steps in sent for s in steps}) == sum(map(len, sent))  # one at a time
                 for mine, theirs in zip(sent, got, strict=True):
                     assert all(b - a == every for a, b in pairwise(mine)) and mine[0] <= every

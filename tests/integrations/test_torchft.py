@@ -63,6 +63,9 @@ class After(NamedTuple):
     pid: int
     num_rounds: int
     num_failed: int
+    num_steps: int
+    num_seen: int  # the steps that theta_start has seen
+    dense_bytes: int
     weights: list[float]
     residual_norm: float
     tensors: list[Tensor]  # theta_start, buffers, and the outer optimizer's state
@@ -109,7 +112,7 @@ class Replicas:
                 told = self._pipes[number].recv()
                 assert isinstance(told, After), told
                 self.heard[number].append(told)
-            assert time.monotonic() < deadline, [[a[:5] for a in told[-3:]] for told in self.heard]
+            assert time.monotonic() < deadline, [[a[:8] for a in told[-3:]] for told in self.heard]
 
     def answer(self, number: int, timeout_s: float = 120) -> Any:
         """The next thing that a replica tells."""
@@ -208,6 +211,9 @@ def _after(exchange: TorchftExchange, model: nn.Module) -> After:
         os.getpid(),
         state["num_rounds"],
         exchange.num_failed,
+        exchange.num_steps,
+        state["num_steps"],
+        exchange.total.dense_bytes,
         exchange.weights,
         exchange.total.residual_norm,
         [*state["start"].values(), *state["buffers"]["start"].values(), *momenta],
@@ -222,6 +228,7 @@ def _check_alike(told: list[list[After]], from_round: int, first: int) -> None:
         for number, after in _committed(other).items():
             if number >= from_round and number in mine and other is not told[first]:
                 assert all(map(torch.equal, after.tensors, mine[number].tensors)), f"round {number}"
+                assert after.num_seen == mine[number].num_seen, f"round {number}"
                 num_compared += 1
     assert num_compared >= 2
 
@@ -271,6 +278,7 @@ def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas, option
     assert (joined[0].residual_norm, sorted(joined[0].weights)) == (0, [0, 0.5, 0.5])  # when it had joined
     assert joined[1].weights == [1 / 3] * 3
     assert joined[1].residual_norm > 0
+    assert joined[1].num_steps in [a.num_steps for a in replicas.heard[0] if a[1] == joined[1].num_rounds]
     _check_alike([*replicas.heard[:2], joined], joined[0].num_rounds, first=2)
     assert all(len({a.pid for a in told}) == 1 for told in replicas.heard[:2])
 
@@ -298,6 +306,8 @@ def test_a_replica_that_the_others_are_ahead_of_goes_on_from_them(replicas: Repl
     assert (behind.num_rounds, ahead.weights) == (2, [0.5, 0.5])
     healed = next(a for a in replicas.heard[1] if a.num_rounds > 2)
     assert (healed.num_rounds, healed.residual_norm, healed.weights) == (4, 0, [1, 0])
+    for after in (a for told in replicas.heard for a in told):
+        assert after.dense_bytes == after.num_seen * 4 * 83  # two replicas send all of it
     _check_alike(replicas.heard, 1, first=0)
 
 
@@ -365,6 +375,8 @@ def _fail_in_a_round(options: dict[str, Any]) -> None:
         """theta_start, the residual and what was learned since are all that was learned: no more, no less."""
         state = exchange.state_dict()
         assert (state["num_rounds"], exchange.num_failed) == (num_rounds, num_failed)
+        num_seen = pause * (num_rounds + min(num_failed, num_rounds - num_before))
+        assert state["num_steps"] == num_seen  # a round that failed has the steps of the next one
         found = _flat(dict(model.named_parameters())) - first - _residual(exchange)
         torch.testing.assert_close(found, learned)
 
@@ -384,9 +396,10 @@ def _fail_in_a_round(options: dict[str, Any]) -> None:
         exchange.load_state_dict(before)  # as from a disk: all but the residual and what was learned since
         with exchange.agreed():
             assert torch.equal(_flat(dict(model.named_parameters())), _flat(before["start"]))
-        assert not _residual(exchange).any() and exchange.num_steps == before["num_steps"]
+        assert not _residual(exchange).any() and exchange.num_steps == num_before * pause
         train(2 * pause + delay)
-        assert exchange.state_dict()["num_rounds"] == num_before + 2
+        after = exchange.state_dict()
+        assert after["num_rounds"] == after["num_steps"] // pause == num_before + 2
     finally:
         exchange.close()
         manager.shutdown()
@@ -408,6 +421,11 @@ def _residual(exchange: TorchftExchange) -> Tensor:
     [
         ({"algorithm": EF21(density=0.5)}, r"keep no sum over all replicas.*'ef21', which keeps 'aggregate'"),
         ({"every": 4, "fragments": 2, "delay": 2}, r"delay must be less than every // fragments, 2, .*got 2"),
+        ({"process_group": 0}, "^process_group must not be given, as the Manager has a group, got 0$"),
+        (
+            {"handshake_timeout_s": 30},
+            "^handshake_timeout_s must not be given, as the Manager has quorum_timeout, got 30$",
+        ),
     ],
 )
 def test_bad_input(options: dict[str, Any], text: str) -> None:

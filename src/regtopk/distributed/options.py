@@ -117,9 +117,10 @@ def names_typos(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def known_options(function: Callable[..., Any]) -> list[str]:
-    """The names that a call takes: its own, and those of `ExchangeOptions` for its **options."""
-    own = list(signature(function).parameters)
-    return [*own[:-1], *ExchangeOptions.__annotations__] if own[-1] == "options" else own
+    """The names that a call takes: its own, and those of the TypedDict that its **options are."""
+    *own, last = signature(function).parameters.values()
+    others = get_args(last.annotation)[0].__annotations__ if last.name == "options" else [last.name]
+    return [*(each.name for each in own), *others]
 
 
 def refuse_typos(call: str, given: Iterable[str], known: list[str]) -> None:

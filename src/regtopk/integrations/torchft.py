@@ -12,27 +12,26 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.core.options import check_positive
-from regtopk.distributed.options import ExchangeOptions, Options, names_typos, refuse_k
+from regtopk.distributed.options import names_typos
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import NamedParameters
+from regtopk.distributed.state.shards import copied
 from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.collectives import Alone, BareCollectives
-from regtopk.distributed.updates.buffers import How
-from regtopk.distributed.updates.exchange import UpdatesBase, kind_of
+from regtopk.distributed.updates.exchange import UpdateOptions, UpdatesBase
 from regtopk.distributed.updates.model import LocalModel
-from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
-from regtopk.distributed.updates.saved import LoadedModel, copied, load_into
+from regtopk.distributed.updates.saved import LoadedModel, load_into
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
-from regtopk.rounds import Rounds
+from regtopk.rounds import LocalRounds, Rounds
 
 try:
     from torchft.manager import Manager
@@ -42,6 +41,7 @@ except ImportError as error:
         "regtopk.integrations.torchft needs torchft: pip install 'regtopk[torchft]'"
     ) from error
 
+_MANAGED = {"process_group": "a group", "handshake_timeout_s": "quorum_timeout"}  # what the Manager has
 _log = logging.getLogger("regtopk")
 
 
@@ -58,22 +58,33 @@ class QuorumRounds(RankRounds):
         super().__init__(steps, model, rounds)
         self._manager, self._weight = manager, weight
         self.num_failed = 0
-        self.turn_at = 0  # the clock of the last round that counts
-        self.given: dict[str, Any] | None = None  # a peer's state, to go on from
-        self.is_new = True  # whether this replica has made no round from the state that it has
-        self._has_senders = False  # whether anybody has something to send in this round
-        self.is_committed = False
-        self.problem: Exception | None = None  # what went wrong in this round
-        self._buffers: dict[str, Tensor] = {}  # as they were sent; then what all replicas made of them
+        self._turn_at = 0  # the clock of the last round that counts
+        self._num_seen = 0  # how many steps the replica had made then: those that theta_start has seen
+        self._given: dict[str, Any] | None = None  # a peer's state, to go on from
+        self._is_new = True  # whether this replica has made no round from the state that it has
+        self._is_committed = False  # whether the last round counts
 
-    def gather(self, clock: int) -> int:
+    def join(self, rounds: LocalRounds) -> None:
+        """Make rounds until one counts: with nothing to send, for the others' state."""
+        while not self._is_committed:
+            clock, _ = self.gather(0, 0)
+            rounds.exchange(self._rounds.due(clock)[0])
+            if isinstance(self._problem, RegtopkError):  # the replicas differ; all else may pass
+                raise self._problem
+        self.num_failed = 0
+        rounds.begin(self._num_steps, self._turn_at)
+
+    def gather(self, clock: int, num_steps: int) -> tuple[int, int]:
         """Begin a round: see who is there, and take a peer's place if that one is ahead."""
-        self.problem, self._has_senders = None, False
+        self._num_steps = num_steps
+        self._problem: Exception | None = None
         self._manager.start_quorum()
+        self._has_senders = False  # whether anybody has something to send
         with self._reporting():
             self._has_senders = self._manager.errored() is None and self._compare()
+        # as they are sent; then what all replicas made of them
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
-        return self._rounds.next_send(self.turn_at)
+        return self._rounds.next_send(self._turn_at), self._num_steps
 
     @contextmanager
     def exchange(self, fragment: int, num_steps: int) -> Iterator[bool | None]:
@@ -87,23 +98,47 @@ class QuorumRounds(RankRounds):
         with self._reporting():
             super().send(fragment, num_steps)
         if fragment not in self._flights:
-            self.is_committed = bool(self._manager.should_commit())  # which it is not
+            self._is_committed = bool(self._manager.should_commit())  # which it is not
 
     @contextmanager
     def receive(self, fragment: int) -> Iterator[bool | None]:
         """Wait for the aggregate."""
         yield self._outcome(fragment, self.land(fragment))
 
+    def take(self, given: dict[str, Any]) -> None:
+        """Called by the Manager in a quorum: go on from a peer's state when settings have been compared."""
+        self._given, self._is_new = given, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a new replica goes on from: all but this replica's residual and local steps."""
+        if self._given is not None:  # the round that it came in failed, and this replica will begin from it
+            return self._given
+        self.land_all()
+        model, steps = self._model, self._steps
+        begun = model.buffers.saved()["start"]
+        state: dict[str, Any] = {
+            "num_rounds": steps.num_steps,
+            "num_steps": self._num_seen,
+            "turn_at": self._turn_at,
+            "start": model.start,
+            "frozen": model.frozen,
+            "buffers": {"now": begun, "start": begun},
+            "optimizer": model.optimizer.state_dict(),
+            "outer": {} if model.outer is None else model.outer.state_dict(),
+            "shared": steps.buckets.shared(),
+        }
+        return {name: copied(part) for name, part in state.items()}
+
     def begin_from(self, given: dict[str, Any]) -> None:
         """Take a peer's place: all is as there, but for the residual, which is zero."""
+        self.load([])
         for name, tensor in given["frozen"].items():
             self._model.frozen[name].copy_(tensor)
         same = {name: given[name] for name in ("num_steps", "start", "optimizer", "buffers")}
         load_into(self._model, LoadedModel(outer_state=given["outer"], **same))
-        self._steps.buckets.begin_from(given["shared"])
-        self._steps.num_steps = given["num_rounds"]
-        self.turn_at = given["turn_at"]
-        self.given = None
+        self._steps.begin_from(given["shared"], given["num_rounds"])
+        self._turn_at, self._num_seen = given["turn_at"], given["num_steps"]
+        self._num_steps, self._given = self._num_seen, None
 
     def _compare(self) -> bool:
         """Compare settings, and share the weights. Whether anybody has something to send."""
@@ -114,49 +149,50 @@ class QuorumRounds(RankRounds):
             raise ClusterError("manager must have world_size_mode=DYNAMIC: some replicas are spare")
         group = BareCollectives(bare, rank, num_replicas)  # as it is in this quorum
         stamp = crc32(repr(steps.settings).encode())
-        mine = [0.0 if self.is_new else self._weight, float(stamp)]
+        mine = [0 if self._is_new else self._weight, stamp, self._num_steps]
         everyone = group.all_gather(torch.tensor(mine, dtype=torch.float64, device=steps.device)).cpu()
-        if bool((everyone[:, 1] != stamp).any()):
+        weights, stamps, num_steps = everyone.unbind(1)
+        if bool((stamps != stamp).any()):
             compare(group, steps.settings)
-        if self.given is not None:
-            self.begin_from(self.given)
-        weights = everyone[:, 0]
+        if self._given is not None:
+            self.begin_from(self._given)
         if not bool(weights.any()):
             return False
+        if self._is_new:  # it goes on from what those have learned who send
+            self._num_steps = int(num_steps[weights > 0].max())
         steps.regroup(group, weights / weights.sum())
         return True
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """Exchange an update, and ask whether that counts: then the aggregate gets into theta_start."""
-        model, steps = self._model, self._steps
+        model, steps, buckets = self._model, self._steps, self._buckets_of(fragment)
         step: Step | None = None
-        buckets, num_dense = self._buckets_of(fragment), self._rounds.every
         with ExitStack() as stack:
             with self._reporting():
                 if self._has_senders:
-                    counted = steps.step(vectors, buckets, num_dense=num_dense, can_be_taken_back=True)
+                    counted = steps.step(vectors, buckets, num_dense=num_steps, can_be_taken_back=True)
                     step = stack.enter_context(counted)
                     if step.is_finite:
                         step.exchange(into(model.update))
                         if self._is_last(fragment):
                             self._buffers = model.buffers.joined(steps.rank, steps.device, self._buffers)
-            self.is_committed = bool(self._manager.should_commit())
-            if step is not None and not self.is_committed:
+            self._is_committed = bool(self._manager.should_commit())
+            if step is not None and not self._is_committed:
                 step.take_back()
             elif step is not None:
-                self.turn_at = self._rounds.next_send(self.turn_at)
+                self._turn_at, self._num_seen = self._rounds.next_send(self._turn_at), self._num_steps
                 if step.is_finite:
                     model.apply(outer, model.fragments[fragment])
         return step is None or step.is_finite
 
     def _outcome(self, fragment: int, is_finite: bool) -> bool | None:
         """Whether all updates were finite; None: the round does not count, or nobody had anything to send."""
-        if not self.is_committed:
+        if not self._is_committed:
             self.num_failed += 1
-            why = self.problem or self._manager.errored()
+            why = self._problem or self._manager.errored()
             _log.warning("round %d was not committed: %s", self._steps.num_steps, why)
             return None
-        self.is_new = False
+        self._is_new = False
         if self._has_senders and is_finite and self._is_last(fragment):
             self._model.buffers.put(self._buffers)
         return is_finite if self._has_senders else None
@@ -167,7 +203,7 @@ class QuorumRounds(RankRounds):
         try:
             yield
         except Exception as problem:
-            self.problem = problem
+            self._problem = problem
             self._manager.report_error(problem)
 
 
@@ -180,20 +216,11 @@ class TorchftExchange(UpdatesBase):
     >>> ...                                  # train as on one process
 
     A round begins with a quorum: the replicas that are there take part, and the weights are theirs. It counts
-    only when `manager.should_commit()` says so. Otherwise the residual, theta_start and the outer optimizer
-    are as before it, the replica trains on from where it is, and the next round sends what this one did not.
-    With `delay`, the optimizer's step waits for the quorum, and the exchange goes on beside training.
+    only when `manager.should_commit()` says so; otherwise the next round sends what this one did not. Nothing
+    else may call `start_quorum` and `should_commit`. With `delay`, a step waits for the quorum alone.
 
-    A replica that is new, or was left behind, gets theta_start, both optimizers' states and what the
-    algorithm knows on all replicas from another one. It has no residual and weight zero in that round. It
-    waits for that round when it makes this object, at most the Manager's `quorum_timeout`.
-
-    What goes wrong in a round, settings that differ included, is told to `manager.report_error`. No error
-    leaves `optimizer.step()` but the Manager's own: that there is no quorum within `quorum_timeout`, or that
-    `max_retries` is exceeded. Nothing else may call `start_quorum` and `should_commit`.
-
-    For checkpoints on disk save `state_dict()` with `manager.state_dict()` on one replica, and load both on
-    every one before training.
+    A replica that is new, or was left behind, waits for a round, and goes on from another one's state. What
+    goes wrong in a round is told to `manager.report_error`. docs/elastic.md has more on this and on saving.
 
     Args:
         manager: with use_async_quorum=False and world_size_mode=DYNAMIC.
@@ -201,10 +228,10 @@ class TorchftExchange(UpdatesBase):
         algorithm: not EF21: its sum of all replicas' estimates would be wrong once one leaves.
         delay: 0 to every // fragments - 1, as one round is under way at a time.
         options: see `regtopk.ExchangeOptions`. `weight` is more than 0, and w_n its share of the sum over the
-            replicas that take part; None: 1. There is no `process_group`: the Manager has one.
+            replicas that take part; None: 1. `process_group` and `handshake_timeout_s` are the Manager's.
     """
 
-    _peer = "replica"
+    _call, _peer = "regtopk.integrations.torchft.TorchftExchange", "replica"
     _maker: QuorumRounds
 
     @names_typos
@@ -214,43 +241,33 @@ class TorchftExchange(UpdatesBase):
         parameters: nn.Module | NamedParameters,
         optimizer: Optimizer,
         algorithm: Algorithm[Any],
-        *,
-        every: int = 1,
-        delay: int = 0,
-        fragments: int = 1,
-        mix: float = 1.0,
-        outer: Outer | None = None,
-        buffers: How = "mean",
-        **options: Unpack[ExchangeOptions],
+        **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
-        rounds.check_times()
-        if delay >= every // fragments:
+        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
+        pause = rounds.every // rounds.fragments
+        if rounds.delay >= pause:
             raise ArgumentError(
-                f"delay must be less than every // fragments, {every // fragments}, as one round is under "
-                f"way at a time, got {delay}"
+                f"delay must be less than every // fragments, {pause}, as one round is under way at a time, "
+                f"got {rounds.delay}"
             )
-        checked = Options(**options)
         weight = 1.0 if checked.weight is None else checked.weight
         check_positive("weight", weight)
-        if checked.process_group is not None:
-            raise ArgumentError("process_group must be None, as the Manager has one")
+        for name, value in options.items():
+            if name in _MANAGED and value is not None:
+                raise ArgumentError(
+                    f"{name} must not be given, as the Manager has {_MANAGED[name]}, got {value!r}"
+                )
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
-        checked = replace(checked, weight=None, dense_steps=-(-checked.dense_steps // every))  # as rounds
-        model = LocalModel(parameters, optimizer, outer, buffers, fragments=fragments)
         if model.is_sharded:
             raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
-        if fragments > 1:
-            refuse_k(algorithm)
-        kind = kind_of("regtopk.integrations.torchft.TorchftExchange", model, rounds, peer="replica")
-        steps = Steps(model.parameters, algorithm, Alone(), checked, kind)
+        steps = Steps(model.parameters, algorithm, Alone(), replace(checked, weight=None), kind)
         _refuse_sums(algorithm, steps.buckets.all)
-        model.make_room(steps.buckets.all)
         maker = QuorumRounds(manager, float(weight), steps, model, rounds)
         self._follow(steps, model, rounds, maker)
-        manager.register_state_dict_fn("regtopk", self._take_from_peer, self.state_dict)
-        self._join()
+        manager.register_state_dict_fn("regtopk", maker.take, maker.state_dict)
+        with torch.no_grad():
+            maker.join(self._rounds)
 
     @property
     def num_failed(self) -> int:
@@ -259,47 +276,13 @@ class TorchftExchange(UpdatesBase):
 
     def state_dict(self) -> dict[str, Any]:
         """What a new replica goes on from, on the CPU: all but this replica's residual and local steps."""
-        maker, model, steps = self._maker, self._model, self._steps
-        if maker.given is not None:  # the round that it came in failed, and this replica will begin from it
-            return maker.given
-        with steps.lock:  # a round that is under way ends before
-            begun = model.buffers.saved()["start"]
-            return {
-                "num_rounds": steps.num_steps,
-                "num_steps": self._num_steps,
-                "turn_at": maker.turn_at,
-                "start": copied(model.start),
-                "frozen": copied(model.frozen),
-                "buffers": {"now": copied(begun), "start": copied(begun)},
-                "optimizer": copied(model.optimizer.state_dict()),
-                "outer": {} if model.outer is None else copied(model.outer.state_dict()),
-                "shared": copied(steps.buckets.shared()),
-            }
+        return self._maker.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, on every replica: parameters, buffers and both optimizers are set too."""
-        self._maker.load([])
         self._maker.begin_from(state_dict)
-        self._rounds.load(self._maker.turn_at, [[] for _ in self._model.fragments], is_start=True)
-        self._num_steps = state_dict["num_steps"]
-
-    @torch.no_grad()
-    def _join(self) -> None:
-        """Make rounds until one counts: with nothing to send, for the others' state."""
-        maker = self._maker
-        while not maker.is_committed:
-            clock = maker.gather(0)
-            self._rounds.exchange(self._rounds.rounds.due(clock)[0], clock)
-            if isinstance(maker.problem, RegtopkError):  # the replicas differ; all else may pass
-                raise maker.problem
-        maker.num_failed = 0
-        self._rounds.clock = maker.turn_at
-
-    def _take_from_peer(self, state_dict: dict[str, Any]) -> None:
-        """Called by the Manager in a quorum: go on from it when the settings have been compared."""
-        self._maker.given, self._maker.is_new = state_dict, True
-        self._num_steps = state_dict["num_steps"]
+        self._rounds.begin(state_dict["num_steps"], state_dict["turn_at"])
 
 
 def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:

@@ -1,6 +1,6 @@
 """States that checkpoints hold: copied when they are saved, and compared with what they are loaded into."""
 
-from collections import Counter, OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from regtopk.distributed.state.parameters import is_dtensor, uncompiled
-from regtopk.distributed.state.shards import like, local
+from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.steps.base import ExchangeBase
 from regtopk.errors import ArgumentError, StateError
 
@@ -23,24 +23,13 @@ def unwrapped(thing: Any) -> Any:
     return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
 
-def copied(name: str, state: Any) -> Any:
-    """A copy on the CPU, which training does not change; of a DTensor, of this rank's part."""
-    kind = type(state)
-    if isinstance(state, Tensor):
-        return local(state).detach().to("cpu", copy=True)
-    if kind in (dict, OrderedDict, Counter):
-        new: Any = kind()
-        new.update({copied(name, key): copied(name, value) for key, value in state.items()})
-        if hasattr(state, "_metadata"):  # a module's: the versions of its parts
-            new._metadata = dict(state._metadata)
-        return new
-    if kind in (list, tuple, set, torch.Size):
-        return kind(copied(name, value) for value in state)
-    if kind in _PLAIN:
-        return state
+def _check_plain(name: str, thing: Any) -> Any:
+    """The thing itself, if torch.load(weights_only=True) can read it."""
+    if type(thing) in _PLAIN:
+        return thing
     raise ArgumentError(
         f"{name} must hold numbers, strings, tensors, dicts and lists alone, or have state_dict(), so that "
-        f"torch.load(weights_only=True) can read it, got {kind.__name__}"
+        f"torch.load(weights_only=True) can read it, got {type(thing).__name__}"
     )
 
 
@@ -60,15 +49,13 @@ def meshes_of(thing: Any, state: Any) -> list[Any]:
 def fit_(name: str, thing: Any, saved: dict[str, Any]) -> None:
     """Refuse a state of another module or optimizer. This rank's parts of DTensors become DTensors again."""
     if isinstance(thing, Optimizer):
-        mine, theirs = (
-            [len(group["params"]) for group in groups]
-            for groups in (thing.param_groups, saved["param_groups"])
-        )
+        groups = thing.param_groups, saved["param_groups"]
+        mine, theirs = ([len(group["params"]) for group in each] for each in groups)
         if mine != theirs:
             raise StateError(f"{name} of the checkpoint must have groups of {mine} parameters, got {theirs}")
     if isinstance(thing, nn.Module):
         state = thing.state_dict()
-        expected, found = _shapes(state), _shapes(saved)
+        expected, found = shapes_of(state), shapes_of(saved)
         for key in {**expected, **found}:
             shape, got = expected.get(key, "nothing"), found.get(key, "nothing")
             if shape != got:
@@ -79,11 +66,6 @@ def fit_(name: str, thing: Any, saved: dict[str, Any]) -> None:
                 saved[key] = like(saved[key].to(local(state[key]).device), state[key])
 
 
-def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    """Of this rank's parts; None for what is no tensor."""
-    return {key: tuple(local(x).shape) if isinstance(x, Tensor) else None for key, x in state.items()}
-
-
 def copies_of(things: dict[str, Any], *, writes_shared: bool) -> tuple[dict[str, Any], ...]:
     """By name: copies of this rank's own, of what all have the same (None if others write it), and meshes."""
     own, shared, meshes = {}, {}, {}
@@ -92,8 +74,9 @@ def copies_of(things: dict[str, Any], *, writes_shared: bool) -> tuple[dict[str,
         state = thing.state_dict() if hasattr(thing, "state_dict") else thing
         if found := meshes_of(thing, state):
             meshes[name] = found
+        check = partial(_check_plain, name)
         if isinstance(thing, (nn.Module, Optimizer)) and not found:
-            shared[name] = copied(name, state) if writes_shared else None
+            shared[name] = copied(state, check) if writes_shared else None
         else:
-            own[name] = copied(name, state)
+            own[name] = copied(state, check)
     return own, shared, meshes

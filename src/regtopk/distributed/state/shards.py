@@ -3,7 +3,9 @@
 DTensor is known here by its name and methods: importing it takes seconds, which most users need not wait for.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -106,6 +108,27 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
+
+
+def copied(thing: Any, other: Callable[[Any], Any] = deepcopy) -> Any:
+    """A copy on the CPU, of a DTensor of this rank's part; `other` makes that of what is no tensor."""
+    kind = type(thing)
+    if isinstance(thing, Tensor):
+        return local(thing).detach().to("cpu", copy=True)
+    if kind in (dict, OrderedDict, Counter):
+        new: Any = kind()
+        new.update({copied(key, other): copied(value, other) for key, value in thing.items()})
+        if hasattr(thing, "_metadata"):  # a module's: the versions of its parts
+            new._metadata = dict(thing._metadata)
+        return new
+    if kind in (list, tuple, set, torch.Size):
+        return kind(copied(value, other) for value in thing)
+    return other(thing)
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes of this rank's parts; None for what is no tensor."""
+    return {key: tuple(local(x).shape) if isinstance(x, Tensor) else None for key, x in state.items()}
 
 
 def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:

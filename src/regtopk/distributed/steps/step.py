@@ -121,7 +121,7 @@ class Steps:
         self.shard = None if shards is None else shards.place  # [which part of the model, of how many]
         self._kind, self._options = kind, options
         # a rank that holds the whole model has no other to agree with
-        self._others = None if shards is None or shards.place[1] == 1 else shards.collectives
+        self.others = None if shards is None or shards.place[1] == 1 else shards.collectives
         named, skip = parameters.named, options.skip
         skipped = frozenset(name for name, p in named.items() if skip is not None and skip(name, p))
         sparse = parameters.layout_of(n for n, p in named.items() if n not in skipped and p.numel() > 0)
@@ -169,6 +169,12 @@ class Steps:
         self.rank = Rank(collectives, weights, self._options)
         self.buckets.regroup(self.rank)
         self._forget()
+
+    def begin_from(self, shared: list[dict[str, Tensor]], num_steps: int) -> None:
+        """Take a peer's place: with what all ranks know alike after so many steps, and with no residual."""
+        self.settle()
+        self.buckets.begin_from(shared)
+        self._num_steps = num_steps
 
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""
@@ -244,7 +250,7 @@ class Steps:
         is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
         with timer.phase("collective_s"):
             waited_s = self._ledger.waited_s
-            agreement = Agreement(self.rank.collectives, self._others, question, is_finite, waited_s)
+            agreement = Agreement(self.rank.collectives, self.others, question, is_finite, waited_s)
             if may_go_on and is_safe and agreement.is_on_device:
                 agreement.go_on()
             else:
@@ -332,11 +338,6 @@ class Steps:
         """How many steps were made, without those that were skipped."""
         self.settle()
         return self._num_steps
-
-    @num_steps.setter
-    def num_steps(self, number: int) -> None:
-        self.settle()
-        self._num_steps = number
 
     @property
     def num_turns(self) -> int:

@@ -49,3 +49,5 @@ class Background:
         with torch.cuda.stream(torch.cuda.Stream(self._device)) if is_cuda else nullcontext():
             while (call := self._calls.get()) is not None:
                 call()
+            if is_cuda:  # nothing is under way on the device when the thread has ended
+                torch.cuda.current_stream(self._device).synchronize()

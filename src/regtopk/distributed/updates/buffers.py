@@ -1,5 +1,6 @@
 """Buffers of a model, such as batch norm's running means: ranks change them apart, a round joins them."""
 
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -21,9 +22,8 @@ _CHANGED, _RESHAPED = 1, 2
 class ModelBuffers:
     """The buffers of a module (None: there are none), and a copy of them as the round began.
 
-    A buffer that was added or reshaped since the beginning stays what it is on each rank. How the others are
-    joined: "mean" averages floating-point buffers by weight and takes rank 0's of the others, "rank0" takes
-    rank 0's of all, "local" leaves each rank its own.
+    One that was added or reshaped since the beginning stays what it is on each rank. How the others are
+    joined: see `UpdateExchange`.
     """
 
     def __init__(self, module: nn.Module | None, how: How) -> None:
@@ -119,9 +119,7 @@ def _change(now: Tensor | None, start: Tensor | None) -> Tensor:
 
 
 def _mean(buffers: list[Tensor], rank: Rank, device: torch.device) -> list[Tensor]:
-    dtype = torch.float32
-    for buffer in buffers:
-        dtype = torch.promote_types(dtype, buffer.dtype)
+    dtype = reduce(torch.promote_types, (buffer.dtype for buffer in buffers), torch.float32)
     flat = torch.cat([buffer.flatten().to(device, dtype) for buffer in buffers])
     weight = rank.weights[rank.index].to(flat)
     return kernels.parts_of(dense_sum(rank, DenseSum(flat, weight)), buffers)

@@ -30,33 +30,58 @@ from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import LocalRounds, Rounds
 
+TIMES = ("every", "delay", "fragments", "mix")
 _log = logging.getLogger("regtopk")
 
 
-def kind_of(
-    call: str, model: LocalModel, rounds: Rounds, peer: str = "rank", has_thread: bool = False
-) -> Kind:
-    """What tells an exchange of updates from others; `peer` is what those are that exchange."""
-    warning = (
-        f"after round %d a {peer}'s update was not finite: all {peer}s went back to where the round began; "
-        "total.num_skipped counts such rounds"
-    )
-    times = {name: getattr(rounds, name) for name in ("every", "delay", "fragments", "mix")}
-    takes_turns = rounds.fragments > 1
-    parts = tuple(model.fragments) if takes_turns else ()
-    return Kind(call, warning, tuple({**times, **model.describe()}.items()), parts, takes_turns, has_thread)
+class UpdateOptions(ExchangeOptions, total=False):
+    """What every exchange of updates takes, as keywords: see `UpdateExchange`."""
+
+    every: int
+    delay: int
+    fragments: int
+    mix: float
+    outer: Outer | None
+    buffers: How
 
 
 class UpdatesBase(Counted):
     """Counts the steps of an optimizer, and makes the rounds that are due."""
 
-    _peer = "rank"
+    _call, _peer = "regtopk.UpdateExchange", "rank"
+
+    def _prepared(
+        self,
+        parameters: nn.Module | NamedParameters,
+        optimizer: Optimizer,
+        algorithm: Algorithm[Any],
+        options: UpdateOptions,
+        anchors: Anchors = "device",
+    ) -> tuple[Rounds, LocalModel, Options, Kind]:
+        """The times, the model and the other options, checked; and what tells this exchange from others."""
+        others: dict[str, Any] = dict(options)
+        times = {name: others.pop(name, Rounds._field_defaults[name]) for name in TIMES}
+        rounds = Rounds("updates", **times)
+        rounds.check_times()
+        outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
+        checked = Options(**others)
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments)
+        if takes_turns := rounds.fragments > 1:
+            refuse_k(algorithm)
+        checked = replace(checked, dense_steps=-(-checked.dense_steps // rounds.every))  # as rounds
+        warning = (
+            f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
+            "the round began; total.num_skipped counts such rounds"
+        )
+        settings, parts = {**times, **model.describe()}, tuple(model.fragments) if takes_turns else ()
+        return rounds, model, checked, Kind(self._call, warning, tuple(settings.items()), parts, takes_turns)
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
-        """Make rounds after the optimizer's steps from now on."""
+        """Start from rank 0's model, and make rounds after the optimizer's steps from now on."""
+        with torch.no_grad(), model.at_hand():
+            model.begin(steps.collectives, steps.buckets.all)
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
-        self._num_steps = 0
         self._is_agreed = False
         before, after = model.optimizer.register_step_pre_hook, model.optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
@@ -64,7 +89,7 @@ class UpdatesBase(Counted):
     @property
     def num_steps(self) -> int:
         """How many steps this rank's optimizer has made, those of skipped rounds included."""
-        return self._num_steps
+        return self._rounds.num_steps
 
     @property
     def num_rounds(self) -> int:
@@ -84,6 +109,7 @@ class UpdatesBase(Counted):
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
 
     @contextmanager
+    @torch.no_grad()  # not of what the caller does meanwhile
     def agreed(self) -> Iterator[None]:
         """While this lasts, the model is theta_start, the same on all ranks: for evaluation, say.
 
@@ -95,22 +121,22 @@ class UpdatesBase(Counted):
         self._refuse_in_agreed("agreed")
         self._maker.land_all()
         model = self._model
-        with torch.no_grad():
-            kept = [own.detach().clone() for own in model.own(model.start)]
-            model.write_back()
+        kept = [own.detach().clone() for own in model.own(model.start)]
+        model.write_back()
         self._is_agreed = True
         try:
             yield
         finally:
             self._is_agreed = False
-            with torch.no_grad():
-                torch._foreach_copy_(model.own(model.start), kept)
+            torch._foreach_copy_(model.own(model.start), kept)
 
     def close(self) -> None:
         """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
         self._maker.close()
         for hook in self._hooks:
             hook.remove()
+        self._steps.close()
+        attached.OPTIMIZERS.discard(self._model.optimizer)
 
     def _refuse_in_agreed(self, call: str) -> None:
         if self._is_agreed:
@@ -120,13 +146,12 @@ class UpdatesBase(Counted):
 
     def _before_step(self, *_: Any) -> None:
         self._refuse_in_agreed("optimizer.step")
-        if self._model.notice.has_loaded:
+        if self._model.notice.taken():
             _log.warning(
                 "the model has loaded weights after its exchange of updates was made: they count as an "
                 "update, of which only a part is sent. Load them before it is made, or all by its own "
                 "load_state_dict"
             )
-            self._model.notice.has_loaded = False
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -134,7 +159,6 @@ class UpdatesBase(Counted):
         if found_inf is not None and bool(found_inf):
             return
         self._maker.check_usable()
-        self._num_steps += 1  # before a peer's state is taken, which counts this step too
         self._rounds.after_step()
 
 
@@ -153,45 +177,30 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
 
     Use this with Adam, which then sees every gradient as it is, not the rare entries of a sparse one.
 
-    With `delay`, a round goes on beside training. When the aggregate is there, the rank adds what it has
-    learned since it sent its update:
+    With `delay`, a round goes on beside training, and a rank adds what it has learned since then, theta_n :=
+    theta_start - outer(d) + mix (theta_n - theta_n as it was sent). With `fragments`, parts of the model take
+    turns, as in Streaming DiLoCo. With either option the ranks' parameters always differ: call `finish()`
+    where they must not, at the end of training say.
 
-    theta_n := theta_start - outer(d) + mix (theta_n - theta_n as it was sent)
-
-    With `fragments`, parts of the model take turns, as in Streaming DiLoCo: the first is sent after
-    every // fragments steps, the last one after `every`. With either option the ranks' parameters always
-    differ: call `finish()` where they must not, at the end of training say.
-
-    All ranks start from rank 0's parameters and buffers. Load weights before you make the exchange: whatever
-    else changes parameters counts as part of the update.
-
-    A step that a GradScaler skips does not count: that rank reaches the end of the round one batch later, and
-    the others wait for it, at most the process group's timeout. So count by `num_steps`, not by batches,
-    where a loop ends and where it saves.
-
-    If any rank's update is not finite, all ranks return to where the round began, and `num_skipped` counts
-    the round. If a NaN has reached the optimizer's state of a parameter, that state starts anew.
-
-    `state_dict()` holds the model and both optimizers, too; it may be called inside a round. With the ranks
-    and weights that were saved, `load_state_dict` continues bit for bit. With others it conserves
-    sum_n w_n e_n, what ranks have learned inside a round included, and gives every rank's own optimizer the
-    weighted mean of the saved states.
+    All ranks start from rank 0's parameters and buffers. If any rank's update is not finite, all return to
+    where the round began, and `num_skipped` counts the round. `state_dict()` holds the model and both
+    optimizers, too. docs/training.md says how this goes with GradScalers, loaded weights and other ranks.
 
     Args:
-        parameters: a module, which torch.compile may be around; or parameters, as optimizers take them, or
-            (name, parameter) pairs, in the same order on every rank. Buffers are a module's alone.
+        parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in
+            the same order on every rank. Buffers are a module's alone.
         optimizer: what trains exactly these parameters; frozen ones may be among them.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
-        every: how many optimizer steps a round has.
-        delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 to
-            every - 1. It needs the memory of one more model.
-        fragments: how many parts of the model take turns, 1 to every; parts are of about the same size.
-        mix: in [0, 1], how much is kept of what the rank has learned during the delay.
+        every: how many optimizer steps a round has; 1 if not given.
+        delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not
+            given) to every - 1. It needs the memory of one more model.
+        fragments: how many parts, of about the same size, take turns, 1 (if not given) to every.
+        mix: in [0, 1], how much is kept of what the rank has learned during the delay; 1 if not given.
         outer: makes the optimizer that applies the aggregate to theta_start from a list of parameters. DiLoCo
             uses ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None subtracts it.
-        buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" averages
-            floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank 0's of all,
-            "local" leaves each rank its own.
+        buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" (if not
+            given) averages floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank
+            0's of all, "local" leaves each rank its own.
         anchors: where theta_start is kept between rounds: "device", where the parameters are; or "cpu", in
             pinned memory, from which every round copies it and back.
         options: see `regtopk.ExchangeOptions`. Of a sharded model, `outer` gets this rank's parts.
@@ -208,40 +217,24 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         optimizer: Optimizer,
         algorithm: Algorithm[Any],
         *,
-        every: int = 1,
-        delay: int = 0,
-        fragments: int = 1,
-        mix: float = 1.0,
-        outer: Outer | None = None,
-        buffers: How = "mean",
         anchors: Anchors = "device",
-        **options: Unpack[ExchangeOptions],
+        **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds = Rounds("updates", every=every, delay=delay, fragments=fragments, mix=mix)
-        rounds.check_times()
-        checked = Options(**options)
-        model = LocalModel(parameters, optimizer, outer, buffers, anchors, fragments)
-        if fragments > 1:
-            refuse_k(algorithm)
-        if delay and (model.is_sharded or anchors == "cpu"):
+        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options, anchors)
+        if rounds.delay and (model.is_sharded or anchors == "cpu"):
             what = "a model that fully_shard has sharded" if model.is_sharded else "anchors='cpu'"
-            raise ArgumentError(f"delay must be 0 with {what}, got {delay}")
+            raise ArgumentError(f"delay must be 0 with {what}, got {rounds.delay}")
         group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
-        if model.is_sharded:
-            model.shards = Shards(model.parameters.whole, group)
-        collectives = Collectives(group)
+        shards = Shards(model.parameters.whole, group) if model.is_sharded else None
         if optimizer in attached.OPTIMIZERS:
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
-        kind = kind_of("regtopk.UpdateExchange", model, rounds, has_thread=delay > 0)
-        checked = replace(checked, dense_steps=-(-checked.dense_steps // every))  # as rounds
-        steps = Steps(model.parameters, algorithm, collectives, checked, kind, model.shards)
+        kind = replace(kind, has_thread=rounds.delay > 0)
+        steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
         warn_of_two_momenta(algorithm, optimizer)
         warn_of_two_momenta(algorithm, model.outer)
         self._handshake_timeout_s = checked.handshake_timeout_s
-        with torch.no_grad(), model.at_hand():
-            model.begin(collectives, self._steps.buckets.all)
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.add(optimizer)
 
@@ -266,16 +259,9 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             for names in self._model.fragments
         ]
         self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
-        self._num_steps = model.num_steps
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._model.notice.has_loaded = False
-
-    def close(self) -> None:
-        """End the exchange: the optimizer's steps stay on this rank from now on. Call it on every rank."""
-        super().close()
-        ExchangeBase.close(self)
-        attached.OPTIMIZERS.discard(self._model.optimizer)
+        self._model.notice.taken()
 
     @torch.no_grad()
     def finish(self) -> None:

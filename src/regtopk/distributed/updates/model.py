@@ -24,7 +24,7 @@ from regtopk.distributed.state.parameters import (
     uncompiled,
 )
 from regtopk.distributed.state.saved_shards import Piece, Sharding
-from regtopk.distributed.state.shards import ShardedParameters, Shards, is_sharded, local, refuse_hooks
+from regtopk.distributed.state.shards import ShardedParameters, is_sharded, local, refuse_hooks
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
@@ -37,11 +37,16 @@ Anchors = Literal["device", "cpu"]
 class LoadNotice:
     """Remembers that a module has loaded weights; a copy of the module gets a copy of it."""
 
-    has_loaded = False
+    _has_loaded = False
 
     def __call__(self, *_: Any) -> None:
         """Called by the module."""
-        self.has_loaded = True
+        self._has_loaded = True
+
+    def taken(self) -> bool:
+        """Whether it has, since this was last asked."""
+        has_loaded, self._has_loaded = self._has_loaded, False
+        return has_loaded
 
 
 class LocalModel:
@@ -70,7 +75,6 @@ class LocalModel:
         has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
         self.is_sharded = has_units or is_sharded(named_pairs(source))  # units may show whole parameters
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
-        self.shards: Shards | None = None
         self.optimizer = optimizer
         named = self.parameters.named
         optimizers.check_inner(optimizer, self.parameters.whole)
@@ -83,9 +87,8 @@ class LocalModel:
         self.start = {name: nn.Parameter(part) for name, part in self._parts(self._flat, named).items()}
         self._kept: Tensor | None = None  # theta_start in the CPU's memory, if it is to be there
         if anchors == "cpu":
-            kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
-            self._kept = kept.copy_(self._flat)
-            self._put_start(self._kept)
+            self._kept = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
+            self._put_start(self._kept.copy_(self._flat))
         self._vectors: dict[tuple[str, ...], Tensor] = {}  # the update, by what each bucket holds
         self.update: dict[str, Tensor] = {}
         self.outer = optimizers.make_outer(outer, list(self.start.values()))
@@ -106,13 +109,13 @@ class LocalModel:
     def sharding(self) -> Sharding:
         """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
         wholes = self.parameters.whole
-        pieces = [Piece(name, name, 0) for name in wholes]
         inner = optimizers.names_in(self.optimizer, wholes)
         outer = [] if self.outer is None else optimizers.names_in(self.outer, self.start)
+        pieces = [Piece(name, name, 0) for name in wholes]
         return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 
     def begin(self, collectives: Collectives, buckets: list[Bucket]) -> None:
-        """Start from rank 0's model, and make room for the update."""
+        """Start from rank 0's model, and make room for the update: a vector for each bucket."""
         collectives.broadcast(self._flat.view(torch.uint8), 0)
         for tensor in (*self.frozen.values(), *self.buffers.named.values()):
             take_over_(local(tensor), collectives, self.parameters.device)
@@ -122,10 +125,6 @@ class LocalModel:
             self.parameters.end_means()
         modules = [] if self._module is None else self._module.modules()
         self.hooks = [part.register_load_state_dict_post_hook(self.notice) for part in modules]
-        self.make_room(buckets)
-
-    def make_room(self, buckets: list[Bucket]) -> None:
-        """Make room for the update: a vector for each bucket."""
         for bucket in buckets:
             vector = torch.zeros(bucket.layout.numel, dtype=self._flat.dtype, device=self.parameters.device)
             self._vectors[bucket.names] = vector
@@ -201,12 +200,6 @@ class LocalModel:
     def write_back(self) -> None:
         """Give the model theta_start."""
         torch._foreach_copy_(self.own(self.start), list(self.start.values()))
-
-    def take_back(self) -> None:
-        """Skip a round, beside the parameters: what a NaN has spoiled in the optimizer starts anew."""
-        self.buffers.take_back()
-        shards = None if self.shards is None else self.shards.collectives
-        optimizers.restart_spoiled(self.optimizer, shards)
 
     def _parts(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """A vector as parameters in this order (views)."""

@@ -66,7 +66,7 @@ def describe_outer(outer: Optimizer | None) -> dict[str, Any]:
     return {"class": type(outer).__name__, **json.loads(options)}
 
 
-def restart_spoiled(optimizer: Optimizer, shards: Collectives | None = None) -> None:
+def restart_spoiled(optimizer: Optimizer, shards: Collectives | None) -> None:
     """Let the state of a parameter start anew if it holds a NaN or inf, which would never leave it.
 
     `shards` are the ranks that hold the other parts of the parameters: all parts start anew, or none.
@@ -106,9 +106,8 @@ def weighted_mean(things: list[Any], weights: list[float]) -> Any:
             shares = shares if any(shares) else [1.0] * len(holders)
             means[key] = weighted_mean([things[n][key] for n in holders], shares)
         return means
-    if not isinstance(first, Tensor) or not first.is_floating_point():
-        return first
-    if all(torch.equal(first, other) for other in things[1:]):
+    is_number = isinstance(first, Tensor) and first.is_floating_point()
+    if not is_number or all(torch.equal(first, other) for other in things[1:]):
         return first
     total = torch.zeros_like(first, dtype=torch.float64)
     for weight, tensor in zip(weights, things, strict=True):

@@ -5,7 +5,7 @@ When a fragment is sent, when it is applied and what is kept is decided in regto
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,8 +18,12 @@ from regtopk.distributed.state.layout import into, subtract_
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.background import Background
 from regtopk.distributed.updates.model import LocalModel
+from regtopk.distributed.updates.optimizers import restart_spoiled
 from regtopk.errors import ClusterError
 from regtopk.rounds import RoundMaker, Rounds
+
+# how a round beside training ended: were all updates finite, and what to wait for before theta_start is read
+Landing = tuple[bool, torch.cuda.Event | None]
 
 
 class RankRounds(RoundMaker):
@@ -27,16 +31,17 @@ class RankRounds(RoundMaker):
 
     def __init__(self, steps: Steps, model: LocalModel, rounds: Rounds) -> None:
         self._steps, self._model, self._rounds = steps, model, rounds
-        self._background = Background(steps.device) if rounds.delay else None
-        self._flights: dict[int, Future[bool]] = {}  # the last round beside training of each fragment
+        self._background = Background(steps.device)
+        self._flights: dict[int, Future[Landing]] = {}  # the last round beside training of each fragment
 
     def load(self, skipped: Sequence[bool]) -> None:
         """When what is under way has ended, go on with fragments of which some were not finite."""
-        for flight in self._flights.values():
-            flight.exception()  # waits, however it ends
+        for fragment, flight in self._flights.items():
+            if flight.exception() is None:  # waits, however it ends
+                self.land(fragment)
         self._flights = {fragment: Future() for fragment, is_skipped in enumerate(skipped) if is_skipped}
         for flight in self._flights.values():
-            flight.set_result(False)
+            flight.set_result((False, None))
 
     def own(self, fragment: int) -> list[Tensor]:
         """This rank's parameters."""
@@ -48,7 +53,8 @@ class RankRounds(RoundMaker):
 
     def take_back(self) -> None:
         """Put buffers back; what a NaN has spoiled in the optimizer starts anew."""
-        self._model.take_back()
+        self._model.buffers.take_back()
+        restart_spoiled(self._model.optimizer, self._steps.others)
 
     def check_usable(self) -> None:
         """Raise what went wrong in a round that is under way, or before."""
@@ -70,7 +76,6 @@ class RankRounds(RoundMaker):
 
     def send(self, fragment: int, num_steps: int) -> None:
         """Start a round, which goes on beside training."""
-        assert self._background is not None
         buckets, device = self._buckets_of(fragment), self._steps.device
         vectors = self._model.take_update(buckets)
         meet = partial(self._meet, fragment, vectors, self._model.outer_as_it_is(), num_steps)
@@ -82,7 +87,12 @@ class RankRounds(RoundMaker):
 
     def land(self, fragment: int) -> bool:
         """Wait for the aggregate. Whether all updates were finite; if not, theta_start is as before."""
-        return fragment not in self._flights or self._flights[fragment].result()
+        if fragment not in self._flights:
+            return True
+        is_finite, written = self._flights[fragment].result()
+        if written is not None:
+            torch.cuda.current_stream(self._steps.device).wait_event(written)
+        return is_finite
 
     @contextmanager
     def receive(self, fragment: int) -> Iterator[bool | None]:
@@ -99,13 +109,12 @@ class RankRounds(RoundMaker):
 
     def land_all(self) -> None:
         """Wait for all that is under way; it is applied when its time has come."""
-        for flight in self._flights.values():
-            flight.result()
+        for fragment in self._flights:
+            self.land(fragment)
 
     def close(self) -> None:
         """Let what has begun end on all ranks."""
-        if self._background is not None:
-            self._background.close()
+        self._background.close()
 
     def _meet(self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int) -> bool:
         """A round beside training. Whether all ranks' updates were finite."""
@@ -117,25 +126,23 @@ class RankRounds(RoundMaker):
         self, fragment: int, vectors: Vectors | Take, outer: Optimizer | None, num_steps: int
     ) -> Iterator[Step]:
         """What ranks do together: the aggregate gets into theta_start, if all updates are finite."""
-        steps, model = self._steps, self._model
-        with ExitStack() as stack:
-            try:
-                counted = steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps)
-                step = stack.enter_context(counted)
-            except ClusterError as error:
-                if error.__cause__ is None:  # all ranks are here, but differ
-                    raise
-                raise ClusterError(
-                    f"{error} Round {steps.num_turns} did not begin. If no rank has stopped: did every rank "
-                    "call optimizer.step() equally often? A step that a GradScaler skips does not count: "
-                    "count by num_steps, not by batches"
-                ) from error
-            if step.is_finite and outer is None:
-                step.exchange(into(model.start, subtract_))
-            elif step.is_finite:
-                step.exchange(into(model.update))
-                model.apply(outer, model.fragments[fragment])
-            yield step
+        steps, model, step = self._steps, self._model, None
+        try:
+            with steps.step(vectors, self._buckets_of(fragment), num_dense=num_steps) as step:
+                if step.is_finite and outer is None:
+                    step.exchange(into(model.start, subtract_))
+                elif step.is_finite:
+                    step.exchange(into(model.update))
+                    model.apply(outer, model.fragments[fragment])
+                yield step
+        except ClusterError as error:
+            if step is not None or error.__cause__ is None:  # all ranks were here, and failed or differ
+                raise
+            raise ClusterError(
+                f"{error} Round {steps.num_turns} did not begin. If no rank has stopped: did every rank call "
+                "optimizer.step() equally often? A step that a GradScaler skips does not count: count by "
+                "num_steps, not by batches"
+            ) from error
 
     def _join_buffers(self, rank: Rank) -> None:
         buffers = self._model.buffers
@@ -150,20 +157,18 @@ class RankRounds(RoundMaker):
 
 
 def _fly(
-    flight: Future[bool], meet: Callable[[], bool], tensors: list[Tensor], sent: torch.cuda.Event | None
+    flight: Future[Landing], meet: Callable[[], bool], tensors: list[Tensor], sent: torch.cuda.Event | None
 ) -> None:
     """Make a round in another thread, on tensors of training as they were when `sent` was recorded."""
     try:
         if sent is None:
-            flight.set_result(meet())
+            flight.set_result((meet(), None))
             return
         stream = torch.cuda.current_stream(tensors[0].device)
         sent.wait(stream)
         for tensor in tensors:  # must not be reused before this stream is done with it
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-        is_finite = meet()
-        stream.synchronize()
-        flight.set_result(is_finite)
+        flight.set_result((meet(), stream.record_event()))
     except BaseException as error:  # raised where the rank next looks
         flight.set_exception(error)

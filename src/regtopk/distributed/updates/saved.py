@@ -19,6 +19,7 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,8 +28,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from regtopk.distributed.state.parameters import is_dtensor
-from regtopk.distributed.state.saved import kept_ranks, refuse_missing
-from regtopk.distributed.state.shards import like, local
+from regtopk.distributed.state.saved import kept_ranks, malformed, refuse_missing
+from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.optimizers import describe_outer, weighted_mean
 from regtopk.errors import StateError
@@ -54,9 +55,7 @@ def add_to(
     saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
-    sent: dict[str, Tensor] = {}
-    for names, tensors in zip(model.fragments, rounds.sent, strict=True):
-        sent |= zip(names, tensors, strict=False)  # there are no tensors if it is not under way
+    sent = dict(chain(*map(zip, model.fragments, rounds.sent)))  # nothing of fragments that are not under way
     mine = {
         "num_steps": rounds.clock,
         "optimizer": copied(model.optimizer.state_dict()),
@@ -82,32 +81,25 @@ def loaded(
 ) -> tuple[dict[str, Any], LoadedModel]:
     """What the steps and the model of a rank go on with; nothing changes yet.
 
-    On other ranks, or with other weights, than were saved, all begin from theta_start. What a rank has
-    learned inside a round goes into its residual, e_n := e_n + theta_start - theta_n, so that nothing is
-    lost. Every rank gets the weighted mean of the saved ranks' optimizer states and buffers.
+    On other ranks, or with other weights, than were saved, all begin from theta_start, with what was learned
+    inside a round in the residual, and the weighted mean of the ranks' optimizer states and buffers.
     """
     if not isinstance(saved, dict) or "updates" not in saved:
         raise StateError("a saved UpdateExchange must hold 'updates': this was saved by something else")
-    try:
+    with malformed():
         updates = saved["updates"]
         is_same = saved["weights"] == weights and not saved.get("lost")
         refuse_missing(saved, [rank] if is_same else kept_ranks(saved), rank, len(weights))
         if not is_same:
             saved = _at_a_rounds_end(saved, is_sharded=model.is_sharded)
-            mine = _mean_of_ranks(saved)
-        else:
-            mine = saved["workers"][str(rank)]["updates"][0]
+        mine = saved["workers"][str(rank)]["updates"][0] if is_same else _mean_of_ranks(saved)
         new = LoadedModel(start=updates["start"], outer_state=updates["outer_state"][0], **mine)
         _check(model, rounds, updates, new)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
     return {key: part for key, part in saved.items() if key != "updates"}, new
 
 
 def _at_a_rounds_end(saved: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
-    """A state from inside a round, with what each rank has learned since in its residual."""
+    """A state from inside a round as of its end: e_n := e_n + theta_start - theta_n, so nothing is lost."""
     workers = saved["workers"]
     if not any(worker["updates"][0]["parameters"] for worker in workers.values()):
         return saved
@@ -176,19 +168,19 @@ def shard_state(optimizer: Optimizer) -> None:
 
 def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
-    outer, buffers = describe_outer(model.outer), _shapes(model.buffers.saved()["now"])
-    begun = _shapes(new.buffers["start"])
+    outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
+    begun = shapes_of(new.buffers["start"])
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
     facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
-    mine = [len(group["params"]) for group in model.optimizer.param_groups]
-    saved = [len(group["params"]) for group in new.optimizer["param_groups"]]
+    groups = model.optimizer.param_groups, new.optimizer["param_groups"]
+    mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
         ("number of parameters of the optimizer's groups", mine, saved),
-        ("shapes of start", model.parameters.shapes, _shapes(new.start)),
-        ("shapes of parameters", model.parameters.shapes, _shapes(new.parameters or new.start)),
-        ("shapes of buffers", buffers, _shapes(new.buffers["now"])),
+        ("shapes of start", model.parameters.shapes, shapes_of(new.start)),
+        ("shapes of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
+        ("shapes of buffers", buffers, shapes_of(new.buffers["now"])),
         ("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
     ]
     for what, expected, found in facts:
@@ -197,18 +189,3 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def copied(thing: Any) -> Any:
-    """A copy on the CPU; of a DTensor, of this rank's part."""
-    if isinstance(thing, Tensor):
-        return local(thing).detach().to("cpu", copy=True)
-    if isinstance(thing, dict):
-        return {key: copied(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(copied(value) for value in thing)
-    return thing
