@@ -20,6 +20,7 @@ from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
 Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
+SIZE_BYTES = 8  # of a message's size, which ranks tell one another first
 POWERSGD_RANK = 2
 POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
@@ -192,7 +193,8 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
         work = Work(line, {"calls": 1, "entries": (1 + N) * k, "numel": numel})
         return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
     pieces, sums = all_to_all(size.piece_bytes, N), all_to_all(size.sums_bytes, N)
-    moves = [all_gather(8 * N, N), pieces, all_gather(8, N), sums]
+    num_parts = 1 if senders is None else 2  # the sums, and who sent them
+    moves = [all_gather(SIZE_BYTES * N, N), pieces, all_gather(SIZE_BYTES * num_parts, N), sums]
     work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])
