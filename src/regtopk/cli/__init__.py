@@ -107,5 +107,8 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run
     typer.echo(f"{write_report(folder)}")
 
 
-for _command in (reproduce, train, compare, doctor, plan):
+app.add_typer(
+    reproduce, name="reproduce", help="Run one of the paper's experiments; write records and a page."
+)
+for _command in (train, compare, doctor, plan):
     app.command()(_command)

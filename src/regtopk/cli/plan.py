@@ -25,6 +25,7 @@ from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
 from regtopk.lab.report import write_report
 from regtopk.rounds import EXCHANGES
 
+SHOWN_DENSITIES = "; of updates ".join(",".join(map(str, each)) for each in (DENSITIES, UPDATES_DENSITIES))
 SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not change the plan
 
 
@@ -41,7 +42,7 @@ def plan(
     ] = "gradients",
     every: Annotated[int | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
     density: Annotated[
-        str | None, typer.Option(help="Shares of entries to send: 0.001,0.01,0.1, or 0.01 of updates.")
+        str | None, typer.Option(help="Shares of entries to send.", show_default=SHOWN_DENSITIES)
     ] = None,
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
