@@ -136,7 +136,6 @@ SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("reproduce fig3 --preset papre", "got 'papre' (did you mean 'paper'?)"),
         ("reproduce fig1 --set devise=cpu", "got 'devise' (did you mean 'device'?)"),
         ("reproduce fig2 --seeds 0", SEEDS),
         ("reproduce fig2 --seeds 2 --set seeds=3", "each setting must be given once, got seeds twice"),
