@@ -106,7 +106,7 @@ def _legend(run: Run) -> str:
             f"{several} seeds. Curves are medians and dots means over them; shades and bars are their range."
         )
     if len(keys) < len(styles):
-        said += " Grey: the others; the table names them, and the pointer does."
+        said += " Grey: the others; the table names them, and so does the pointer."
     return f'<div class="legend"><ul>{"".join(keys)}</ul><p>{said}</p></div>'
 
 
