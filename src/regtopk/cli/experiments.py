@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,10 +30,7 @@ COMPARED = (
     "algorithms", "densities", "bytes_per_step", "like", "split", "value_code", "index_code", "optimizer",
     "lr", "num_workers", "num_steps", "data", "device", "seeds",
 )  # fmt: skip
-TRAINED = (
-    "task", "algorithms", "densities", "value_code", "index_code", "optimizer", "lr", "num_workers",
-    "num_steps", "data", "device", "seeds",
-)  # fmt: skip
+TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
 RESUME_HELP = "Go on with the run that the folder holds, or add to it."
@@ -137,13 +134,12 @@ def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:
     """The first of out/NAME, out/NAME-2, out/NAME-3, ... without a run; to resume, the last with one."""
-    folder = OUT / name
-    for number in count(2):
+    folder, number = OUT / name, 2
+    while not force and (folder / CONFIG).exists():
         following = OUT / f"{name}-{number}"
-        has_following = (following / CONFIG).exists()
-        if force or not (folder / CONFIG).exists() or (resume and not has_following):
+        if resume and not (following / CONFIG).exists():
             break
-        folder = following
+        folder, number = following, number + 1
     return folder
 
 

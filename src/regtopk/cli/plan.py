@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from regtopk.cli.experiments import as_typed
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
@@ -82,7 +83,10 @@ def plan(
     summary = page.summary(found, inputs)
     written = None
     if out is not None:
-        page.write_run(out, found, costs, summary, command=_as_typed(context), force=force)
+        defaults = {option.name: option.get_default(context) for option in context.command.params}
+        typed = {k: v for k, v in context.params.items() if k not in SHOWN_ONLY and v != defaults[k]}
+        command = shlex.join(["regtopk", "plan", *as_typed(typed, [])])
+        page.write_run(out, found, costs, summary, command=command, force=force)
         written = write_report(out)
     where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
     assumed, *notes = summary["notes"]
@@ -122,13 +126,3 @@ def _measured(device: str, path: Path) -> Calibration:
     except OutputError as error:
         logging.getLogger("regtopk").warning("%s: the next plan measures again", error)
     return costs
-
-
-def _as_typed(context: typer.Context) -> str:
-    """The command as it was typed, without `SHOWN_ONLY`."""
-    words = ["regtopk", "plan"]
-    for option in context.command.params:
-        value = context.params.get(option.name or "")
-        if value != option.get_default(context) and option.name not in SHOWN_ONLY:
-            words += [option.opts[0], str(value)]
-    return shlex.join(words)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from regtopk.core.link import Link
 from regtopk.core.options import check_integer
-from regtopk.errors import ArgumentError
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
 from regtopk.lab.plan.learning import Optimizer, relative_steps
@@ -28,10 +27,7 @@ class Situation:
     optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
-        """Check the number of workers."""
-        check_integer("workers", self.num_workers, at_least=2)
-        if self.num_workers > MOST_WORKERS:
-            raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
+        check_integer("workers", self.num_workers, at_least=2, at_most=MOST_WORKERS)
 
     def at(self, bandwidth: float) -> "Situation":
         """The same on a link of another bandwidth."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.lab.report.figure import draw_files, draw_inline, drawings_of, legend_of, styles_of_run
-from regtopk.lab.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
+from regtopk.lab.report.style import GRID, INK, Style, columns_of, format_number, label_of
 from regtopk.lab.runs import Run, parts_of, read_header, read_run, writing_to
 from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 
@@ -68,13 +68,18 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
         settings = escape(json.dumps(run.header["config"], indent=2))
         details = f"<pre>{escape(run.header['command'])}</pre><pre>{settings}</pre>"
         body += [_panels(run), _table(run), f"<details>{SETTINGS}{details}</details>"]
+    pairs = dict(PAGE_COLOURS)
+    for run in runs:
+        pairs |= {style.variable: (style.light, style.dark) for style in styles_of_run(run).values()}
+    light, dark = ("".join(f"--{name}:{pair[n]};" for name, pair in pairs.items()) for n in (0, 1))
+    colours = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
     style = CSS.read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(header['title'])}</title>\n<style>{_colours(runs)}\n{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape(header['title'])}</title>\n<style>{colours}\n{style}</style>\n</head>\n<body>\n"
         f"<main>\n{''.join(body)}\n<footer>{escape(versions)}</footer>\n</main>\n</body>\n</html>\n"
     )
 
@@ -82,15 +87,6 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
 def _opening(tag: str, header: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     finding = f"<p class=finding>{escape(summary['finding'])}</p>" if "finding" in summary else ""
     return f"<{tag}>{escape(header['title'])}</{tag}>{finding}<p>{escape(header['about'])}</p>"
-
-
-def _colours(runs: Sequence[Run]) -> str:
-    """The page's variables."""
-    pairs = dict(PAGE_COLOURS)
-    for run in runs:
-        pairs |= {style.variable: (style.light, style.dark) for style in styles_of_run(run).values()}
-    light, dark = ("".join(f"--{name}:{pair[n]};" for name, pair in pairs.items()) for n in (0, 1))
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def _legend(run: Run) -> str:
@@ -145,7 +141,10 @@ def _table(run: Run) -> str:
     head = "".join(f"<th>{escape(label_of(heading_of(column)))}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(_cell(key, row.get(key), styles) for key in columns)}</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    said = [hardware_and_time(run.summary)] if "hardware" in run.summary else run.summary.get("notes", [])
+    said = run.summary.get("notes", [])
+    if "hardware" in run.summary:
+        minutes = f"{run.summary['minutes']:.2g} minutes of finished runs."
+        said = [f"{', '.join(run.summary['hardware'])}; {minutes}"]
     return f'<div class="wide">{table}</div>' + "".join(f"<p>{escape(note)}</p>" for note in said)
 
 

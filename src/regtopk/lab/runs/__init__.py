@@ -17,13 +17,12 @@ from regtopk.lab.runs.writer import (
     RunWriter,
     check_holds_no_run,
     check_same_settings,
-    claim_folder,
     write_json,
     writing_to,
 )  # fmt: skip
 
 __all__ = [
     "CONFIG", "METRICS", "SUMMARY", "Panel", "Record", "Run", "RunWriter", "check_holds_no_run",
-    "check_same_settings", "claim_folder", "make_header", "merge_seeds", "parts_of", "read_header",
+    "check_same_settings", "make_header", "merge_seeds", "parts_of", "read_header",
     "read_records", "read_run", "versions", "write_json", "writing_to",
 ]  # fmt: skip
