@@ -32,9 +32,7 @@ class Calibration:
     def seconds(self, work: Work) -> float:
         """How long some work takes; a `StateError` if it was not measured."""
         if work.line not in self.lines:
-            raise StateError(
-                f"calibration must hold the costs of {work.line!r}, got only {len(self.lines)} others"
-            )
+            raise StateError(f"calibration must hold the costs of {work.line!r}, got {[*self.lines]}")
         line = self.lines[work.line]
         return sum(line.get(unit, 0.0) * amount for unit, amount in work.units.items())
 

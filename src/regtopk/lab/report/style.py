@@ -59,12 +59,8 @@ INK, GRID = ("#20242b", "#e6e9ee"), ("#dfe3e9", "#333a45")  # on light, on dark
 def styles_of(methods: Sequence[str], base: str | None = None, value_code: str = "") -> dict[str, Style]:
     """Each method's look: one colour for all variants of an algorithm, which differ by their dashes.
 
-    Of many methods all but a few are grey.
-
-    Args:
-        methods: their words, the best first.
-        base: the one that others are compared with.
-        value_code: of methods whose words do not say, if that is worth telling.
+    Of many methods, the best first, all but a few and the base are grey. Labels tell the value code if one is
+    given, for methods whose words do not.
     """
     families: dict[str, list[str]] = {}
     for method in sorted(_coloured(methods, base), key=lambda each: (each != base, each not in METHODS)):
