@@ -33,8 +33,7 @@ COMPARED = (
 TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
-RESUME_HELP = "Go on with the run that the folder holds, or add to it."
-Resume = Annotated[bool, typer.Option("--resume", help=RESUME_HELP)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the folder's run, or add to it.")]
 
 
 class Request(NamedTuple):

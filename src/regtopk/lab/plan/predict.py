@@ -89,16 +89,13 @@ class LinkPlan(NamedTuple):
         """Whether some compressed method beats both dense and fp16."""
         return self.best.method not in UNCOMPRESSED
 
-    def speedup(self, prediction: Prediction) -> float:
-        """Of a step, against DDP without a hook."""
-        return self._dense.step_time_s / prediction.step_time_s
-
     def speedup_to_loss(self, prediction: Prediction) -> float:
         """Of the time to a loss, against dense; at most that where there is no record."""
-        return self._dense.time_to_loss / prediction.time_to_loss
+        return self.dense.time_to_loss / prediction.time_to_loss
 
     @property
-    def _dense(self) -> Prediction:
+    def dense(self) -> Prediction:
+        """DDP without a hook."""
         return next(p for p in self.predictions if p.method == DENSE)
 
     def best_by_label(self) -> list[Prediction]:
