@@ -104,22 +104,15 @@ def _key(shape: tuple[int, ...]) -> str:
 def orthogonalise(matrices: Tensor) -> Tensor:
     """What torch.optim.Muon makes of each of (..., m, n): U S V^T with S near 1, in bfloat16.
 
-    On a GPU all of them are one batch. Elsewhere they go one by one, by torch's very calls, so that its bits
-    come out on every CPU; a batch would save little there.
+    All are one batch of the Newton-Schulz iteration. On x86 CPUs the bits are torch.optim.Muon's. Elsewhere
+    products of a batch may add in another order.
     """
-    batch = matrices.flatten(0, -3)
-    found = _iterate(batch) if batch.is_cuda else torch.stack([_iterate(matrix) for matrix in batch])
-    return found.view(matrices.shape)
-
-
-def _iterate(x: Tensor) -> Tensor:
-    """The Newton-Schulz iteration on a matrix (m, n), or on a batch of them."""
     a, b, c = COEFFICIENTS
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.bfloat16().mT if is_tall else x.bfloat16()
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.flatten(0, -3).bfloat16()
+    x = x.mT if is_tall else x
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS))
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
-        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).view(matrices.shape)
