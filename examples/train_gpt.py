@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/train_gpt.py                     # 4-bit Top-k of the updates
     torchrun --nproc_per_node 2 examples/train_gpt.py --dense --lr 0.004  # DDP, for comparison
+    torchrun --nproc_per_node 2 examples/train_gpt.py --dense --optimizer muon  # DDP with Muon
 
 Without --data it reads the sources of Python's library. It goes on from its newest checkpoint, if there
 is one: delete the folder to start over.
@@ -73,6 +74,17 @@ def loss_of(model: nn.Module, text: Tensor, size: int, seed: int, device: torch.
         return F.cross_entropy(model(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
 
+def optimizers_of(network: GPT, name: str, lr: float) -> list[torch.optim.Optimizer]:
+    """AdamW; or Muon for the matrices in blocks, scaled to AdamW's learning rates, and AdamW for the rest."""
+    named = list(network.named_parameters())
+    matrices = [p for key, p in named if name == "muon" and key.startswith("blocks.") and p.ndim == 2]
+    rest = [p for _, p in named if all(p is not matrix for matrix in matrices)]
+    adamw = torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.1)
+    if not matrices:
+        return [adamw]
+    return [torch.optim.Muon(matrices, lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), adamw]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, help="a text file")
@@ -81,12 +93,15 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=2, help="parts of the model that take turns in it")
     parser.add_argument("--density", type=float, default=0.009, help="share of the entries a worker sends")
     parser.add_argument("--lr", type=float, default=0.008)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: with --dense")
     parser.add_argument("--dense", action="store_true", help="DDP, which sends every gradient")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="windows a step and rank")
     parser.add_argument("--checkpoints", type=Path, default=Path("out/train_gpt"), help="folder of this run")
     arguments = parser.parse_args()
+    if arguments.optimizer == "muon" and not arguments.dense:
+        parser.error("--optimizer must be adamw without --dense, got muon")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -101,20 +116,20 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     known, unknown = read_text(arguments.data)
     torch.manual_seed(0)
     network = GPT(arguments.width, arguments.layers).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizers = optimizers_of(network, arguments.optimizer, arguments.lr)
     last = math.ceil(arguments.steps / arguments.every) * arguments.every  # in whole rounds
 
     def factor(step: int) -> float:  # warm-up, then a cosine to 10 %
         return min((step + 1) / 100, 0.55 + 0.45 * math.cos(math.pi * step / last))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[-1], factor)
     model, exchange, first = network, None, 0
     if arguments.dense:
         model = DistributedDataParallel(network)
     else:  # the model stays as it is: the exchange is in optimizer.step()
         topk = regtopk.TopK(density=arguments.density, value_code="4bit", impute=0.35)
         exchange = regtopk.UpdateExchange(
-            network, optimizer, topk, every=arguments.every, fragments=arguments.fragments
+            network, optimizers[0], topk, every=arguments.every, fragments=arguments.fragments
         )
         checkpoints = regtopk.Checkpoints(arguments.checkpoints, asynchronous=True)
         # the exchange's state holds the model and the optimizer
@@ -127,11 +142,13 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
             )
 
     for step in range(first, last):
-        optimizer.zero_grad()
+        network.zero_grad()
         seed = step * dist.get_world_size() + dist.get_rank()
         loss_of(model, known, arguments.batch, seed, device).backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = scheduler.get_last_lr()[0]  # one schedule for all
+            optimizer.step()
         scheduler.step()
         if (step + 1) % (100 * arguments.every) == 0 or step + 1 == last:
             if exchange is not None:

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py on two ranks: by updates, resumed, and dense; in processes that are there already."""
+"""examples/train_gpt.py on two ranks, in processes that are there: by updates, resumed, dense, with Muon."""
 
 import contextlib
 import io
@@ -28,25 +28,35 @@ def run_script(*words: str) -> str:
     return printed.getvalue()
 
 
-def run_three_times(folder: Path) -> list[str]:
+def run_four_times(folder: Path) -> list[str]:
     file = ["--data", str(folder / "text.txt"), "--checkpoints", str(folder / "run")]
-    return [run_script("5", *file), run_script("60", *file), run_script("60", *file, "--dense")]
+    dense = ["60", *file, "--dense"]
+    return [
+        run_script("5", *file), run_script("60", *file),
+        run_script(*dense), run_script(*dense, "--optimizer", "muon"),
+    ]  # fmt: skip
 
 
 def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_path: Path) -> None:
     lines = [f"{number} is followed by {number + 1}.\n" for number in range(5000)]
     (tmp_path / "text.txt").write_text("".join(lines))
-    printed, silent = two_ranks.run(run_three_times, tmp_path)
-    begun, resumed, dense = printed
+    printed, silent = two_ranks.run(run_four_times, tmp_path)
+    begun, resumed, dense, muon = printed
     assert begun.startswith("6 steps: test loss ") and "topk: 2 rounds of 3 steps on 2 workers" in begun
     assert resumed.startswith("goes on after 6 steps, from ") and "\n60 steps: " in resumed
     assert "topk: 20 rounds of 3 steps on 2 workers" in resumed
-    assert dense.count("\n") == 1 and silent == ["", "", ""]
+    assert dense.count("\n") == muon.count("\n") == 1 and silent == ["", "", "", ""]
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
-    assert max(losses[1:]) < losses[0] - 0.5, losses
+    assert max(losses[1:]) < losses[0] - 0.5 and losses[3] != losses[2], losses
 
 
 def test_it_refuses_a_short_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(SystemExit, match="the text must have at least 100,000 characters, got 9"):
         runpy.run_path(GPT)["read_text"](tmp_path / "text.txt")
+
+
+def test_muon_is_for_ddp_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_script("5", "--optimizer", "muon")
+    assert "--optimizer must be adamw without --dense, got muon" in capsys.readouterr().err

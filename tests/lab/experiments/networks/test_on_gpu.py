@@ -92,7 +92,8 @@ def test_steps_never_wait_for_the_device(tmp_path: Path) -> None:
     smoke = {**PRESETS["smoke"], "algorithms": "dense,topk,regtopk:mu=1,dgc,consensus", "device": "cuda"}
     images = CompareConfig(**smoke)
     updates = "topk:value_code=4bit:exchange=updates:every=2,dense:exchange=updates:every=4:outer=nesterov"
-    gpts = make_gpts(tmp_path, algorithms=f"dense,topk,{updates}", precision="bfloat16")
+    muon = "dense:optimizer=muon,topk:exchange=updates:every=4:fragments=2:optimizer=muon"
+    gpts = make_gpts(tmp_path, algorithms=f"dense,topk,{updates},{muon}", precision="bfloat16")
     for config, task in ((images, Problem(images).task([0])), gpts):
         for method in config.methods:
             trainer = Trainer(task, config.build(MethodAt(method, 0.01)), method, lr=0.004, num_steps=8)

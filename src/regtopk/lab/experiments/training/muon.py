@@ -56,15 +56,17 @@ class FlatMuon(Optimizer):
         super().__init__([models], {"lr": lr})
         self._models = models
         self._matrices: dict[tuple[int, ...], list[slice]] = {}  # by shape
-        self._rest_at: list[slice] = []
+        is_rest = torch.ones(layout.numel, dtype=torch.bool)
         for layer in layout.layers:
-            is_matrix = is_for_muon(layer.name, layer.shape)
-            own = self._matrices.setdefault(layer.shape, []) if is_matrix else self._rest_at
-            own.append(slice(layer.start, layer.start + layer.numel))
-        self._rest = torch.cat([models[..., at] for at in self._rest_at], -1)
-        self._rest_optimizer = make_rest([self._rest], lr=lr)
+            if is_for_muon(layer.name, layer.shape):
+                at = slice(layer.start, layer.start + layer.numel)
+                self._matrices.setdefault(layer.shape, []).append(at)
+                is_rest[at] = False
         for shape, places in self._matrices.items():
             self.state[models][_key(shape)] = models.new_zeros(*models.shape[:-1], len(places), *shape)
+        self._rest_at = is_rest.nonzero().flatten().to(models.device)
+        self._rest = models[..., self._rest_at]  # a copy, which the other optimizer steps
+        self._rest_optimizer = make_rest([self._rest], lr=lr)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -77,12 +79,11 @@ class FlatMuon(Optimizer):
             update = orthogonalise(grad.lerp(momentum, MOMENTUM)).flatten(-2)
             for place, at in enumerate(places):
                 models[..., at].add_(update[..., place, :], alpha=-lr * (0.2 * math.sqrt(max(shape))))
-        rest = [models[..., at] for at in self._rest_at]
-        self._rest.copy_(torch.cat(rest, -1))
-        self._rest.grad = torch.cat([grads[..., at] for at in self._rest_at], -1)
+        self._rest.copy_(models[..., self._rest_at])
+        self._rest.grad = grads[..., self._rest_at]
         self._rest_optimizer.param_groups[0]["lr"] = lr
         self._rest_optimizer.step()
-        torch._foreach_copy_(rest, list(self._rest.split([part.shape[-1] for part in rest], -1)))
+        models.index_copy_(-1, self._rest_at, self._rest)
 
     def state_dict(self) -> dict[str, Any]:
         """The momenta, and the state of the other optimizer."""
@@ -103,22 +104,15 @@ def _key(shape: tuple[int, ...]) -> str:
 def orthogonalise(matrices: Tensor) -> Tensor:
     """What torch.optim.Muon makes of each of (..., m, n): U S V^T with S near 1, in bfloat16.
 
-    On a GPU all of them are one batch. Elsewhere they go one by one: a batch is hardly faster there, and on
-    some CPUs sums of a batch have another order than those of `torch.optim.Muon`.
+    All are one batch of the Newton-Schulz iteration. On x86 CPUs the bits are torch.optim.Muon's. Elsewhere
+    products of a batch may add in another order.
     """
-    batch = matrices.flatten(0, -3)
-    found = _iterate(batch) if batch.is_cuda else torch.stack([_iterate(matrix) for matrix in batch])
-    return found.view(matrices.shape)
-
-
-def _iterate(x: Tensor) -> Tensor:
-    """The Newton-Schulz iteration on a matrix (m, n), or on a batch of them."""
     a, b, c = COEFFICIENTS
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.bfloat16().mT if is_tall else x.bfloat16()
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.flatten(0, -3).bfloat16()
+    x = x.mT if is_tall else x
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS))
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
-        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).view(matrices.shape)
