@@ -44,7 +44,7 @@ from regtopk.core.timer import Timer
 from regtopk.distributed.requests import gather
 from regtopk.distributed.state import buckets
 from regtopk.distributed.transport.collectives import Collectives
-from regtopk.distributed.updates import rounds as updates
+from regtopk.distributed.updates import rank_rounds
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.kernels.dispatch import kernel_named
 from regtopk.rounds import LocalRounds
@@ -83,7 +83,7 @@ def passes(device: torch.device) -> list[Pass]:
         Pass("decode", gather, "decode_rows"),
         Pass("sum", kernels, "add_in_rank_order_", 4),
         Pass("write the aggregate", kernels, "spread_", 4),
-        Pass("subtract the aggregate", updates, "subtract_"),
+        Pass("subtract the aggregate", rank_rounds, "subtract_"),
         Pass("write the model", LocalRounds, "_go_on", 8),
     ]
 

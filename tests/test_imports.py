@@ -209,3 +209,11 @@ def test_command_without_its_extra(
     assert done.value.code == 2
     shown = "regtopk: the command line needs an extra: pip install 'regtopk[cli]'\n"
     assert capsys.readouterr() == ("", shown)
+
+
+def test_benchmarks_run_as_scripts_and_as_modules() -> None:
+    root = SOURCE.parents[1]
+    names = {path.stem for path in root.glob("benchmarks/*.py")} - {"__init__", "torchft_kills"}
+    imports = f"import importlib\nfor n in {sorted(names)}: importlib.import_module('benchmarks.' + n)"
+    subprocess.run([sys.executable, "-c", imports], cwd=root, check=True)
+    subprocess.run([sys.executable, "benchmarks/wire.py", "--help"], cwd=root, check=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from regtopk.lab.method import Method
 from regtopk.lab.report.figure import Drawing, draw_all, save_png
 from regtopk.lab.report.frontier import Point, points_of
-from regtopk.lab.report.panels import label_log_axis, line_of
+from regtopk.lab.report.panels import line_of
 from regtopk.lab.report.style import Style, styles_of
 from regtopk.lab.runs import Run, read_run
 
@@ -52,9 +52,11 @@ def _draw(curves: dict[str, list[Point]], styles: dict[str, Style], axes: "Axes"
         below = [point.mean - point.low for point in points]
         above = [point.high - point.mean for point in points]
         axes.errorbar(x, means, (below, above), fmt="none", ecolor=line["color"], elinewidth=2)
+    budgets = [point.num_bytes for point in points]
     axes.set_xscale("log")
-    label_log_axis(axes.xaxis, *axes.get_xlim())
-    axes.set_xlabel("payload of a worker per step, bytes")
+    axes.set_xticks(budgets, [f"{num_bytes / 1e3:.0f}" for num_bytes in budgets])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("payload of a worker per step, kB")
     axes.set_ylabel("test accuracy, %")
 
 

@@ -21,7 +21,7 @@ from regtopk.cli.plan import plan
 from regtopk.errors import OutputError
 from regtopk.lab.experiments import EXPERIMENTS, TRAIN, parse_settings
 from regtopk.lab.report import write_report
-from regtopk.lab.runs import CONFIG, SUMMARY, claim_folder, read_header, versions, write_json
+from regtopk.lab.runs import RunWriter, read_header, versions
 
 app = typer.Typer(
     help="Train over slow networks by sending a thousandth of the gradient.",
@@ -84,19 +84,18 @@ def demo(
     """Train with two processes, run the paper's small experiments, print one table and write one page."""
     with suppress(OutputError):
         force = force or "parts" in read_header(out)  # a demo may replace a demo
-    claim_folder(out, force=force)
-    write_json(out / CONFIG, {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)})
-    summaries = {}
-    for name, settings in DEMO_PARTS.items():
-        experiment = TRAIN if name == TRAIN.name else EXPERIMENTS[name]
-        words = ["train"] if experiment is TRAIN else ["reproduce", name]
-        command = shlex.join(["regtopk", *words, *as_typed({}, settings)])
-        config = parse_settings(experiment.config, settings)
-        with progress_bar(name) as progress:
-            summaries[name] = experiment.record(
-                config, out / name, command=command, force=force, progress=progress
-            )
-    write_json(out / SUMMARY, summaries)
+    header, summaries = {**DEMO, "versions": versions(), "parts": list(DEMO_PARTS)}, {}
+    with RunWriter(out, header, force=force) as writer:
+        for name, settings in DEMO_PARTS.items():
+            experiment = TRAIN if name == TRAIN.name else EXPERIMENTS[name]
+            words = ["train"] if experiment is TRAIN else ["reproduce", name]
+            command = shlex.join(["regtopk", *words, *as_typed({}, settings)])
+            config = parse_settings(experiment.config, settings)
+            with progress_bar(name) as progress:
+                summaries[name] = experiment.record(
+                    config, out / name, command=command, force=force, progress=progress
+                )
+        writer.finish(summaries)
     show(summaries, summaries, write_report(out), as_json=as_json)
 
 
@@ -107,5 +106,8 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run
     typer.echo(f"{write_report(folder)}")
 
 
-for _command in (reproduce, train, compare, doctor, plan):
+app.add_typer(
+    reproduce, name="reproduce", help="Run one of the paper's experiments; write records and a page."
+)
+for _command in (train, compare, doctor, plan):
     app.command()(_command)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,28 +18,22 @@ from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, RunExistsError
 from regtopk.lab.experiments import COMPARE, EXPERIMENTS, TRAIN, Experiment, parse_settings
 from regtopk.lab.experiments.compare.comparison import Comparison
-from regtopk.lab.experiments.paper.fig3 import PRESETS
+from regtopk.lab.experiments.ranks.config import SIMULATED
 from regtopk.lab.experiments.tasks import TASKS
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import CONFIG
 
 OUT = Path("out")
 # the settings that have an option of their own, and the options that are not called as their setting is
-REPRODUCED = ("algorithms", "like", "data", "deterministic", "device")
+REPRODUCED = ("algorithms", "like", "data", "deterministic", "device", "seeds")
 COMPARED = (
     "algorithms", "densities", "bytes_per_step", "like", "split", "value_code", "index_code", "optimizer",
-    "lr", "num_workers", "num_steps", "data", "device",
+    "lr", "num_workers", "num_steps", "data", "device", "seeds",
 )  # fmt: skip
-TRAINED = (
-    "task", "algorithms", "densities", "value_code", "index_code", "optimizer", "lr", "num_workers",
-    "num_steps", "data", "device",
-)  # fmt: skip
-Seeds = Annotated[str | None, typer.Option(help="How many seeds, from 0 on: 3. Or which: 3,4,5 or 2-6.")]
-Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting.")]
-RESUME_HELP = "Go on with the run that the folder holds, or add to it."
-Resume = Annotated[bool, typer.Option("--resume", help=RESUME_HELP)]
+TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
+Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the folder's run, or add to it.")]
 
 
 class Request(NamedTuple):
@@ -55,9 +49,8 @@ def run(
     request: Request,
     chosen: dict[str, Any],
     *,
-    seeds: Seeds = None,
     out: Out = None,
-    settings: Settings = None,
+    settings: list[str] | None = None,
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
@@ -67,10 +60,6 @@ def run(
         raise ArgumentError("give one of --resume and --force, got both: one adds to a run, one replaces it")
     if "task" in (request.base or ()) and any(word.startswith("task=") for word in settings or ()):
         raise ArgumentError("task must be given as the command's own argument, got it with --set")
-    if seeds is not None and "seeds" in {f.name for f in fields(request.experiment.config)}:
-        chosen["seeds"] = seeds
-    elif seeds is not None:
-        typer.echo(f"regtopk: {request.name} draws nothing at random, --seeds changes nothing", err=True)
     given = [f"{name}={value}" for name, value in chosen.items()]
     config = parse_settings(request.experiment.config, [*given, *(settings or ())], request.base)
     typed = ["regtopk", *request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
@@ -90,10 +79,15 @@ def run(
     show(summary, {request.name: summary}, write_report(folder), as_json=as_json)
 
 
-def runs(config: type, settings: Sequence[str]) -> Callable[[Callable[..., Request]], Any]:
+def runs(
+    config: type, settings: Sequence[str], unused: Sequence[str] = ("task",)
+) -> Callable[[Callable[..., Request]], Any]:
     """Make a command of a function that says what to run; it also has options of settings, and of `run`."""
     options = {name: _option(config, name) for name in settings}
     common = {name: p for name, p in inspect.signature(run).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    others = ", ".join(f.name for f in fields(config) if f.name not in (*settings, *unused))
+    change = typer.Option("--set", metavar="KEY=VALUE", help=f"Change another setting: {others}.")
+    common["settings"] = common["settings"].replace(annotation=Annotated[list[str] | None, change])
 
     def decorate(choose: Callable[..., Request]) -> Any:
         @wraps(choose)
@@ -139,33 +133,38 @@ def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
 
 def default_folder(name: str, *, resume: bool, force: bool) -> Path:
     """The first of out/NAME, out/NAME-2, out/NAME-3, ... without a run; to resume, the last with one."""
-    folder = OUT / name
-    for number in count(2):
+    folder, number = OUT / name, 2
+    while not force and (folder / CONFIG).exists():
         following = OUT / f"{name}-{number}"
-        has_following = (following / CONFIG).exists()
-        if force or not (folder / CONFIG).exists() or (resume and not has_following):
+        if resume and not (following / CONFIG).exists():
             break
-        folder = following
+        folder, number = following, number + 1
     return folder
 
 
-@runs(COMPARE.config, REPRODUCED)
-def reproduce(
-    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
-    preset: Annotated[
-        str | None, typer.Option(help=f"Protocol of fig3: {', '.join(PRESETS)}.", show_default="paper")
-    ] = None,
-) -> Request:
-    """Run one of the paper's experiments; write records, figures and a page."""
-    check_choice("experiment", experiment, EXPERIMENTS)
-    own, words = EXPERIMENTS[experiment], ["reproduce", experiment]
-    if not own.presets:
-        if preset is not None:
-            raise ArgumentError(f"preset must not be given for {experiment}, which has none, got {preset!r}")
-        return Request(own, experiment, words)
-    preset = preset or next(iter(own.presets))
-    check_choice("preset", preset, own.presets)
-    return Request(own, f"{experiment}-{preset}", [*words, "--preset", preset], own.presets[preset])
+def reproduction(experiment: Experiment[Any]) -> Any:
+    """The command of one of the paper's experiments: it has the options of its own settings alone."""
+    name, presets, words = experiment.name, experiment.presets, ["reproduce", experiment.name]
+
+    def whole() -> Request:
+        return Request(experiment, name, words)
+
+    def with_preset(
+        preset: Annotated[str, typer.Option(help=f"Protocol: {', '.join(presets)}.")] = next(
+            iter(presets), ""
+        ),
+    ) -> Request:
+        check_choice("preset", preset, presets)
+        return Request(experiment, f"{name}-{preset}", [*words, "--preset", preset], presets[preset])
+
+    known = {f.name for f in fields(experiment.config)}
+    settings = [setting for setting in REPRODUCED if setting in known]
+    return runs(experiment.config, settings)(with_preset if presets else whole)
+
+
+reproduce = typer.Typer(no_args_is_help=True)
+for _experiment in EXPERIMENTS.values():
+    reproduce.command(_experiment.name, help=f"{_experiment.title}.")(reproduction(_experiment))
 
 
 @runs(COMPARE.config, COMPARED)
@@ -174,7 +173,7 @@ def compare(task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}
     return Request(COMPARE, f"compare-{task}", ["compare", task], {"task": task})
 
 
-@runs(TRAIN.config, TRAINED)
+@runs(TRAIN.config, TRAINED, unused=SIMULATED)
 def train() -> Request:
     """Train with real processes, by a method and dense; write records, figures and a page."""
     return Request(TRAIN, "train", ["train"])

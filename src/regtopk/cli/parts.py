@@ -17,7 +17,7 @@ from rich.table import Table
 
 from regtopk.errors import RegtopkError, RunExistsError
 from regtopk.lab.experiments.experiment import ShowProgress
-from regtopk.lab.report import columns_of, format_number, heading_of
+from regtopk.lab.report import HEADINGS, columns_of, format_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def show(
     columns = columns_of(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:  # as wide as the longest word; the names in the first one may be folded
-        name, cells = heading_of(column), [format_number(row.get(column), column) for row in rows]
+        name, cells = HEADINGS.get(column, column), [format_number(row.get(column), column) for row in rows]
         if name:
             least = max(len(word) for text in (name, *cells) for word in text.split(" "))
             table.add_column(name, justify="right", overflow="fold", min_width=least)

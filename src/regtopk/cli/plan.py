@@ -2,29 +2,29 @@
 
 import logging
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from regtopk.cli.experiments import as_typed
 from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.core.algorithm import check_density
 from regtopk.core.link import Link
-from regtopk.core.options import check_choice, check_integer
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError, OutputError, StateError
 from regtopk.lab.plan import page
 from regtopk.lab.plan.calibrate import calibrate
 from regtopk.lab.plan.costs import Calibration, cache_path
 from regtopk.lab.plan.exchange import Workload
 from regtopk.lab.plan.learning import Optimizer
-from regtopk.lab.plan.methods import CHOSEN, DENSITIES, UPDATES_DENSITIES, planned_methods, update_labels
+from regtopk.lab.plan.methods import DENSITIES, UPDATES_DENSITIES, planned_methods
 from regtopk.lab.plan.predict import Situation, make_plan
 from regtopk.lab.plan.units import parse_bandwidth, parse_count, parse_time
 from regtopk.lab.report import write_report
-from regtopk.rounds import EXCHANGES
 
+SHOWN_DENSITIES = "; of updates ".join(",".join(map(str, each)) for each in (DENSITIES, UPDATES_DENSITIES))
 SHOWN_ONLY = ("out", "force", "as_json", "recalibrate")  # options that do not change the plan
 
 
@@ -41,7 +41,7 @@ def plan(
     ] = "gradients",
     every: Annotated[int | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
     density: Annotated[
-        str | None, typer.Option(help="Shares of entries to send: 0.001,0.01,0.1, or 0.01 of updates.")
+        str | None, typer.Option(help="Shares of entries to send.", show_default=SHOWN_DENSITIES)
     ] = None,
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
@@ -55,7 +55,9 @@ def plan(
 ) -> None:
     """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
     check_choice("device", device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
-    methods = planned_methods(_densities(density, exchange), _labels(algorithms, exchange, every))
+    densities = None if density is None else _densities(density)
+    labels = None if algorithms is None else algorithms.split(",")
+    methods = planned_methods(densities, labels, exchange=exchange, every=every)
     optimizer: Optimizer = "adamw" if any(method.rounds.has_updates for method in methods) else "sgd"
     latency_s = parse_time("latency", latency, may_be_zero=True)
     link = Link(parse_bandwidth(bandwidth), latency_s, parse_time("step time", step_time))
@@ -81,7 +83,10 @@ def plan(
     summary = page.summary(found, inputs)
     written = None
     if out is not None:
-        page.write_run(out, found, costs, summary, command=_as_typed(context), force=force)
+        defaults = {option.name: option.get_default(context) for option in context.command.params}
+        typed = {k: v for k, v in context.params.items() if k not in SHOWN_ONLY and v != defaults[k]}
+        command = shlex.join(["regtopk", "plan", *as_typed(typed, [])])
+        page.write_run(out, found, costs, summary, command=command, force=force)
         written = write_report(out)
     where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
     assumed, *notes = summary["notes"]
@@ -89,26 +94,11 @@ def plan(
     show(summary, {"plan": {"table": page.table(found)}}, written, as_json=as_json, notes=answer)
 
 
-def _densities(text: str | None, exchange: str) -> Sequence[float]:
-    if text is None:
-        return UPDATES_DENSITIES if exchange == "updates" else DENSITIES
+def _densities(text: str) -> list[float]:
     try:
         return [check_density(float(part)) for part in text.split(",")]
     except ValueError:
         raise ArgumentError(f"density must be numbers in (0, 1], separated by commas, got {text!r}") from None
-
-
-def _labels(algorithms: str | None, exchange: str, every: int | None) -> list[str]:
-    """The methods to plan, in words: those that were asked for, or those one would try first."""
-    check_choice("exchange", exchange, EXCHANGES)
-    asked = None if algorithms is None else algorithms.split(",")
-    if exchange == "updates":
-        if every is not None:
-            check_integer("every", every, at_least=1)
-        return update_labels(asked, every)
-    if every is not None:
-        raise ArgumentError(f"--every needs --exchange updates, got --every {every}")
-    return list(CHOSEN) if asked is None else asked
 
 
 def _measured(device: str, path: Path) -> Calibration:
@@ -121,13 +111,3 @@ def _measured(device: str, path: Path) -> Calibration:
     except OutputError as error:
         logging.getLogger("regtopk").warning("%s: the next plan measures again", error)
     return costs
-
-
-def _as_typed(context: typer.Context) -> str:
-    """The command as it was typed, without `SHOWN_ONLY`."""
-    words = ["regtopk", "plan"]
-    for option in context.command.params:
-        value = context.params.get(option.name or "")
-        if value != option.get_default(context) and option.name not in SHOWN_ONLY:
-            words += [option.opts[0], str(value)]
-    return shlex.join(words)

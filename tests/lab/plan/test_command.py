@@ -126,7 +126,7 @@ def test_a_page(tmp_path: Path) -> None:
         ("--bandwidth fast", "bandwidth must be"),
         ("--step-time 0ms", "step time must be"),
         ("--workers 1", "workers must be an integer of at least 2, got 1"),
-        ("--workers 1000001", "workers must be at most 1,000,000, got 1,000,001"),
+        ("--workers 1000001", "workers must be at most 1000000, got 1000001"),
         ("--density 0.1,2", "density must be numbers in (0, 1], separated by commas, got '0.1,2'"),
         ("--device abacus", "device must be one of cpu"),
         ("--exchange weights", "exchange must be one of gradients, updates, got 'weights'"),

@@ -108,7 +108,6 @@ def test_the_time_to_a_loss_counts_not_that_of_a_step() -> None:
     found = make_plan(here, costs({"pass": passes}), [DENSE, POWERSGD, fragments])
     powersgd, ours = found.predictions[1:]
     assert powersgd.step_time_s < ours.step_time_s and found.best == ours
-    assert found.speedup(powersgd) > found.speedup(ours)
     assert found.speedup_to_loss(powersgd) < found.speedup_to_loss(ours)
 
 

@@ -32,9 +32,7 @@ class Calibration:
     def seconds(self, work: Work) -> float:
         """How long some work takes; a `StateError` if it was not measured."""
         if work.line not in self.lines:
-            raise StateError(
-                f"calibration must hold the costs of {work.line!r}, got only {len(self.lines)} others"
-            )
+            raise StateError(f"calibration must hold the costs of {work.line!r}, got {[*self.lines]}")
         line = self.lines[work.line]
         return sum(line.get(unit, 0.0) * amount for unit, amount in work.units.items())
 
@@ -79,10 +77,12 @@ def fit(points: Sequence[tuple[Units, float]]) -> Line:
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Everything that costs depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return {
         "regtopk": __version__,
         "torch": torch.__version__,
-        "processor": _processor_name(),
+        "processor": name[1] if name else platform.processor() or platform.machine(),
         "num_cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "num_threads": torch.get_num_threads(),
@@ -94,9 +94,3 @@ def cache_path(device: str) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     key = hashlib.sha256(json.dumps(describe_machine(device), sort_keys=True).encode()).hexdigest()
     return Path(root) / "regtopk" / f"costs-{key[:16]}.json"
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return name[1] if name else platform.processor() or platform.machine()

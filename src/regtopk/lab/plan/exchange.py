@@ -20,6 +20,7 @@ from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
 Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
+SIZE_BYTES = 8  # of a message's size, which ranks tell one another first
 POWERSGD_RANK = 2
 POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
@@ -154,21 +155,18 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
     """How N workers answer what an algorithm asks in a step, all of them sending k entries of J."""
     if method.algorithm == "dense":
         return [_dense_sum(method.value_code, numel, N)]
-    if method.algorithm == "consensus":
-        return [_gathered_indices(ceil(k / N), numel, N), _dense_sum(method.value_code, k, N)]
+    if method.algorithm == "consensus":  # everybody's set of indices to everybody, then a sum on their union
+        count, code = ceil(k / N), {"value_code": "none", "index_code": INDEX_CODE}
+        size = full_message_bytes(count, numel, dtype=torch.float32, **code)
+        work = Work("sparse none", {"calls": 1, "entries": (1 + N) * count})
+        proposals = PlannedExchange("all_gather", size, [all_gather(size, N)], [work])
+        return [proposals, _dense_sum(method.value_code, k, N)]
     return [_sparse_sum(method, k, numel, N)]
 
 
 def _code(method: PlannedMethod) -> str:
     """What the costs of its values are called; with imputation it is also found out who sent each entry."""
     return f"{method.value_code} senders" if method.imputes else method.value_code
-
-
-def _gathered_indices(count: int, numel: int, N: int) -> PlannedExchange:
-    """Everybody's set of indices to everybody."""
-    size = full_message_bytes(count, numel, dtype=torch.float32, value_code="none", index_code=INDEX_CODE)
-    work = Work("sparse none", {"calls": 1, "entries": (1 + N) * count})
-    return PlannedExchange("all_gather", size, [all_gather(size, N)], [work])
 
 
 def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
@@ -180,10 +178,7 @@ def _dense_sum(code: str, length: int, N: int) -> PlannedExchange:
 
 
 def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExchange:
-    """Everybody's entries to everybody; or, where that moves less, pieces to the owners of regions.
-
-    The owners send the sums back. Sizes are told before both.
-    """
+    """Everybody's entries to everybody; or, where that moves less, pieces to owners, and sums back."""
     codes = {"value_code": method.value_code, "index_code": INDEX_CODE}
     senders = sender_code([1 / N] * N) if method.imputes else None
     size = split_of(k, numel, N, dtype=torch.float32, sender_code=senders, **codes)
@@ -192,7 +187,8 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
         work = Work(line, {"calls": 1, "entries": (1 + N) * k, "numel": numel})
         return PlannedExchange("all_gather", size.message_bytes, [all_gather(size.message_bytes, N)], [work])
     pieces, sums = all_to_all(size.piece_bytes, N), all_to_all(size.sums_bytes, N)
-    moves = [all_gather(8 * N, N), pieces, all_gather(8, N), sums]
+    num_parts = 1 if senders is None else 2  # the sums, and who sent them
+    moves = [all_gather(SIZE_BYTES * N, N), pieces, all_gather(SIZE_BYTES * num_parts, N), sums]
     work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from regtopk.core.algorithm import check_density
 from regtopk.core.codes import is_lossless
-from regtopk.core.options import check_choice
+from regtopk.core.options import check_choice, check_integer
 from regtopk.errors import ArgumentError
 from regtopk.lab.method import Method
-from regtopk.rounds import ADVISED_UPDATES, GRADIENTS, Rounds
+from regtopk.rounds import ADVISED_UPDATES, EXCHANGES, GRADIENTS, Rounds
 
 CODES = ("float32", "4bit")  # of values
 DENSITIES = (0.001, 0.01, 0.1)
@@ -72,30 +72,36 @@ UNCOMPRESSED = (DENSE, FP16)  # what a compressed method must beat
 
 
 def planned_methods(
-    densities: Sequence[float] = DENSITIES, labels: Sequence[str] = CHOSEN
+    densities: Sequence[float] | None = None,
+    labels: Sequence[str] | None = None,
+    *,
+    exchange: str = "gradients",
+    every: int | None = None,
 ) -> list[PlannedMethod]:
     """DDP, torch's hooks, and methods in words, with every density and code that those leave open."""
-    ours = [method for label in labels for method in _ways(Method.parse(label), densities)]
+    check_choice("exchange", exchange, EXCHANGES)
+    if exchange == "updates":
+        densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
+    elif every is not None:
+        raise ArgumentError(f"--every needs --exchange updates, got --every {every}")
+    parsed = [Method.parse(label) for label in labels or CHOSEN]
+    ours = [method for words in parsed for method in _ways(words, densities or DENSITIES)]
     return list(dict.fromkeys([*TORCH, *ours]))
 
 
-def update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
-    """Methods on updates, in rounds of `every` steps, or of several lengths, unless their words say it.
-
-    Without methods: DiLoCo and what was measured best, whole and in fragments.
-    """
+def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]:
+    """Methods on updates, in rounds of `every` steps or of several lengths; by default, what we advise."""
+    if every is not None:
+        check_integer("every", every, at_least=1)
     if labels is None:
         found = [DILOCO.format(every or DILOCO_EVERY)]
-        for n in ADVISED_EVERY if every is None else [every]:
+        for n in [every] if every else ADVISED_EVERY:
             words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
             found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
         return found
     found = [label for label in labels if "exchange=" in label]
-    for label in labels:
-        name, colon, rest = label.partition(":")
-        if "exchange=" not in rest:
-            rounds = EVERY if every is None else [every]
-            found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in rounds]
+    for name, colon, rest in (label.partition(":") for label in labels if label not in found):
+        found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in ([every] if every else EVERY)]
     return found
 
 

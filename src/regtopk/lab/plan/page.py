@@ -97,26 +97,21 @@ def table(plan: LinkPlan) -> list[dict[str, str]]:
 
 def verdict(plan: LinkPlan) -> str:
     """The answer, in a few plain sentences."""
-    where = f"{plan.situation.num_workers} workers at {format_bandwidth(plan.situation.link.bandwidth)}"
-    best, step = plan.best, format_time(plan.best.step_time_s)
-    name = f"{best.method.label}, density {best.method.density:g}, {best.method.value_code} values"
+    best, link = plan.best, plan.situation.link
+    where = f"with {plan.situation.num_workers} workers at {format_bandwidth(link.bandwidth)}"
+    step, share = format_time(best.step_time_s), 1 - link.compute_s / best.step_time_s
+    name = f"{best.method.label} (density {best.method.density:g}, {best.method.value_code} values)"
     if best.method == POWERSGD:
         name = f"powersgd of rank {POWERSGD_RANK}"
-    if not plan.pays:
-        said = f"Compression does not pay with {where}: {best.method.label} is fastest, {step} per step."
-    elif best.relative_steps is None:
+    said = f"Compression does not pay {where}: {best.method.label} is fastest. A step takes {step}"
+    if plan.pays:
+        steps = best.relative_steps
+        needed = "as many as with dense, we assume," if steps is None else f"{steps:.2f} times as many"
         said = (
-            f"Compression pays with {where}, if as many steps are needed: {name}, makes a "
-            f"step {format_factor(plan.speedup(best))} times as fast as dense, {step}."
+            f"Compression pays {where}: {name} reaches a loss {format_factor(plan.speedup_to_loss(best))} "
+            f"times as fast as dense. A step takes {step}, and {needed} are needed"
         )
-    else:
-        said = (
-            f"Compression pays with {where}: {name}, reaches a loss "
-            f"{format_factor(plan.speedup_to_loss(best))} times as fast as dense. A step takes {step}, and "
-            f"{best.relative_steps:.2f} times as many are needed."
-        )
-    share = 1 - plan.situation.link.compute_s / best.step_time_s
-    said += f" The exchange takes {share:.0%} of a step."
+    said += f". The exchange takes {share:.0%} of a step."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."
     if plan.pays:
@@ -151,7 +146,7 @@ def summary(plan: LinkPlan, inputs: dict[str, Any]) -> dict[str, Any]:
         "best": _row(plan, plan.best),
         "break_even_bits_per_s": plan.break_even_bits_per_s,
         "pays": plan.pays,
-        "notes": [_assumed(inputs), *_notes(plan)],
+        "notes": _notes(plan, inputs["calibration"]),
     }
 
 
@@ -166,33 +161,26 @@ def _row(plan: LinkPlan, p: Prediction) -> dict[str, Any]:
         "payload_bytes": p.exchange.payload_bytes,
         "bytes_per_step": p.exchange.bytes_per_step,
         "step_time_s": p.step_time_s,
-        "speedup": plan.speedup(p),
+        "speedup": plan.dense.step_time_s / p.step_time_s,
         "is_recorded": p.relative_steps is not None,
         "relative_steps": None if p.relative_steps == inf else p.relative_steps,
         "speedup_to_loss": None if p.relative_steps is None else plan.speedup_to_loss(p),
     }
 
 
-def _assumed(inputs: Mapping[str, Any]) -> str:
-    """What the answer rests on."""
-    where = device = inputs["calibration"]["device"]
-    if device == "cpu":
-        where = f"cpu with {counted(inputs['calibration'].get('num_threads', 1), 'thread')}"
-    latency = format_time(inputs["latency_s"]) if inputs["latency_s"] else "0"
-    said = (
-        f"Assumed: latency {latency} one way; {format_time(inputs['step_time_s'])} for a step without "
-        f"communication; vectors selected and coded on {where}; gloo's collectives, not "
-        "NCCL's or RDMA. fp16 and powersgd are torch's own hooks."
-    )
-    return said if device != "cpu" else f"{said} If a GPU trains, plan on it with --device cuda."
-
-
-def _notes(plan: LinkPlan) -> list[str]:
-    """What one should know beside the numbers."""
+def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
+    """What the answer rests on, and what one should know beside the numbers."""
+    link, where = plan.situation.link, machine["device"]
+    if where == "cpu":
+        where = f"cpu with {counted(machine.get('num_threads', 1), 'thread')}"
     said = [
+        f"Assumed: latency {format_time(link.latency_s) if link.latency_s else 0} one way; "
+        f"{format_time(link.compute_s)} for a step without communication; vectors selected and coded on "
+        f"{where}; gloo's collectives, not NCCL's or RDMA. fp16 and powersgd are torch's own hooks."
+        + (" If a GPU trains, plan on it with --device cuda." if machine["device"] == "cpu" else ""),
         "A faster step is not a better one: 'steps' says how many a method needs to the loss that dense has "
         f"after one. It comes from our records ({about(plan.situation.optimizer)}) of the method, or of one "
-        "that sends less. Your model will differ. '?' means that there is no record (docs/planning.md)."
+        "that sends less. Your model will differ. '?' means that there is no record (docs/planning.md).",
     ]
     if plan.situation.optimizer == "sgd":
         said.append("With Adam, ask for --exchange updates: sparse gradients learn slowly there.")

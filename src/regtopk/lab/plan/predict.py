@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from regtopk.core.link import Link
 from regtopk.core.options import check_integer
-from regtopk.errors import ArgumentError
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
 from regtopk.lab.plan.learning import Optimizer, relative_steps
@@ -28,10 +27,7 @@ class Situation:
     optimizer: Optimizer = "sgd"  # that trains: how many steps a method needs depends on it
 
     def __post_init__(self) -> None:
-        """Check the number of workers."""
-        check_integer("workers", self.num_workers, at_least=2)
-        if self.num_workers > MOST_WORKERS:
-            raise ArgumentError(f"workers must be at most {MOST_WORKERS:,}, got {self.num_workers:,}")
+        check_integer("workers", self.num_workers, at_least=2, at_most=MOST_WORKERS)
 
     def at(self, bandwidth: float) -> "Situation":
         """The same on a link of another bandwidth."""
@@ -93,16 +89,13 @@ class LinkPlan(NamedTuple):
         """Whether some compressed method beats both dense and fp16."""
         return self.best.method not in UNCOMPRESSED
 
-    def speedup(self, prediction: Prediction) -> float:
-        """Of a step, against DDP without a hook."""
-        return self._dense.step_time_s / prediction.step_time_s
-
     def speedup_to_loss(self, prediction: Prediction) -> float:
         """Of the time to a loss, against dense; at most that where there is no record."""
-        return self._dense.time_to_loss / prediction.time_to_loss
+        return self.dense.time_to_loss / prediction.time_to_loss
 
     @property
-    def _dense(self) -> Prediction:
+    def dense(self) -> Prediction:
+        """DDP without a hook."""
         return next(p for p in self.predictions if p.method == DENSE)
 
     def best_by_label(self) -> list[Prediction]:

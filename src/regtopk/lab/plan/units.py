@@ -16,11 +16,7 @@ _TIMES = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 999.
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of "100 Mbps", "100mbit", "100 Mbit/s", "1.5G" or, in bytes, "12.5 MB/s".
-
-    "B" is a byte, "b" and "bit" are bits. What may mean either is refused: "MB" without "per second", and a
-    number without a unit.
-    """
+    """Bits per second of "100 Mbps", "100mbit", "1.5G" or, in bytes, "12.5 MB/s"; "12.5 MB" is refused."""
     number, unit = _split(text)
     found = _BANDWIDTH_UNIT.fullmatch(unit)
     prefix, what, per_second = found.groups() if found else ("", "b", None)

@@ -35,6 +35,7 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
     "text.parse_math": False,  # a $ in a name is a $
     "axes.grid": True,
+    "axes.grid.which": "both",  # every number at a log axis has its line
     "axes.titlesize": 11,
     "axes.axisbelow": True,
     "grid.linewidth": 0.7,
@@ -152,8 +153,9 @@ def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
     width = max(LEGEND_INCHES, *(sum(drawing.size[0] for drawing in row) for row in rows))
     heights = [max(drawing.size[1] for drawing in row) + TITLE_INCHES for row in rows]
     longest = max(len(style.label) for style in styles)
-    num_columns = max(1, min(len(styles), int(width / (LETTER_INCHES * longest + 0.65))))
-    heights.append(LINE_INCHES * math.ceil(len(styles) / num_columns) + 0.15)
+    num_fitting = max(1, min(len(styles), int(width / (LETTER_INCHES * longest + 0.65))))
+    num_lines = math.ceil(len(styles) / num_fitting)
+    heights.append(LINE_INCHES * num_lines + 0.15)
     with matplotlib.rc_context(STYLE):
         figure = matplotlib.figure.Figure((width, sum(heights)), layout="constrained")
         *strips, last = figure.subfigures(len(heights), 1, height_ratios=heights)
@@ -162,7 +164,8 @@ def draw_all(drawings: Sequence[Drawing], styles: Sequence[Style]) -> "Figure":
                 drawing.draw(axes)
                 axes.set_title(drawing.title)
         keys = [matplotlib.lines.Line2D([], [], label=style.label, **line_of(style)) for style in styles]
-        last.legend(handles=keys, loc="center", ncols=num_columns, frameon=False, fontsize=9)
+        ncols = math.ceil(len(styles) / num_lines)  # lines of about the same length
+        last.legend(handles=keys, loc="center", ncols=ncols, frameon=False, fontsize=9)
     return figure
 
 

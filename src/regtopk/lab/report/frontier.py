@@ -1,11 +1,10 @@
 """Accuracy against bytes per step: one point per method, with its best lr."""
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from regtopk.lab.method import Method
-from regtopk.lab.report.panels import LABEL_POINTS, label_log_axis, mark_x, named
+from regtopk.lab.report.panels import label_log_axis, mark_x, named
 from regtopk.lab.report.style import Style
 from regtopk.lab.runs import Run
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 TITLE = "Final accuracy against bytes per step"
 LEAST_SPREAD = 1.1  # most bytes over fewest: below it, bytes that happen to differ are not worth a figure
-LONGEST_TAIL = 10  # times the spread of the better half; a point further below is drawn at the lower edge
 
 
 class Point(NamedTuple):
@@ -67,16 +65,10 @@ def best_lr_of(run: Run) -> set[str]:
 
 def draw_frontier(frontier: Frontier, styles: Mapping[str, Style], axes: "Axes") -> None:
     """A point for each method with its range over seeds; the legend and the table say which is which."""
-    floor = _set_y_axis(axes, frontier.points)
     for point in frontier.points:
         x, style = point.num_bytes, styles[point.method]
-        mark = "o"
-        if point.mean < floor:  # it failed: a triangle at the lower edge, with its number
-            mark, number = "v", f"{point.mean:.1f}"
-            axes.annotate(number, (x, floor), (6, -3), textcoords="offset points", fontsize=LABEL_POINTS)
-        else:
-            axes.plot([x, x], [max(point.low, floor), point.high], color=style.light, lw=2.5, alpha=0.4)
-        axes.plot([x], [max(point.mean, floor)], mark, ms=6, color=style.light, mew=0, **named(style))
+        axes.plot([x, x], [point.low, point.high], color=style.light, lw=2.5, alpha=0.4)
+        axes.plot([x], [point.mean], "o", ms=6, color=style.light, mew=0, **named(style))
     axes.set_xscale("log")
     axes.margins(x=0.08)
     label_log_axis(axes.xaxis, *axes.get_xlim())
@@ -91,15 +83,3 @@ def describe_frontier(frontier: Frontier, styles: Mapping[str, Style]) -> str:
     points = {point.method: f"{point.mean:.1f} with {point.num_bytes:,.0f}" for point in frontier.points}
     said = [f"{style.label}: {points[method]}" for method, style in styles.items() if method in points]
     return f"Test accuracy in percent, with bytes per worker and step: {'; '.join(said)}."
-
-
-def _set_y_axis(axes: "Axes", points: Sequence[Point]) -> float:
-    """End the axis above methods that failed. Returns the lowest mean that is drawn in its place."""
-    middle, high = median(point.mean for point in points), max(point.high for point in points)
-    least = middle - LONGEST_TAIL * max(1.0, high - middle)
-    kept = [point.low for point in points if point.mean >= least]
-    margin = 0.06 * max(1.0, high - min(kept))
-    bottom = max(min(kept), least) - margin
-    has_failed = len(kept) < len(points)
-    axes.set_ylim(bottom - margin * has_failed, high + margin)
-    return bottom

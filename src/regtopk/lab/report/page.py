@@ -8,7 +8,7 @@ from typing import Any
 
 from regtopk.errors import MissingExtraError, OutputError
 from regtopk.lab.report.figure import draw_files, draw_inline, drawings_of, legend_of, styles_of_run
-from regtopk.lab.report.style import GRID, INK, Style, columns_of, format_number, hardware_and_time, label_of
+from regtopk.lab.report.style import GRID, INK, Style, columns_of, format_number, label_of
 from regtopk.lab.runs import Run, parts_of, read_header, read_run, writing_to
 from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 
@@ -20,7 +20,6 @@ HEADINGS = {
     "s a run": "s per run",
     "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
 }
-SETTINGS = "<summary>Settings, and how to make this again</summary>"
 # what a reader looks for first stands beside the methods' names
 ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
@@ -66,15 +65,21 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
         if not is_single:
             body.append(_opening("h2", run.header, run.summary))
         settings = escape(json.dumps(run.header["config"], indent=2))
-        details = f"<pre>{escape(run.header['command'])}</pre><pre>{settings}</pre>"
-        body += [_panels(run), _table(run), f"<details>{SETTINGS}{details}</details>"]
+        details = "<summary>Settings, and how to make this again</summary>"
+        details += f"<pre>{escape(run.header['command'])}</pre><pre>{settings}</pre>"
+        body += [_panels(run), _table(run), f"<details>{details}</details>"]
+    pairs = dict(PAGE_COLOURS)
+    for run in runs:
+        pairs |= {style.variable: (style.light, style.dark) for style in styles_of_run(run).values()}
+    light, dark = ("".join(f"--{name}:{pair[n]};" for name, pair in pairs.items()) for n in (0, 1))
+    colours = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
     versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
     style = CSS.read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(header['title'])}</title>\n<style>{_colours(runs)}\n{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape(header['title'])}</title>\n<style>{colours}\n{style}</style>\n</head>\n<body>\n"
         f"<main>\n{''.join(body)}\n<footer>{escape(versions)}</footer>\n</main>\n</body>\n</html>\n"
     )
 
@@ -82,15 +87,6 @@ def _page(header: dict[str, Any], runs: Sequence[Run]) -> str:
 def _opening(tag: str, header: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     finding = f"<p class=finding>{escape(summary['finding'])}</p>" if "finding" in summary else ""
     return f"<{tag}>{escape(header['title'])}</{tag}>{finding}<p>{escape(header['about'])}</p>"
-
-
-def _colours(runs: Sequence[Run]) -> str:
-    """The page's variables."""
-    pairs = dict(PAGE_COLOURS)
-    for run in runs:
-        pairs |= {style.variable: (style.light, style.dark) for style in styles_of_run(run).values()}
-    light, dark = ("".join(f"--{name}:{pair[n]};" for name, pair in pairs.items()) for n in (0, 1))
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def _legend(run: Run) -> str:
@@ -106,7 +102,7 @@ def _legend(run: Run) -> str:
             f"{several} seeds. Curves are medians and dots means over them; shades and bars are their range."
         )
     if len(keys) < len(styles):
-        said += " Grey: the others; the table names them, and the pointer does."
+        said += " Grey: the others; the table names them, and so does the pointer."
     return f'<div class="legend"><ul>{"".join(keys)}</ul><p>{said}</p></div>'
 
 
@@ -120,20 +116,18 @@ def _key(style: Style) -> str:
 
 
 def _panels(run: Run) -> str:
-    """The drawings; the legend stands above them, or fills the place beside a tall one.
-
-    The page's variables stand for the drawings' light colours: they have a dark value too.
-    """
+    """The drawings; the legend stands above them, or fills the place beside a tall one."""
+    # the page's variables stand for the drawings' light colours: they have a dark value too
     variables = {INK[0]: "ink", GRID[0]: "grid"}
     variables |= {style.light: style.variable for style in styles_of_run(run).values()}
-    figures, drawings = "", drawings_of(run)
-    for number, drawing in enumerate(drawings):
+    figures = ""
+    for number, drawing in enumerate(drawings_of(run)):
         picture = draw_inline(drawing, salt=f"{run.header['experiment']}{number}")
         for colour, name in variables.items():
             picture = picture.replace(colour, f"var(--{name})")
         kind = ' class="tall"' if drawing.is_tall else ""
         figures += f"<figure{kind}><h3>{escape(drawing.title)}</h3>{picture}</figure>"
-    if any(drawing.is_tall for drawing in drawings):
+    if ' class="tall"' in figures:
         return f'<div class="panels">{_legend(run)}{figures}</div>'
     return f'{_legend(run)}<div class="panels">{figures}</div>'
 
@@ -142,10 +136,13 @@ def _table(run: Run) -> str:
     """All rows, and the columns that are not empty, answers first; a method's line is before its name."""
     rows, styles = run.summary["table"], styles_of_run(run)
     columns = sorted(columns_of(rows), key=lambda column: (column != "measure", column not in ANSWERS))
-    head = "".join(f"<th>{escape(label_of(heading_of(column)))}</th>" for column in columns)
+    head = "".join(f"<th>{escape(label_of(HEADINGS.get(column, column)))}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(_cell(key, row.get(key), styles) for key in columns)}</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    said = [hardware_and_time(run.summary)] if "hardware" in run.summary else run.summary.get("notes", [])
+    said = run.summary.get("notes", [])
+    if "hardware" in run.summary:
+        minutes = f"{run.summary['minutes']:.2g} minutes of finished runs."
+        said = [f"{', '.join(run.summary['hardware'])}; {minutes}"]
     return f'<div class="wide">{table}</div>' + "".join(f"<p>{escape(note)}</p>" for note in said)
 
 
@@ -155,8 +152,3 @@ def _cell(column: str, content: object, styles: Mapping[str, Style]) -> str:
     style = styles.get(content)  # None for a method that is not drawn, or any other text
     shown = escape(label_of(content)) if style is None else f"{_key(style)}{escape(style.label)}"
     return f'<td title="{escape(content)}">{shown}</td>'
-
-
-def heading_of(column: str) -> str:
-    """What a column of a table is called in print."""
-    return HEADINGS.get(column, column)

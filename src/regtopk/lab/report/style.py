@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regtopk.core.options import counted
 from regtopk.lab.method import Method
 
 
@@ -60,12 +59,8 @@ INK, GRID = ("#20242b", "#e6e9ee"), ("#dfe3e9", "#333a45")  # on light, on dark
 def styles_of(methods: Sequence[str], base: str | None = None, value_code: str = "") -> dict[str, Style]:
     """Each method's look: one colour for all variants of an algorithm, which differ by their dashes.
 
-    Of many methods all but a few are grey.
-
-    Args:
-        methods: their words, the best first.
-        base: the one that others are compared with.
-        value_code: of methods whose words do not say, if that is worth telling.
+    Of many methods, the best first, all but a few and the base are grey. Labels tell the value code if one is
+    given, for methods whose words do not.
     """
     families: dict[str, list[str]] = {}
     for method in sorted(_coloured(methods, base), key=lambda each: (each != base, each not in METHODS)):
@@ -80,8 +75,13 @@ def styles_of(methods: Sequence[str], base: str | None = None, value_code: str =
                 first = Style("", *next(spare))
             others = [dashes for dashes in DASHES if dashes != first.dashes]
             looks[method] = first if nth == 0 else Style("", first.light, first.dark, others[nth - 1])
-    labels = {method: _label(method, base, value_code) for method in methods}
-    return {method: replace(looks.get(method, OTHER), label=label) for method, label in labels.items()}
+    styles = {}
+    for method in methods:
+        is_open = value_code and "value_code" not in Method.read(method).options
+        label = label_of(f"{method}:value_code={value_code}" if is_open else method)
+        label = f"{label} (base)" if method == base else label
+        styles[method] = replace(looks.get(method, OTHER), label=label)
+    return styles
 
 
 def _coloured(methods: Sequence[str], base: str | None) -> list[str]:
@@ -93,12 +93,6 @@ def _coloured(methods: Sequence[str], base: str | None) -> list[str]:
     preferred = [*first, *(method for method in methods if method == base), *methods]
     chosen = list(dict.fromkeys(preferred))[:FEW]
     return [method for method in methods if method in chosen]
-
-
-def _label(method: str, base: str | None, value_code: str) -> str:
-    is_open = value_code and "value_code" not in Method.read(method).options
-    label = label_of(f"{method}:value_code={value_code}" if is_open else method)
-    return f"{label} (base)" if method == base else label
 
 
 def label_of(text: str) -> str:
@@ -131,10 +125,3 @@ def format_number(number: object, column: str = "") -> str:
         return f"{number:.{4 if column == 'test_loss' else 3}g}"
     mantissa, _, exponent = f"{number:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def hardware_and_time(summary: Mapping[str, Any]) -> str:
-    """What a run ran on, and for how long."""
-    seconds = round(60 * summary["minutes"])
-    time = counted(round(summary["minutes"]), "minute") if seconds >= 90 else counted(seconds, "second")
-    return f"{', '.join(summary['hardware'])}; {time} of finished runs."

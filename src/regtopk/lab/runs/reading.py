@@ -12,12 +12,17 @@ from regtopk.lab.runs.run import CARRIED, CONFIG, METRICS, SUMMARY, Record, Run
 T = TypeVar("T")
 
 ANY_HEADER = {"title": str, "about": str, "command": str, "versions": dict}
-RUN_HEADER = {"experiment": str, "config": dict, "panels": list}
+RUN_HEADER = ANY_HEADER | {"experiment": str, "config": dict, "panels": list}
 
 
-def read_header(folder: Path) -> dict[str, Any]:
+def read_header(folder: Path, types: Mapping[str, type] = ANY_HEADER) -> dict[str, Any]:
     """The config.json of a run, or of a folder of several."""
-    return _read_header(folder, ANY_HEADER)
+    header = _read(folder / CONFIG, _parse_object)
+    for name, kind in types.items():
+        given = header.get(name)
+        if not isinstance(given, kind):
+            raise OutputError(f"{folder / CONFIG} must have {name!r} of type {kind.__name__}, got {given!r}")
+    return header
 
 
 def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
@@ -32,7 +37,7 @@ def parts_of(folder: Path, header: Mapping[str, Any]) -> list[Path]:
 
 def read_run(folder: Path) -> Run:
     """Read a finished run back, its seeds merged."""
-    header = _read_header(folder, ANY_HEADER | RUN_HEADER)
+    header = read_header(folder, RUN_HEADER)
     summary = _read(folder / SUMMARY, _parse_object)
     return Run(folder, header, merge_seeds(_read(folder / METRICS, _parse_lines)), summary)
 
@@ -98,12 +103,3 @@ def _parse_lines(text: str) -> list[Record]:
         carried |= {name: record.pop(name) for name in CARRIED if name in record}
         records.append(record | {name: value for name, value in carried.items() if value is not None})
     return records
-
-
-def _read_header(folder: Path, types: Mapping[str, type]) -> dict[str, Any]:
-    header = _read(folder / CONFIG, _parse_object)
-    for name, kind in types.items():
-        given = header.get(name)
-        if not isinstance(given, kind):
-            raise OutputError(f"{folder / CONFIG} must have {name!r} of type {kind.__name__}, got {given!r}")
-    return header

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +37,10 @@ class RunWriter:
         # of the record before; unknown, so that it is written, where a run goes on
         self._carried: Record | None = None if self.is_continued else dict.fromkeys(CARRIED)
         if not self.is_continued:
-            _check_free(folder, force=force)
+            with writing_to(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            if not force:
+                check_holds_no_run(folder)
         self._metrics = _open_locked(folder)
         try:
             with writing_to(folder):
@@ -126,26 +128,6 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
         if was != value:
             raise OutputError(f"{key} must be {was!r} as in the run that {folder} holds, got {value!r}")
     return header
-
-
-def claim_folder(folder: Path, *, force: bool) -> None:
-    """Make a folder for the parts of a run; with `force`, remove the run that it holds."""
-    _check_free(folder, force=force)
-    if (folder / METRICS).exists():
-        _open_locked(folder).close()  # a run that is still being written is not replaced
-    with writing_to(folder):
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-
-
-def _check_free(folder: Path, *, force: bool) -> None:
-    """Make the folder. Check that it can be written and, unless its run may be lost, that it holds none."""
-    with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not force:
-            check_holds_no_run(folder)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
 
 
 def _open_locked(folder: Path) -> TextIO:

@@ -32,7 +32,7 @@ class CompareConfig(TaskSettings):
     Args:
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
             Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, and what is
-            exchanged: exchange=updates with every, outer, outer_lr and outer_momentum.
+            exchanged: exchange=updates with every, fragments, delay, mix, outer, outer_lr and outer_momentum.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
             exchanges updates after every second step may send twice as much then.

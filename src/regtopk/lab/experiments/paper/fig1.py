@@ -35,7 +35,7 @@ class ToyConfig:
         lr: learning rate.
         mu: RegTop-k's; in Figure 1 every mu gives the same curve.
         w_1: where the first entry starts; 0 in the paper, and off 0 a lr of 0.9 is too large for dense too.
-        device: cpu or cuda.
+        device: where to compute: cpu or cuda.
     """
 
     num_iterations: int = option(100, integer(at_least=1))

@@ -40,7 +40,7 @@ class Fig2Config:
         num_workers: N.
         numel: J.
         num_points: D, points of one worker.
-        device: cpu or cuda.
+        device: where to compute: cpu or cuda.
         densities: S = k / J, each different.
         num_iterations: T.
         lr: learning rate.
