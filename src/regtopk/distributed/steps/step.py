@@ -208,7 +208,7 @@ class Steps:
         buckets = self.buckets.all if buckets is None else buckets
         with self.lock:
             step = self._begin(vectors, buckets, may_go_on)
-            for bucket in buckets if can_be_taken_back else ():
+            for bucket in buckets if can_be_taken_back and step.is_finite else ():  # else none changes
                 bucket.keep_state()
             try:
                 yield step
