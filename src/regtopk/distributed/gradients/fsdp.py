@@ -1,9 +1,9 @@
 """For users of fully_shard (FSDP2): a hook that exchanges over the replicas of a sharded model.
 
 FSDP reduces the gradients of a unit to this rank's part of them: one flat vector, the parts of all the unit's
-parameters one after another, each padded to the size of the largest part. The hook copies this vector, looks
-for NaN meanwhile, and leaves zeros. When backward is over, all units are exchanged with the ranks that hold
-the same parts, and the aggregates are added to the gradients. Entries are selected within each unit.
+parameters one after another, each padded to the size of the largest part. The hook copies this vector and
+leaves zeros. When backward is over, all units are exchanged with the ranks that hold the same parts, and the
+aggregates are added to the gradients. Entries are selected within each unit.
 """
 
 import logging
@@ -56,8 +56,8 @@ class ShardedHookState(ExchangeBase):
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._places = {unit.name: unit.places() for unit in units}  # of its parameters in its vector
-        self._flats = _room_for(parameters)
-        self._arrived: dict[str, Tensor] = {}  # the units in this backward, and whether they are finite
+        self._blocks, self._flats = _room_for(parameters)
+        self._arrived: set[str] = set()  # the units in this backward
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
         self._model, self._modules = model, modules_of(model)
@@ -73,7 +73,7 @@ class ShardedHookState(ExchangeBase):
         that mean.
         """
         self._steps.drop()
-        self._flats = {}  # sets their memory free
+        self._blocks, self._flats = [], {}  # sets their memory free
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
@@ -93,12 +93,12 @@ class ShardedHookState(ExchangeBase):
         self._units[name].check_division(flat.dtype)
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._arrived = {}  # the last one may have failed before its end
+            self._arrived = set()  # the last one may have failed before its end
             self._backward = backward
             after_backward(self._end_step)
-        is_again = name in self._arrived  # it is in use twice
-        self._arrived[name] = kernels.is_finite(own.add_(flat)) if is_again else kernels.join_(own, [flat])
+        own.add_(flat) if name in self._arrived else own.copy_(flat)  # a unit may arrive twice
         flat.zero_()
+        self._arrived.add(name)
         if flat.is_cuda:  # FSDP has streams of its own
             stream = torch.cuda.current_stream(flat.device)
             self._streams.add(stream)
@@ -162,10 +162,10 @@ class ShardedHookState(ExchangeBase):
 
     def _take(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """The vectors of the units that have arrived; are all finite without the scale?"""
-        names = [bucket.names[0] for bucket in buckets]
-        flats = [self._flats[name] for name in names]
-        are_finite = map(self._steps.unscale_, flats, [self._arrived[name] for name in names])
-        return flats, torch.stack(list(are_finite)).all()
+        flats = [self._flats[bucket.names[0]] for bucket in buckets]
+        are_all = len(buckets) == len(self._flats)
+        are_finite = [self._steps.unscale_(vector) for vector in (self._blocks if are_all else flats)]
+        return flats, torch.stack(are_finite).all()
 
     def _gradients(self, unit: Unit) -> list[tuple[int, Tensor]]:
         """A unit's gradients, and where each starts in its vector; as one if they lie in memory like that."""
@@ -180,17 +180,18 @@ class ShardedHookState(ExchangeBase):
         return list(zip(self._places[unit.name], grads, strict=False))  # fewer of a unit that did not arrive
 
 
-def _room_for(parameters: Parameters) -> dict[str, Tensor]:
-    """Where units' gradients are kept until backward is over, by name.
+def _room_for(parameters: Parameters) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Where units' gradients are kept until backward is over: a vector for each dtype, and the units' parts.
 
     Units of one size come one after another, so that those that are alike can be computed together.
     """
     dtypes = {name: flat_dtype([p]) for name, p in parameters.named.items()}
     sizes = {name: p.numel() for name, p in parameters.named.items()}
+    blocks: list[Tensor] = []
     flats: dict[str, Tensor] = {}
     for dtype in set(dtypes.values()):
         names = sorted((name for name in dtypes if dtypes[name] == dtype), key=lambda name: sizes[name])
         lengths = [sizes[name] for name in names]
-        block = torch.zeros(sum(lengths), dtype=dtype, device=parameters.device)
-        flats |= zip(names, block.split(lengths), strict=True)
-    return flats
+        blocks.append(torch.zeros(sum(lengths), dtype=dtype, device=parameters.device))
+        flats |= zip(names, blocks[-1].split(lengths), strict=True)
+    return blocks, flats
