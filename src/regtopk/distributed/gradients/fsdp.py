@@ -56,7 +56,7 @@ class ShardedHookState(ExchangeBase):
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._places = {unit.name: unit.places() for unit in units}  # of its parameters in its vector
-        self._blocks, self._flats = _room_for(parameters)
+        self._flats = _room_for(parameters)
         self._arrived: set[str] = set()  # the units in this backward
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
@@ -73,7 +73,7 @@ class ShardedHookState(ExchangeBase):
         that mean.
         """
         self._steps.drop()
-        self._blocks, self._flats = [], {}  # sets their memory free
+        self._flats = {}  # sets their memory free
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
@@ -163,8 +163,9 @@ class ShardedHookState(ExchangeBase):
     def _take(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """The vectors of the units that have arrived; are all finite without the scale?"""
         flats = [self._flats[bucket.names[0]] for bucket in buckets]
-        are_all = len(buckets) == len(self._flats)
-        are_finite = [self._steps.unscale_(vector) for vector in (self._blocks if are_all else flats)]
+        in_memory = [flat for name, flat in self._flats.items() if name in self._arrived]
+        block = as_flat(in_memory, flats[0].dtype)  # one look is faster than many
+        are_finite = [self._steps.unscale_(vector) for vector in (flats if block is None else [block])]
         return flats, torch.stack(are_finite).all()
 
     def _gradients(self, unit: Unit) -> list[tuple[int, Tensor]]:
@@ -180,18 +181,15 @@ class ShardedHookState(ExchangeBase):
         return list(zip(self._places[unit.name], grads, strict=False))  # fewer of a unit that did not arrive
 
 
-def _room_for(parameters: Parameters) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Where units' gradients are kept until backward is over: a vector for each dtype, and the units' parts.
+def _room_for(parameters: Parameters) -> dict[str, Tensor]:
+    """Where units' gradients are kept until backward is over, in the order of memory: a block for each dtype.
 
     Units of one size come one after another, so that those that are alike can be computed together.
     """
-    dtypes = {name: flat_dtype([p]) for name, p in parameters.named.items()}
-    sizes = {name: p.numel() for name, p in parameters.named.items()}
-    blocks: list[Tensor] = []
     flats: dict[str, Tensor] = {}
-    for dtype in set(dtypes.values()):
-        names = sorted((name for name in dtypes if dtypes[name] == dtype), key=lambda name: sizes[name])
-        lengths = [sizes[name] for name in names]
-        blocks.append(torch.zeros(sum(lengths), dtype=dtype, device=parameters.device))
-        flats |= zip(names, blocks[-1].split(lengths), strict=True)
-    return blocks, flats
+    named = sorted(parameters.named.items(), key=lambda item: item[1].numel())
+    for dtype in {flat_dtype([p]) for _, p in named}:
+        sizes = {name: p.numel() for name, p in named if flat_dtype([p]) == dtype}
+        block = torch.zeros(sum(sizes.values()), dtype=dtype, device=parameters.device)
+        flats |= zip(sizes, block.split(list(sizes.values())), strict=True)
+    return flats
