@@ -23,6 +23,7 @@ from regtopk.distributed.state.layout import as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward
 from regtopk.distributed.state.shards import DenseMean, Shards, replicas_of
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.handshake import difference
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ArgumentError, ClusterError
@@ -113,23 +114,14 @@ class ShardedHookState(ExchangeBase):
             )
         if self._are_compared:
             return
-        for difference in self._shards.collectives.all_gather_objects(self._find_difference()):
-            if difference is not None:
+        found = difference(self._collectives, bits_of(self._model))
+        for theirs in self._shards.collectives.all_gather_objects(found):
+            if theirs is not None:
                 raise ClusterError(
-                    "parameters must be the same on all replicas before the first step, but "
-                    f"{difference}: seed all replicas alike, or load the same weights"
+                    f"all replicas must begin with the same bits in {theirs}: seed all replicas alike, or "
+                    "load the same weights"
                 )
         self._are_compared = True
-
-    def _find_difference(self) -> str | None:
-        """The first parameter that another replica has other values of, and where; None if there is none."""
-        ranks = self._collectives.ranks
-        everyone = self._collectives.all_gather_objects(bits_of(self._model))
-        for rank, theirs in zip(ranks, everyone, strict=True):
-            for name, bits in theirs.items():
-                if bits != everyone[0][name]:
-                    return f"{name!r} differs between ranks {ranks[0]} and {rank}"
-        return None
 
     @torch.no_grad()
     def _end_step(self) -> None:

@@ -99,8 +99,7 @@ class Step:
 class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
-    `step` makes one, as a `with` block. `run` is the usual one. `shards` are the ranks that hold the rest of
-    the model, if it is sharded: they must step alike.
+    `shards` are the ranks that hold the rest of the model, if it is sharded: they must step alike.
     """
 
     def __init__(
@@ -247,10 +246,7 @@ class Steps:
         return Step(self, turn, agreement)
 
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
-        """Take the loss scale out of a gradient, which an exchange puts back; is it finite?
-
-        `is_finite` says whether it is finite with the scale, if that is known.
-        """
+        """Take the loss scale out of a gradient; is it finite? `is_finite`: with the scale, if known."""
         if self._options.grad_scaler is not None:
             flat.div_(self._options.grad_scaler.get_scale())
             is_finite = None  # a scale below one may have made it overflow
