@@ -92,3 +92,20 @@ def test_options_are_checked_at_the_call() -> None:
         ExchangeInTrainer("attach", TOPK, "gradients", {"every": 2})
     with pytest.raises(TypeError, match=r"attach\(\) got an unexpected option 'process_group'"):
         ExchangeInTrainer("attach", TOPK, "updates", {"process_group": None})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("every", 0), ("fragments", 3), ("mix", 2.0), ("buffers", "sum"), ("anchors", "disk"), ("skip", "bias")],
+)
+def test_values_are_checked_at_the_call(option: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"{option} must be .* got {value!r}"):
+        ExchangeInTrainer("attach", TOPK, "updates", {option: value})
+
+
+def test_one_process_is_refused_what_many_are() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ArgumentError, match=r"weight must be .* got -1 on rank 0"):
+        ExchangeInTrainer("attach", TOPK, "updates", {"weight": -1})._make(model, None, None)
+    one = ExchangeInTrainer("attach", TOPK, "updates", {"every": 2, "weight": 0.5})
+    assert one._make(model, None, None).num_workers == 1

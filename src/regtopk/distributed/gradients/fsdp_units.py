@@ -127,8 +127,5 @@ def modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
 
 def bits_of(model: nn.Module) -> dict[str, int]:
     """A sum over the bits of this rank's part of each parameter."""
-    sums = {}
-    for name, p in model.named_parameters():
-        bits = local(p).contiguous().view(_INTEGERS[p.itemsize])
-        sums[name] = int(bits.sum(dtype=torch.int64))
-    return sums
+    bits = {n: local(p).contiguous().view(_INTEGERS[p.itemsize]) for n, p in model.named_parameters()}
+    return {name: int(each.sum(dtype=torch.int64)) for name, each in bits.items()}

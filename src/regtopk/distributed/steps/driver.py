@@ -4,7 +4,7 @@ All ranks receive the same bits: messages are coded without loss, and sums run f
 least float32, as in the simulator. `deterministic=False` lets the backend add uncoded dense vectors instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from regtopk.distributed.steps.alike import Alike, Rows
 from regtopk.errors import OracleError
 from regtopk.kernels import Support
 
+_ANSWERS: dict[type, Callable[[Rank, Any], Any]] = {DenseSum: dense_sum, Gather: gather, Broadcast: broadcast}
 # A vector, and where it is not zero if it is a sparse sum as it was received.
 Aggregate = tuple[Tensor, Support | None]
 
@@ -130,17 +131,12 @@ def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -
 
 
 def _answer(rank: Rank, request: Request) -> Any:
-    match request:
-        case DenseSum():
-            return dense_sum(rank, request)
-        case Gather():
-            return gather(rank, request)
-        case Broadcast():
-            return broadcast(rank, request)
-    raise OracleError(
-        "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer "
-        "that (regtopk.simulate.Cluster), a real cluster cannot"
-    )
+    if type(request) not in _ANSWERS:
+        raise OracleError(
+            "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer "
+            "that (regtopk.simulate.Cluster), a real cluster cannot"
+        )
+    return _ANSWERS[type(request)](rank, request)
 
 
 def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:
