@@ -71,6 +71,35 @@ def test_buckets_follow_ddp_and_state_follows_parameters() -> None:
             kept = residual
 
 
+@pytest.mark.parametrize("mu", [None, 4.0])
+@on_ranks(2)
+def test_a_dozen_steps_are_the_equations(mu: float | None) -> None:
+    """Top-k, and RegTop-k with its mu, to the bit: halves are exact, and a sum of two is rounded once."""
+    model, alone = ddp(**SMALL_BUCKETS), make_net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone)]
+    algorithm = regtopk.TopK(density=0.1) if mu is None else regtopk.RegTopK(density=0.1, mu=mu)
+    residual, factor = torch.zeros(3363), torch.ones(3363)
+    sizes = [p.numel() for p in alone.parameters()]
+    with closing(regtopk.attach(model, algorithm)) as exchange:
+        for step in range(12):
+            for net in (model, alone):
+                net.zero_grad()
+                loss_of(net, step).backward()
+            accumulated = residual + flat_gradients(alone)
+            chosen = (accumulated.abs() * factor).topk(336).indices
+            sent = torch.zeros(3363).index_copy(0, chosen, accumulated[chosen])
+            residual, aggregate = accumulated - sent, sent / 2
+            dist.all_reduce(aggregate)
+            if mu is not None:  # tanh(|1 + D| / mu)
+                factor = (aggregate / (sent / 2)).abs().div(mu).tanh().where(sent != 0, torch.ones(()))
+            assert torch.equal(flat_gradients(model), aggregate)
+            assert torch.equal(flat_residual(exchange, model), residual)
+            for p, part in zip(alone.parameters(), aggregate.split(sizes), strict=True):
+                p.grad = part.view_as(p)
+            for optimizer in optimizers:
+                optimizer.step()
+
+
 def flat_residual(exchange: Any, model: nn.Module) -> Tensor:
     entries = exchange.state_dict()["workers"][str(dist.get_rank())]["entries"]
     names = [name.removeprefix("module.") for name, _ in model.named_parameters()]

@@ -135,9 +135,17 @@ def diloco(every: int, has_momentum: bool) -> Tensor:
     return start
 
 
+@on_ranks(2)
+def test_two_ranks_and_the_simulator_agree_bit_for_bit() -> None:
+    compare_with_simulator([0.7, 0.3])
+
+
 @on_ranks(4)
-def test_ranks_and_the_simulator_agree_bit_for_bit() -> None:
-    weights = [0.5, 0.0, 0.2, 0.3]
+def test_four_ranks_and_the_simulator_agree_bit_for_bit() -> None:
+    compare_with_simulator([0.5, 0.0, 0.2, 0.3])
+
+
+def compare_with_simulator(weights: list[float]) -> None:
     for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
         net = make_net()
         optimizer = adamw(net)
