@@ -88,6 +88,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "another algorithm": (put(algorithm="topk"), f"{OF_SAVED}, 'topk', got 'regtopk'"),
     "other ranks": (put(weights=[0.7, 0.3]), f"the saved state of 2 ranks must hold rank(s) [1] {OTHERS}"),
     "another rank's": (put(workers={"1": {}}), f"the saved state of 1 ranks must hold rank(s) [0] {OTHERS}"),
+    "ranks lost": (put(lost=[5]), "lost of the saved state must be some of its 1 ranks, got [5]"),
     "another format": (put(format=99), "format of the saved state must be 1, got 99"),
     "other keys": (
         put(state=1),

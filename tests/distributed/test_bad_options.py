@@ -122,6 +122,10 @@ def test_the_old_name_of_the_process_group() -> None:
     ):
         regtopk.attach("net", TOPK, replicate_group="mesh")  # type: ignore[arg-type]
     assert warned[0].filename == __file__
+    with pytest.raises(
+        ArgumentError, match=r"^give process_group alone, got replicate_group, its old name, too$"
+    ):
+        regtopk.attach("net", TOPK, replicate_group="mesh", process_group="mesh")  # type: ignore[arg-type]
 
 
 # Ranks that differ: what rank 1 does otherwise, and how all name it.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import regtopk
@@ -49,6 +49,12 @@ def twice() -> None:
 def by_columns() -> Any:
     model = nn.Sequential(nn.Linear(4, 4))
     return fully_shard(model, mesh=grid(2, 2)["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def partly_replicated() -> Any:
+    model, mesh = net(), grid(2, 2)["shard"]
+    model.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    return model
 
 
 def partly_plain() -> Any:
@@ -209,6 +215,11 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: attach(by_columns()),
         "ClusterError: placement of parameter '0.weight' must be Shard(0) or Replicate(), got Shard(dim=1)",
+    ),
+    (
+        lambda: attach(partly_replicated()),
+        "ClusterError: parameter 'scale' must be sharded by fully_shard along dimension 0, got a DTensor "
+        "that is Replicate()",
     ),
     (
         lambda: attach(partly_plain()),
