@@ -1,6 +1,8 @@
 """The exchange that frameworks' modules share: which models and options it takes, and what DDP does then."""
 
+import sys
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import TopK, UpdateExchange
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations.wrapped import ExchangeInTrainer
 from tests.distributed.ranks import Ranks
 
@@ -40,12 +42,16 @@ def refuse_models() -> list[str]:
 @pytest.mark.filterwarnings("default")  # torch's, of FSDP1
 def test_models_that_are_refused(two_ranks: Ranks) -> None:
     for fsdp1, fsdp2, bare, scaled in two_ranks.run(refuse_models):
-        assert fsdp1.startswith(
+        assert fsdp1 == (
             "model must be wrapped in DistributedDataParallel by the trainer, got FullyShardedDataParallel: "
-            "DeepSpeed, FSDP and tensor parallelism are not supported here"
+            "DeepSpeed, FSDP and tensor parallelism are not supported here (for sharded models use "
+            "regtopk.UpdateExchange in a loop of your own)"
         )
         assert "got FSDPLinear" in fsdp2 and "got Linear" in bare
-        assert scaled.startswith("exchange must be 'gradients' with a GradScaler, got 'updates'")
+        assert scaled == (
+            "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is skipped "
+            "on one rank alone, and ranks would count steps differently. Train in bfloat16"
+        )
 
 
 def train_with_updates(**options: Any) -> tuple[list[torch.Tensor], torch.Tensor, int]:
@@ -81,6 +87,25 @@ def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
     for mine, theirs in zip(grads, grads_elsewhere, strict=True):
         assert not torch.equal(mine, theirs)  # each rank's own
     assert not torch.equal(buffer, buffer_elsewhere)
+
+
+EXTRAS = {
+    "huggingface": ("transformers", "regtopk.integrations.huggingface needs transformers"),
+    "lightning": ("lightning", "regtopk.integrations.lightning needs lightning"),
+    "torchft": ("torchft", "regtopk.integrations.torchft needs torchft"),
+    "flower": ("flwr", "the Flower integration needs flwr 1.41 or later"),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, text = EXTRAS[extra]
+    module = f"regtopk.integrations.{extra}" + (".app" if extra == "flower" else "")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # which no import finds
+    with pytest.raises(MissingExtraError) as refused:
+        import_module(module)
+    assert str(refused.value) == f"{text}: pip install 'regtopk[{extra}]'"
 
 
 def test_options_are_checked_at_the_call() -> None:

@@ -234,7 +234,9 @@ class TorchftExchange(UpdatesBase):
         weight = 1.0 if checked.weight is None else checked.weight
         check_positive("weight", weight)
         if checked.process_group is not None:
-            raise ArgumentError("process_group must be None, as the Manager has one")
+            raise ArgumentError(
+                f"process_group must be None, as the Manager has one, got {checked.process_group!r}"
+            )
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
         checked = replace(checked, weight=None, dense_steps=-(-checked.dense_steps // every))  # as rounds
