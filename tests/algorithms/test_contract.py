@@ -332,8 +332,8 @@ def test_hundreds_of_lossy_steps_drift_by_their_rounding_alone(kind: Any, code: 
     """Each step rounds at most 2 + N times: a and e once, and the sum once per worker."""
     options = {} if kind is Dense else {"k": K}
     cluster = Cluster(kind(value_code=code, **options), num_workers=N, weights=WEIGHTS)
-    all_grads, kept, applied = random_grads(300), torch.zeros(N, J), torch.zeros(J).double()
-    largest = torch.zeros(J)
+    all_grads, kept, largest = random_grads(300), torch.zeros(N, J), torch.zeros(J)
+    applied = torch.zeros(J).double()
     for grads in all_grads:
         accumulated = kept + grads
         applied += cluster.step(grads)

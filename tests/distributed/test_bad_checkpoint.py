@@ -18,11 +18,16 @@ REGTOPK = regtopk.RegTopK(density=0.1)
 Damage = Callable[[dict[str, Any], dict[str, Any]], Any]  # of the state dict and the worker in it
 
 
-def saved_by(change: Callable[[Any], None] = lambda net: None, **options: Any) -> dict[str, Any]:
-    """What another model has saved."""
-    net = make_net()
-    change(net)
-    return regtopk.attach(net, REGTOPK, **options).state_dict()
+def saved_by(change: Callable[[Any], None] = lambda net: None, **options: Any) -> Damage:
+    """What another model has saved, in the place of it."""
+
+    def replace(saved: dict[str, Any], worker: dict[str, Any]) -> None:
+        net = make_net()
+        change(net)
+        saved.clear()
+        saved.update(regtopk.attach(net, REGTOPK, **options).state_dict())
+
+    return replace
 
 
 def put(**values: Any) -> Damage:
@@ -31,14 +36,6 @@ def put(**values: Any) -> Damage:
 
 def put_in_worker(**values: Any) -> Damage:
     return lambda saved, worker: worker.update(values)
-
-
-def saved_otherwise(make: Callable[[], dict[str, Any]]) -> Damage:
-    def replace(saved: dict[str, Any], worker: dict[str, Any]) -> None:
-        saved.clear()
-        saved.update(make())
-
-    return replace
 
 
 def residual_of(values: Tensor) -> Damage:
@@ -50,42 +47,39 @@ def selection(indices: list[float], own: list[float], dtype: torch.dtype = torch
     return put_in_worker(groups=({"indices": at, "own": torch.tensor(own), "aggregate": torch.ones(2)},))
 
 
-def skip_last(name: str, p: nn.Parameter) -> bool:
-    return name == "last.bias"
-
-
 PARAMETERS = "parameters of the saved state must be this model's: "
 KEYS = ["algorithm", "format", "groups", "num_steps", "parameters", "skip", "weights", "workers"]
 RESIDUAL = "residual of parameter 'last.bias' of rank 0 must be"
 OTHERS = "to be loaded on rank 0 of 1 with these weights: gather it, or merge the rank files "
 OTHERS += "(regtopk.merge_state_dicts)"
-OF_SAVED = "algorithm must be that of the saved state"
+OF_SAVED = "must be that of the saved state"
 MALFORMED = "the saved state is malformed: "
 STEPS = f"{MALFORMED}ArgumentError: num_steps must be an integer in 0..2147483647, got "
 WEIGHTS = f"{MALFORMED}ArgumentError: weights must"
 COUNTER = f"{MALFORMED}ArgumentError: sent_bytes must be finite and >= 0, got "
+FIRST = "first_step must be in [0, 5], got 6"
 GROUPS = "groups of the saved state must hold all 8 parameters once, got "
 BUCKET = "of bucket 0 of rank 0 must"
 ASCENDING = f"indices {BUCKET} be ascending, distinct and in 0..3362, got "
 NOT_FINITE = "finite in torch.float32, got a NaN or inf"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "another layer": (
-        saved_otherwise(lambda: saved_by(lambda net: setattr(net, "middle", nn.Linear(40, 21)))),
+        saved_by(lambda net: setattr(net, "middle", nn.Linear(40, 21))),
         f"{PARAMETERS}('middle.weight', (20, 40)), got ('middle.weight', (21, 40))",
     ),
-    "one layer less": (
-        saved_otherwise(lambda: saved_by(lambda net: delattr(net, "last"))),
+    "a layer less": (
+        saved_by(lambda net: delattr(net, "last")),
         f"{PARAMETERS}('last.weight', (3, 20)), got None",
     ),
-    "one layer more": (
-        saved_otherwise(lambda: saved_by(lambda net: setattr(net, "top", nn.Linear(2, 1)))),
-        f"{PARAMETERS}None, got ('top.weight', (1, 2))",
+    "a layer more": (
+        saved_by(lambda net: setattr(net, "x", nn.Linear(2, 1))),
+        f"{PARAMETERS}None, got ('x.weight', (1, 2))",
     ),
     "another skip": (
-        saved_otherwise(lambda: saved_by(skip=skip_last)),
-        "skip must be that of the saved state, ['last.bias'], got []",
+        saved_by(skip=lambda name, p: name == "last.bias"),
+        f"skip {OF_SAVED}, ['last.bias'], got []",
     ),
-    "another algorithm": (put(algorithm="topk"), f"{OF_SAVED}, 'topk', got 'regtopk'"),
+    "another algorithm": (put(algorithm="topk"), f"algorithm {OF_SAVED}, 'topk', got 'regtopk'"),
     "other ranks": (put(weights=[0.7, 0.3]), f"the saved state of 2 ranks must hold rank(s) [1] {OTHERS}"),
     "another rank's": (put(workers={"1": {}}), f"the saved state of 1 ranks must hold rank(s) [0] {OTHERS}"),
     "ranks lost": (put(lost=[5]), "lost of the saved state must be some of its 1 ranks, got [5]"),
@@ -120,10 +114,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no total": (put_in_worker(total=None), f"{MALFORMED}TypeError: "),
     "a counter of a kind": (put_in_worker(total={"sent_bytes": "many"}), f"{COUNTER}'many'"),
     "a NaN counter": (put_in_worker(total={"sent_bytes": math.nan}), f"{COUNTER}nan"),
-    "a later first step": (
-        put_in_worker(first_step=6),
-        f"{MALFORMED}ArgumentError: first_step must be in [0, 5], got 6",
-    ),
+    "a later first step": (put_in_worker(first_step=6), f"{MALFORMED}ArgumentError: {FIRST}"),
     "a report of three": (put_in_worker(report=[1.0, 2.0, 3.0]), f"{MALFORMED}TypeError: "),
     "no entries": (put_in_worker(entries=None), f"{MALFORMED}AttributeError: "),
     "no buckets": (put_in_worker(groups=()), f"{MALFORMED}IndexError: "),

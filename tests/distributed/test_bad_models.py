@@ -62,14 +62,6 @@ def parameter(tensor: Any) -> list[tuple[str, nn.Parameter]]:
     return [("p", nn.Parameter(tensor))]
 
 
-def embeddings() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
-
-
-def partly_meta() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-
-
 def on_a_mesh() -> list[tuple[str, nn.Parameter]]:
     return parameter(distribute_tensor(torch.zeros(4, 4), init_device_mesh("cpu", (2,))))
 
@@ -78,20 +70,16 @@ def twice() -> list[tuple[str, nn.Parameter]]:
     return [*make_net().named_parameters(), *make_net().named_parameters()]
 
 
-def shared() -> list[tuple[str, nn.Parameter]]:
-    ((_, p),) = parameter(torch.zeros(2))
-    return [("a", p), ("b", p)]
-
-
-FLOAT8 = torch.float8_e4m3fn
+P_OF_2 = nn.Parameter(torch.zeros(2))
+EMBEDDINGS = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
+PARTLY_META = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+NARROW = torch.zeros(3).to(torch.float8_e4m3fn)
 NO_DDP = "ClusterError: model must be a DistributedDataParallel, got"
 FIRST = "wrap it first, or use regtopk.Exchange; or shard it by fully_shard (FSDP2)"
+NO_GRADIENT = "at least one that requires a gradient, got none"
 UNSHARDED, FSDP = "ClusterError: the model must not be sharded by FSDP, got", "regtopk.attach for fully_shard"
-WHOLE = (
-    "hand over the whole model, sharded by fully_shard (FSDP2), to regtopk.attach or regtopk.UpdateExchange"
-)
-NO_GRADIENT = "ArgumentError: parameters must hold at least one that requires a gradient, got none"
-P, GIVEN = "ClusterError: parameter 'p' must", "ArgumentError: parameters must"
+ALL = "hand over the whole model, sharded by fully_shard (FSDP2), to regtopk.attach or regtopk.UpdateExchange"
+C, P, GIVEN = "ClusterError:", "ClusterError: parameter 'p' must", "ArgumentError: parameters must"
 MODELS: list[tuple[str, Callable[[], Any], str]] = [
     ("attach", make_net, f"{NO_DDP} Net: {FIRST}"),
     ("attach", lambda: "net", f"{NO_DDP} str: {FIRST}"),
@@ -99,29 +87,21 @@ MODELS: list[tuple[str, Callable[[], Any], str]] = [
     ("SparseHookState", sharded_in_place, f"{NO_DDP} FSDPLinear: {FIRST}"),
     ("Exchange", sharded, f"{UNSHARDED} FullyShardedDataParallel: use {FSDP} (FSDP2)"),
     ("Exchange", sharded_in_place, f"{UNSHARDED} FSDPLinear: use {FSDP} (FSDP2)"),
-    ("Exchange", on_a_mesh, f"{P} be a plain tensor, got a DTensor: {WHOLE}"),
+    ("Exchange", on_a_mesh, f"{P} be a plain tensor, got a DTensor: {ALL}"),
     (
         "Exchange",
-        embeddings,
-        "ClusterError: module '1' must have sparse=False, got Embedding with sparse=True",
+        lambda: EMBEDDINGS,
+        f"{C} module '1' must have sparse=False, got Embedding with sparse=True",
     ),
-    (
-        "Exchange",
-        ddp,
-        "ClusterError: module must not be in DistributedDataParallel: use regtopk.attach for that",
-    ),
+    ("Exchange", ddp, f"{C} module must not be in DistributedDataParallel: use regtopk.attach for that"),
     ("Exchange", lambda: parameter(torch.zeros(3) + 0j), f"{P} be real, got torch.complex64"),
-    (
-        "Exchange",
-        lambda: parameter(torch.zeros(3).to(FLOAT8)),
-        f"{P} have a dtype of 16 bits or more, got {FLOAT8}",
-    ),
-    ("Exchange", lambda: make_net().requires_grad_(False), NO_GRADIENT),
-    ("Exchange", lambda: [nn.Parameter(torch.arange(3), requires_grad=False)], NO_GRADIENT),
+    ("Exchange", lambda: parameter(NARROW), f"{P} have a dtype of 16 bits or more, got {NARROW.dtype}"),
+    ("Exchange", lambda: make_net().requires_grad_(False), f"{GIVEN} hold {NO_GRADIENT}"),
+    ("Exchange", lambda: [nn.Parameter(torch.arange(3), requires_grad=False)], f"{GIVEN} hold {NO_GRADIENT}"),
     ("Exchange", lambda: ["p"], f"{GIVEN} be a module, parameters or (name, parameter) pairs, got str"),
     ("Exchange", twice, f"{GIVEN} be given once each, got 'first.weight' again"),
-    ("Exchange", shared, f"{GIVEN} be given once each, got 'b' again"),
-    ("Exchange", partly_meta, "ClusterError: parameters must be on one device, got ['cpu', 'meta']"),
+    ("Exchange", lambda: [("a", P_OF_2), ("b", P_OF_2)], f"{GIVEN} be given once each, got 'b' again"),
+    ("Exchange", lambda: PARTLY_META, f"{C} parameters must be on one device, got ['cpu', 'meta']"),
 ]
 
 
@@ -141,29 +121,22 @@ def test_a_model_too_large_for_raw32() -> None:
 
 
 @on_ranks(2)
-def test_attached_twice() -> None:
+def test_attached_twice_or_beside_another_hook() -> None:
     model = ddp()
     with closing(regtopk.attach(model, TOPK)) as exchange:
         refused = refusal(lambda: regtopk.attach(model, TOPK))
         loss_of(model, 0).backward()  # the first still works
         assert exchange.num_steps == 1
+    model = ddp()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
     text = (
         "attach must be called once, for a model without another communication hook (after detach(), wrap "
         "the network in a new DistributedDataParallel): "
     )
-    assert refused[0] == "ClusterError" and refused[1].startswith(text)  # then torch's own words
-
-
-@on_ranks(2)
-def test_another_hook() -> None:
-    model = ddp()
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    kind, text = refusal(lambda: regtopk.attach(model, TOPK))
+    for kind, said in (refused, refusal(lambda: regtopk.attach(model, TOPK))):
+        assert kind == "ClusterError" and said.startswith(text)  # then torch's own words
     loss_of(model, 0).backward()  # the other hook still works
     assert flat_gradients(model).count_nonzero() == 3363
-    assert kind == "ClusterError" and text.startswith(
-        "attach must be called once, for a model without another"
-    )
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """Sharded models through torch.distributed.checkpoint: the same mesh, and other numbers of either axis."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tests.distributed.sharding import attached, grid, sharded, whole, whole_par
 from tests.distributed.test_updates import nesterov
 from tests.distributed.training import algorithm_state, loss_of, make_net, refusal, same
 
-DIFFERENCE = "parameters of the saved state must be this model's, got a difference in"
 KINDS = ("attach", "updates")
 REGTOPK = regtopk.RegTopK(density=0.05, value_code="4bit")
 Shape = tuple[int, int]  # replicas, shards
@@ -230,25 +230,19 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
     before = algorithm_state(elsewhere.exchange), algorithm_state(other.exchange)
     rule = "must hold a sharded exchange of this model, which was saved as {"
     state_dict = ": exchange.sharded_state_dict()}, got "
-    cases = [
-        (lambda: job.load(tmp_path / "no"), f"{tmp_path / 'no'} {rule}'exchange'{state_dict}"),
-        (
-            lambda: job.exchange.load_sharded(tmp_path, key="another"),
-            f"{tmp_path} {rule}'another'{state_dict}",
+    cases: dict[str, Callable[[], Any]] = {
+        f"{tmp_path / 'no'} {rule}'exchange'{state_dict}": lambda: job.load(tmp_path / "no"),
+        f"{tmp_path} {rule}'k'{state_dict}": lambda: job.exchange.load_sharded(tmp_path, key="k"),
+        "the saved state must be from a round's end to be loaded on other ranks or with other weights, as "
+        "the model is sharded: call finish() before you save": lambda: elsewhere.load(tmp_path),
+        "what sharded_state_dict() gave must be loaded by load_sharded(folder)": lambda: (
+            job.exchange.load_state_dict(job.exchange.sharded_state_dict())
         ),
-        (
-            lambda: elsewhere.load(tmp_path),
-            "the saved state must be from a round's end to be loaded on other ranks or with other weights, "
-            "as the model is sharded: call finish() before you save",
-        ),
-        (
-            lambda: job.exchange.load_state_dict(job.exchange.sharded_state_dict()),
-            "what sharded_state_dict() gave must be loaded by load_sharded(folder)",
-        ),
-        (lambda: partly.load_sharded(tmp_path), f"{DIFFERENCE} ['extra.bias', 'extra.weight']"),
-        (lambda: other.load(tmp_path), "algorithm must be that of the saved state, 'regtopk', got 'topk'"),
-    ]
-    for act, text in cases:
+        "parameters of the saved state must be this model's, got a difference in ['extra.bias', "
+        "'extra.weight']": lambda: partly.load_sharded(tmp_path),
+        "algorithm must be that of the saved state, 'regtopk', got 'topk'": lambda: other.load(tmp_path),
+    }
+    for text, act in cases.items():
         kind, found = refusal(act)
         is_from_torch = found.startswith(text) and found.endswith(" is loaded by dcp.load alike)")
         assert kind == "StateError" and (found == text or is_from_torch) and "\n" not in found

@@ -8,22 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import SGD, Adagrad
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_bad_models import sharded
 from tests.distributed.test_updates import nesterov, sgd, train
 from tests.distributed.training import closing, ddp, flat_parameters, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.1)
-
-
-def sharded() -> nn.Module:
-    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-
-
-def only_first(net: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.first.parameters(), lr=0.1)
 
 
 def with_another(net: nn.Module) -> torch.optim.Optimizer:
@@ -36,10 +29,6 @@ def with_buffer(net: nn.Module, size: int) -> nn.Module:
     return net
 
 
-def adagrad(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(net.parameters())
-
-
 PLAIN = "ClusterError: parameters must be a plain model"
 AVERAGES = (
     f"{PLAIN}, got a DistributedDataParallel, which averages gradients in every backward: hand over the "
@@ -50,7 +39,7 @@ WITHOUT = f"{HOLDS} every parameter that is exchanged, got one without"
 OUTER = "ArgumentError: outer must be None or a function of a list of parameters that returns a"
 OUTER_OF = "ArgumentError: outer must return an optimizer of all 8 parameters that it is given and no others"
 SAME, FRAGMENTS = "ClusterError: all ranks must have the same", "ArgumentError: fragments must be"
-NAMES = [["weight", "bias"]]
+NAMES = [[name for name, _ in make_net().named_parameters()]]
 IN_PARTS = "ArgumentError: k must be None for a model that is exchanged in parts (FSDP units, fragments), "
 IN_PARTS += "which differ in size, got 3: give a density"
 CASES: list[tuple[dict[str, Any], str]] = [
@@ -58,7 +47,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"dense_steps": -1, "every": 2}, "ArgumentError: dense_steps must be an integer of at least 0, got -1"),
     ({"buffers": "sum"}, "ArgumentError: buffers must be one of mean, rank0, local, got 'sum'"),
     ({"optimizer": lambda net: "adam"}, "ArgumentError: optimizer must be a torch.optim.Optimizer, got str"),
-    ({"optimizer": only_first}, f"{WITHOUT} 'extra.weight': {ANOTHER}"),
+    ({"optimizer": lambda net: SGD(net.first.parameters())}, f"{WITHOUT} 'extra.weight': {ANOTHER}"),
     ({"optimizer": lambda net: sgd(make_net())}, f"{WITHOUT} 'first.weight': {ANOTHER}"),
     ({"optimizer": with_another}, f"{HOLDS} no parameter that is not exchanged, got one of shape (3,)"),
     ({"outer": sgd(make_net())}, f"{OUTER} torch.optim.Optimizer, got SGD"),
@@ -74,7 +63,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "[('b', (2,), 'torch.float32')] on rank 1",
     ),
     (
-        {"net": lambda: nn.Linear(2, 2), "optimizer": lambda net: [sgd, adagrad][dist.get_rank()](net)},
+        {"optimizer": lambda net: (SGD, Adagrad)[dist.get_rank()](net.parameters())},
         f"{SAME} optimizer, got ('SGD', {NAMES}) on rank 0, ('Adagrad', {NAMES}) on rank 1",
     ),
     # delay and fragments

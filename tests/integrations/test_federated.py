@@ -1,5 +1,6 @@
 """A server and clients that it asks now and then: nothing is lost, and nothing stale is taken for fresh."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,8 @@ def test_a_model_that_an_older_one_does_not_lead_to_is_sent_whole(tmp_path: Path
     kept = torch.load(tmp_path / "a.pt")
     kept["now"]["model"] += 1
     torch.save(kept, tmp_path / "a.pt")
-    refused = refusal(lambda: federation.train("a", federation.ask("a")["a"], UPDATE))
     text = "the older model of client 'a' must lead to that of round 2, got another checksum"
-    assert refused == ("StateError", text)
+    assert refusal(lambda: federation.train("a", federation.ask("a")["a"], UPDATE)) == ("StateError", text)
     federation.end()
     federation.make_round(a=UPDATE)
     federation.model["bias"] += 1  # by the user
@@ -230,8 +230,8 @@ def test_a_round_that_would_make_the_model_infinite_is_refused(tmp_path: Path) -
     assert federation.end(Reply("a", 1, frame)) == {}
     before = flat_of(federation.model)
     federation.ask("a")
-    refused = str(federation.end(Reply("a", 2, frame))[0])
-    assert refused == "model must stay finite, got NaN or inf of round 2's replies"
+    text = "model must stay finite, got NaN or inf of round 2's replies"
+    assert str(federation.end(Reply("a", 2, frame))[0]) == text
     assert torch.equal(flat_of(federation.model), before) and bool(before.isfinite().all())
     assert federation.ask("a")["a"].accepted["a"].token.startswith("1-")  # so the client takes it back
 
@@ -256,39 +256,41 @@ def test_statistics_and_integers_travel_whole_and_arrays_keep_their_order(tmp_pa
     assert torch.equal(after["norm.running_var"], torch.full((4,), 3.5))
     assert torch.equal(after["weight"][:8], torch.full((8,), 2.5))
     assert after["norm.num_batches_tracked"] == 1
-    good = replies[0][0]
-    bad = Reply("a", 1, good.frame, {})
-    whole = "{'norm.running_var': ((4,), torch.float32), 'norm.num_batches_tracked': ((), torch.int64)}"
-    text = f"arrays that travel whole must be {whole}, got {{}}"
-    assert refusal(lambda: server.check(bad, 1.0)) == ("StateError", text)
-    spoiled = {**good.whole, "norm.running_var": torch.tensor([1.0, torch.inf, 1.0, 1.0])}
-    refused = refusal(lambda: server.check(Reply("a", 1, good.frame, spoiled), 1.0))
-    where = "must be finite, got NaN or inf in ['norm.running_var']"
-    assert refused == ("StateError", f"arrays that travel whole {where}")
     server.begin(2, after)
     told = server.instruction(0)
-    client = Client(TopK(k=8), tmp_path / "a.pt", name="a")
+    client, stranger = (Client(TopK(k=8), tmp_path / f"{name}.pt", name=name) for name in "ac")
     mine = client.model_of(told)
-    refused = refusal(lambda: client.reply(told, mine, {**mine, **spoiled}))
-    assert refused == ("GradientError", f"arrays of client 'a' {where}")
-    refused = refusal(lambda: client.reply(told, mine, {"weight": mine["weight"]}))
-    names = "['norm.num_batches_tracked', 'norm.running_var', 'weight']"
-    assert refused == ("StateError", f"trained arrays must be {names}, got ['weight']")
-    refused = refusal(lambda: client.reply(told, mine, {**mine, "weight": mine["weight"].double()}))
-    text = "array 'weight' must be float32 of shape (800,), got ((800,), torch.float64)"
-    assert refused == ("StateError", text)
-    stranger = Client(TopK(k=8), tmp_path / "c.pt", name="c")
-    text = "client 'c' must have an older model to add rounds to, got none"
-    assert refusal(lambda: stranger.model_of(told)) == ("StateError", text)
-    longer = {**mine, "weight": torch.zeros(801)}
-    text = f"arrays must stay those in {tmp_path / 'a.pt'}, got other names or shapes"
-    assert refusal(lambda: client.reply(told, longer, longer)) == ("StateError", text)
-    text = "model must have an array of float32 that is not skipped, got none"
-    assert refusal(lambda: Server().begin(1, {"n": torch.tensor(0)})) == ("StateError", text)
-    model = Client(TopK(k=8), tmp_path / "a.pt", name="a").model_of(told)
     assert told.missed is not None
-    assert list(model) == list(after)
-    assert all(torch.equal(model[name], after[name]) for name in after)
+    assert list(mine) == list(after)
+    assert all(torch.equal(mine[name], after[name]) for name in after)
+    frame = replies[0][0].frame
+    spoiled = {**replies[0][0].whole, "norm.running_var": torch.tensor([1.0, torch.inf, 1.0, 1.0])}
+    weight, longer = {"weight": mine["weight"]}, {**mine, "weight": torch.zeros(801)}
+    refusals: dict[str, Callable[[], Any]] = {
+        "StateError: arrays that travel whole must be {'norm.running_var': ((4,), torch.float32), "
+        "'norm.num_batches_tracked': ((), torch.int64)}, "
+        "got {}": lambda: server.check(Reply("a", 2, frame, {}), 1.0),
+        "StateError: arrays that travel whole must be finite, got NaN or inf in "
+        "['norm.running_var']": lambda: server.check(Reply("a", 2, frame, spoiled), 1.0),
+        "GradientError: arrays of client 'a' must be finite, got NaN or inf in "
+        "['norm.running_var']": lambda: client.reply(told, mine, {**mine, **spoiled}),
+        "StateError: trained arrays must be ['norm.num_batches_tracked', 'norm.running_var', 'weight'], "
+        "got ['weight']": lambda: client.reply(told, mine, weight),
+        "StateError: array 'weight' must be float32 of shape (800,), got ((800,), torch.float64)": lambda: (
+            client.reply(told, mine, {**mine, "weight": mine["weight"].double()})
+        ),
+        f"StateError: arrays must stay those in {tmp_path / 'a.pt'}, got other names or shapes": lambda: (
+            client.reply(told, longer, longer)
+        ),
+        "StateError: client 'c' must have an older model to add rounds to, got none": lambda: (
+            stranger.model_of(told)
+        ),
+        "StateError: model must have an array of float32 that is not skipped, got none": lambda: (
+            Server().begin(1, {"n": torch.tensor(0)})
+        ),
+    }
+    for text, act in refusals.items():
+        assert ": ".join(refusal(act)) == text
 
 
 def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
@@ -296,9 +298,8 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     federation.make_round(a=UPDATE)
     before = (tmp_path / "a.pt").read_bytes()
     told = federation.ask("a")["a"]
-    refused = refusal(lambda: federation.train("a", told, torch.full((J,), torch.nan)))
     text = "arrays of client 'a' must be finite, got NaN or inf in what it trained"
-    assert refused == ("GradientError", text)
+    assert refusal(lambda: federation.train("a", told, UPDATE + torch.nan)) == ("GradientError", text)
     assert (tmp_path / "a.pt").read_bytes() == before
     assert list(tmp_path.iterdir()) == [tmp_path / "a.pt"]
 
@@ -358,15 +359,16 @@ WHOLE = "algorithm must send one sparse vector of the whole model per round and 
 
 
 def test_options_matter_to_what_can_be_run() -> None:
-    refused: list[tuple[Any, str]] = [
-        (each, f"{ONE_SUM} 'topk' with its options {each.options()}")
-        for each in (HalfOfIt(k=1), LearnsFromTheAnswer(k=1))
+    refused: list[tuple[Algorithm[Any], str]] = [
+        (HalfOfIt(k=1), ONE_SUM),
+        (LearnsFromTheAnswer(k=1), ONE_SUM),
+        (TopK(k=1, impute=0.5), OWN),
+        (RegTopK(k=1, impute=1.0), OWN),
     ]
-    refused += [
-        (each, f"{OWN} {each.name!r} with its options {each.options()}")
-        for each in (TopK(k=1, impute=0.5), RegTopK(k=1, impute=1.0))
-    ]
-    for algorithm, text in [*refused, (Consensus(k=1), f"{WHOLE} 'consensus' with its Gather")]:
+    for algorithm, rule in refused:
+        text = f"{rule} {algorithm.name!r} with its options {algorithm.options()}"
         assert refusal(partial(check_algorithm, algorithm)) == ("ArgumentError", text)
+    text = f"{WHOLE} 'consensus' with its Gather"
+    assert refusal(lambda: check_algorithm(Consensus(k=1))) == ("ArgumentError", text)
     check_algorithm(ChunkedTopK(density=0.1, chunk=16, score=PosteriorScore()))
     check_algorithm(TopK(k=1000))

@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 from regtopk import DGC, RegTopK, TopK
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.integrations.flower.app import SparseFedAvg, SparseMod
+from tests.processes import free_port
 
 APP = Path(__file__).parents[2] / "examples/flower"
 COMMANDS = Path(sys.executable).parent
@@ -178,12 +179,6 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
             "node-config must have a partition-id and a state-folder, or SparseMod a name and a folder: a "
             f"SuperNode that is started anew has another id and an empty memory; got {config}"
         )
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Federation:

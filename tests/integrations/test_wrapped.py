@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regtopk import TopK, UpdateExchange
 from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations.wrapped import ExchangeInTrainer
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 
 TOPK = TopK(density=0.5)
 
@@ -27,31 +27,24 @@ def told_of(model: nn.Module, what: Any = "updates", scaler: Any = None) -> str:
     return str(refused.value)
 
 
-def refuse_models() -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = nn.Linear(4, 4)
-    fully_shard(sharded, mesh=mesh)
-    scaler = torch.amp.GradScaler("cpu")
-    ddp = DistributedDataParallel(nn.Linear(4, 4))
-    with_scaler = told_of(ddp, scaler=scaler)
-    assert ddp.require_backward_grad_sync  # nothing has changed
-    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    return [told_of(fsdp1), told_of(sharded, "gradients"), told_of(nn.Linear(4, 4), "gradients"), with_scaler]
-
-
 @pytest.mark.filterwarnings("default")  # torch's, of FSDP1
-def test_models_that_are_refused(two_ranks: Ranks) -> None:
-    for fsdp1, fsdp2, bare, scaled in two_ranks.run(refuse_models):
-        assert fsdp1 == (
-            "model must be wrapped in DistributedDataParallel by the trainer, got FullyShardedDataParallel: "
-            "DeepSpeed, FSDP and tensor parallelism are not supported here (for sharded models use "
-            "regtopk.UpdateExchange in a loop of your own)"
-        )
-        assert "got FSDPLinear" in fsdp2 and "got Linear" in bare
-        assert scaled == (
-            "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is skipped "
-            "on one rank alone, and ranks would count steps differently. Train in bfloat16"
-        )
+@on_ranks(2)
+def test_models_that_are_refused() -> None:
+    sharded: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    assert told_of(fsdp1) == (
+        "model must be wrapped in DistributedDataParallel by the trainer, got FullyShardedDataParallel: "
+        "DeepSpeed, FSDP and tensor parallelism are not supported here (for sharded models use "
+        "regtopk.UpdateExchange in a loop of your own)"
+    )
+    assert "got FSDPLinear" in told_of(sharded, "gradients")
+    assert "got Linear" in told_of(nn.Linear(4, 4), "gradients")
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    assert told_of(ddp, scaler=torch.amp.GradScaler("cpu")) == (
+        "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is skipped "
+        "on one rank alone, and ranks would count steps differently. Train in bfloat16"
+    )
+    assert ddp.require_backward_grad_sync  # nothing has changed
 
 
 def train_with_updates(**options: Any) -> tuple[list[torch.Tensor], torch.Tensor, int]:
@@ -89,23 +82,18 @@ def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
     assert not torch.equal(buffer, buffer_elsewhere)
 
 
-EXTRAS = {
-    "huggingface": ("transformers", "regtopk.integrations.huggingface needs transformers"),
-    "lightning": ("lightning", "regtopk.integrations.lightning needs lightning"),
-    "torchft": ("torchft", "regtopk.integrations.torchft needs torchft"),
-    "flower": ("flwr", "the Flower integration needs flwr 1.41 or later"),
-}
-
-
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", ["huggingface", "lightning", "torchft", "flower"])
 def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, text = EXTRAS[extra]
+    package = {"huggingface": "transformers", "flower": "flwr"}.get(extra, extra)
     module = f"regtopk.integrations.{extra}" + (".app" if extra == "flower" else "")
+    needs = {"flower": "the Flower integration needs flwr 1.41 or later"}.get(
+        extra, f"{module} needs {package}"
+    )
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, package, None)  # which no import finds
     with pytest.raises(MissingExtraError) as refused:
         import_module(module)
-    assert str(refused.value) == f"{text}: pip install 'regtopk[{extra}]'"
+    assert str(refused.value) == f"{needs}: pip install 'regtopk[{extra}]'"
 
 
 def test_options_are_checked_at_the_call() -> None:
