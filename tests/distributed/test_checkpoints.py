@@ -396,13 +396,13 @@ def test_a_sharded_model_goes_on_on_its_mesh(tmp_path: Path, kind: str) -> None:
 @on_ranks(2)
 def test_refusals(tmp_path: Path) -> None:
     """What is refused leaves the folder and the run as they were."""
-    folder = tmp_path / "run"
-    run, checkpoints = Run("gradients"), regtopk.Checkpoints(folder)
+    run, checkpoints = Run("gradients"), regtopk.Checkpoints(tmp_path)
     checkpoints.save(2, exchange=run.exchange, model=run.net, optimizer=run.optimizer)
     (newest,) = checkpoints.folder.iterdir()
     groups = [dist.new_group([rank]) for rank in range(2)]
     alone = regtopk.Exchange(nn.Linear(2, 2), regtopk.Dense(), process_group=groups[dist.get_rank()])
     other: Any = regtopk.Checkpoints  # with arguments that are not right
+    old_run = "ArgumentError: folder must be empty, or be loaded before a save"
     acts: dict[str, Callable[[], Any]] = {
         "ArgumentError: step must be greater than the last one, 2, got 2": lambda: checkpoints.save(2, own=1),
         "ArgumentError: step must be an integer of at least 0, got -1": lambda: checkpoints.save(-1, own=1),
@@ -422,11 +422,9 @@ def test_refusals(tmp_path: Path) -> None:
         "StateError: model of the checkpoint must be this model's: 'weight' is (3, 3), got nothing": lambda: (
             checkpoints.load(model=nn.Linear(3, 3))
         ),
-        f"ArgumentError: folder must be empty, or be loaded before a save, got {newest}": lambda: other(
-            folder
-        ).save(3, own=1),
-        "ArgumentError: keep must be an integer of at least 1, got 0": lambda: other(folder, keep=0),
-        "ArgumentError: on_error must be one of warn, raise, got 'i'": lambda: other(folder, on_error="i"),
+        f"{old_run}, got {newest}": lambda: other(tmp_path).save(3, own=1),
+        "ArgumentError: keep must be an integer of at least 1, got 0": lambda: other(tmp_path, keep=0),
+        "ArgumentError: on_error must be one of warn, raise, got 'i'": lambda: other(tmp_path, on_error="i"),
     }
     for text, act in acts.items():
         assert ": ".join(refusal(act)) == text

@@ -32,8 +32,7 @@ def net(**options: Any) -> Any:
 def after_updates() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replicas = grid(2, 2)["replicate"]
-    with closing(regtopk.UpdateExchange(model, optimizer, TOPK, process_group=replicas)):
+    with closing(regtopk.UpdateExchange(model, optimizer, TOPK, process_group=grid(2, 2)["replicate"])):
         attach(model)
 
 

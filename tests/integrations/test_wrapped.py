@@ -103,5 +103,7 @@ def test_options_are_checked_at_the_call() -> None:
         ExchangeInTrainer("attach", TOPK, "weights", {})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="every must be given with exchange='updates' alone, got 'grad"):
         ExchangeInTrainer("attach", TOPK, "gradients", {"every": 2})
+    with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):
+        ExchangeInTrainer("attach", "topk", "updates", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"attach\(\) got an unexpected option 'process_group'"):
         ExchangeInTrainer("attach", TOPK, "updates", {"process_group": None})
