@@ -118,8 +118,8 @@ class ShardedHookState(ExchangeBase):
         for theirs in self._shards.collectives.all_gather_objects(found):
             if theirs is not None:
                 raise ClusterError(
-                    f"all replicas must begin with the same bits in {theirs}: seed all replicas alike, or "
-                    "load the same weights"
+                    "all replicas must begin with the same parameters (seed them alike, or load the same "
+                    f"weights), but a checksum differs: {theirs}"
                 )
         self._are_compared = True
 

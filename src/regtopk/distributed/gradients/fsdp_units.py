@@ -96,7 +96,7 @@ def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
         if id(p) not in held or not placement.is_shard(0):
             raise ClusterError(
                 f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
-                f"{placement}"
+                f"{placement!r}"
             )
 
 
