@@ -105,7 +105,8 @@ def test_what_finds_no_room_is_counted_and_stays() -> None:
 def test_damped_entries_that_do_not_ascend_are_refused(damped: list[list[int]]) -> None:
     residual, scores = torch.zeros(2, 8), torch.zeros(2, 3)
     for selection in (take_largest_, find_largest_):
-        with pytest.raises(ArgumentError, match=f"got {damped[1][1]} before 4$"):
+        text = f"damped must hold each entry once, ascending, got {damped[1][1]} before 4"
+        with pytest.raises(ArgumentError, match=text):
             selection(residual, torch.ones(2, 8), 2, damped=torch.tensor(damped), scores=scores)
     assert not residual.any()
 

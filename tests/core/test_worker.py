@@ -15,7 +15,7 @@ def test_a_layout_of_shapes_has_no_gaps() -> None:
 
 
 def test_a_gap_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="must be without gaps: layer 'b' must start at 2, got 3"):
+    with pytest.raises(ArgumentError, match="layout must be without gaps: layer 'b' must start at 2, got 3"):
         Layout((Layer("a", (2,), 0), Layer("b", (2,), 3)))
 
 

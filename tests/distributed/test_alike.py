@@ -69,6 +69,35 @@ def test_together_and_apart_are_the_same_bits(name: str) -> None:
     assert same(together, apart) and groups == ([] if name == "not alike" else ALIKE)
 
 
+def look_again() -> list[int]:
+    """How often buckets were looked at, after each of some steps."""
+    steps, after = steps_of(regtopk.RegTopK(density=0.05), SIZES), []
+    with patch.object(alike, "_kind_of", wraps=alike._kind_of) as looked:
+        for names in ("abcde", "abcde", "abcde", "abcde", "abde", "abde"):
+            make_step(steps, {name: torch.ones(SIZES[name]) for name in names})
+            after.append(looked.call_count)
+    return after
+
+
+def test_groups_are_found_again_only_when_something_has_changed(two_ranks: Ranks) -> None:
+    for first, second, third, fourth, fewer, again in two_ranks.run(look_again):
+        assert 0 < first == second == third == fourth < fewer == again
+
+
+def keep_no_copy() -> list[tuple[bool, bool]]:
+    """Whether a step with these vectors is finite, and whether it keeps a copy of its state."""
+    steps, found = steps_of(regtopk.TopK(density=0.5), {"a": 4}), []
+    for is_finite in (True, False):
+        with steps.step(([torch.ones(4)], torch.tensor(is_finite)), can_be_taken_back=True) as step:
+            found.append((step.is_finite, steps.buckets.all[0].state_before is not None))
+            step.take_back()
+    return found
+
+
+def test_a_step_that_is_skipped_copies_no_state(two_ranks: Ranks) -> None:
+    assert two_ranks.run(keep_no_copy) == [[(True, True), (False, False)]] * 2
+
+
 def live_bytes(steps: Steps) -> int:
     """Memory of all states and sums, each storage once."""
     gc.collect()

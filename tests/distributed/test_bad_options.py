@@ -15,7 +15,7 @@ import regtopk
 from regtopk.distributed.options import Options
 from regtopk.distributed.steps import step
 from regtopk.errors import ArgumentError
-from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.training import closing, ddp, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
@@ -80,14 +80,11 @@ def attach_in_vain(options: dict[str, Any]) -> tuple[str, str]:
     return refused
 
 
-def test_weights_are_shares_of_their_sum(two_ranks: Ranks) -> None:
+@on_ranks(2)
+def test_weights_are_shares_of_their_sum() -> None:
     shares = {(3, 1): [0.75, 0.25], (0, 7.5): [0.0, 1.0], (0.1, 0.9000001): [0.1, 0.9000001]}
     for given, expected in shares.items():
-        assert two_ranks.run(weights_of, given) == [expected] * 2
-
-
-def weights_of(given: tuple[float, float]) -> list[float]:
-    return regtopk.Exchange(make_net(), TOPK, weight=given[dist.get_rank()]).weights
+        assert regtopk.Exchange(make_net(), TOPK, weight=given[dist.get_rank()]).weights == expected
 
 
 @pytest.mark.parametrize(("option", "hint"), [("wieght", " (did you mean 'weight'?)"), ("quorum", "")])
@@ -122,6 +119,10 @@ def test_the_old_name_of_the_process_group() -> None:
     ):
         regtopk.attach("net", TOPK, replicate_group="mesh")  # type: ignore[arg-type]
     assert warned[0].filename == __file__
+    with pytest.raises(
+        ArgumentError, match="give process_group alone, got replicate_group, its old name, too"
+    ):
+        regtopk.attach("net", TOPK, replicate_group="mesh", process_group="mesh")  # type: ignore[arg-type]
 
 
 # Ranks that differ: what rank 1 does otherwise, and how all name it.

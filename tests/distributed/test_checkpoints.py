@@ -13,22 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import regtopk
 from regtopk.distributed.checkpoints.files import saves_in
 from regtopk.errors import ArgumentError
-from tests.distributed.ranks import Ranks
-from tests.distributed.training import (
-    closing,
-    ddp,
-    listening,
-    loss_of,
-    make_net,
-    refusal,
-    same,
-)
+from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.sharding import whole_parameters
+from tests.distributed.test_fsdp_dcp import KINDS, Job
+from tests.distributed.training import closing, ddp, listening, loss_of, make_net, refusal, same
 
 
 class Run:
@@ -167,6 +159,7 @@ HOW = {
     "unfinished": "parts of ranks [1] are missing",
     "empty": "no rank has finished its part",
 }
+ADVICE = "Use the regtopk that saved them, mend them, or move them to another folder to go on without them"
 OTHER_FORMAT = "rank-0.json is of format 2, this version of regtopk reads 1"
 
 
@@ -218,7 +211,7 @@ def test_saves_that_cannot_be_used_stop_a_run(
         assert kind == "StateError" and save_kind == "ArgumentError"
         assert text.startswith(f"checkpoints in {folder} cannot be used: step-00000000")
         assert HOW.get(how, OTHER_FORMAT) in text
-        assert "Use the regtopk that saved them, mend them, or move them to another folder" in text
+        assert text.endswith(f". None was changed. {ADVICE}")
     assert contents_of(folder) == before
 
 
@@ -294,13 +287,13 @@ def fill_the_disk(folder: Path, on_error: Any, asynchronous: bool) -> tuple[Any,
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+@on_ranks(2)
+def test_a_full_disk(tmp_path: Path, asynchronous: bool) -> None:
     error = "rank 1: OSError: [Errno 27] File too large"
-    message = f"checkpoint of step 4 was not written ({error}); the last one is "
-    results = two_ranks.run(fill_the_disk, tmp_path / "warn", "warn", asynchronous)
-    assert results == [(None, [f"{message}of step 2; training goes on"], [2], [2, 6])] * 2
-    results = two_ranks.run(fill_the_disk, tmp_path / "raise", "raise", asynchronous)
-    assert results == [(("OutputError", f"{message}of step 2"), [], [2], [2, 6])] * 2
+    message = f"checkpoint of step 4 was not written ({error}); the last one is of step 2"
+    warned, refused = (fill_the_disk(tmp_path / how, how, asynchronous) for how in ("warn", "raise"))
+    assert warned == (None, [f"{message}; training goes on"], [2], [2, 6])
+    assert refused == (("OutputError", message), [], [2], [2, 6])
 
 
 class Unwilling:
@@ -362,96 +355,82 @@ def test_what_one_rank_cannot_do_no_rank_does_and_ranks_are_told_as_users_know_t
     assert of_rank_3[1] == "ArgumentError: not now" and of_rank_3[3] in told[3]
 
 
-def close_on_a_full_disk(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_close_tells_what_was_not_written(tmp_path: Path) -> None:
     with listening() as said, full_disk(1):
-        checkpoints = regtopk.Checkpoints(folder, asynchronous=True)
+        checkpoints = regtopk.Checkpoints(tmp_path / "run", asynchronous=True)
         checkpoints.save(1, net=make_net(), own=torch.zeros(1000))
         checkpoints.close()
-    return list(said)
+    text = "checkpoint of step 1 was not written: OSError(27, 'File too large')"
+    assert said == [[], [text]][dist.get_rank()]
 
 
-def test_close_tells_what_was_not_written(two_ranks: Ranks, tmp_path: Path) -> None:
-    nothing, said = two_ranks.run(close_on_a_full_disk, tmp_path / "run")
-    assert nothing == [] and said == ["checkpoint of step 1 was not written: OSError(27, 'File too large')"]
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_a_sharded_model_goes_on_on_its_mesh(tmp_path: Path, kind: str) -> None:
+    jobs = [Job(kind, shape) for shape in ((2, 2), (2, 2), (1, 4))]
+    things: list[dict[str, Any]] = [{"exchange": job.exchange} for job in jobs]
+    for job, each in zip(jobs, things, strict=True):
+        if kind == "attach":
+            job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=0.01)
+            each |= {"model": job.model, "optimizer": job.optimizer}
+    job, again, other = jobs
+    job.train(range(3))
+    with regtopk.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, **things[0])
+    with regtopk.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load(**things[1]) == {"step": 3}
+    for each_job in (job, again):
+        each_job.train(range(3, 5))
+    assert torch.equal(whole_parameters(again.model), whole_parameters(job.model))
+    before, rank = whole_parameters(other.model), dist.get_rank()
+    error, text = refusal(lambda: regtopk.Checkpoints(tmp_path).load(**things[2]))
+    assert torch.equal(whole_parameters(other.model), before)
+    part = f"the saved state must hold part {rank} of 4, got parts ['{rank % 2} of 2']"
+    start = f"model must be loaded on the mesh of its shards, [[{[rank - rank % 2, rank - rank % 2 + 1]}, "
+    end = " of 4: torch.distributed.checkpoint (DCP) can change the mesh"
+    is_right = text == part if kind == "updates" else text.startswith(start) and text.endswith(end)
+    assert error == "StateError" and is_right, text
 
 
-def shard(shape: tuple[int, int], kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    net = make_net()
-    fully_shard(net, mesh=mesh["shard"])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    topk = regtopk.TopK(density=0.05)
-    if kind == "updates":
-        exchange: Any = regtopk.UpdateExchange(net, optimizer, topk, process_group=mesh["replicate"])
-        return net, optimizer, {"exchange": exchange}
-    exchange = regtopk.attach(net, topk, process_group=mesh["replicate"])
-    return net, optimizer, {"model": net, "optimizer": optimizer, "exchange": exchange}
-
-
-def whole(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().full_tensor().flatten() for p in net.parameters()])  # type: ignore[attr-defined]
-
-
-def go_on_sharded(kind: str, folder: Path) -> tuple[str, str]:
-    def train(net: nn.Module, optimizer: Any, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-
-    net, optimizer, things = shard((2, 2), kind)
-    train(net, optimizer, range(3))
-    with regtopk.Checkpoints(folder) as checkpoints:
-        checkpoints.save(3, **things)
-    train(net, optimizer, range(3, 5))
-    again, its_optimizer, its_things = shard((2, 2), kind)
-    with regtopk.Checkpoints(folder) as checkpoints:
-        assert checkpoints.load(**its_things) == {"step": 3}
-    train(again, its_optimizer, range(3, 5))
-    assert torch.equal(whole(again), whole(net))
-    other, _, others = shard((1, 4), kind)
-    before = whole(other)
-    refused = refusal(lambda: regtopk.Checkpoints(folder).load(**others))
-    assert torch.equal(whole(other), before)
-    for each in (things, its_things, others):
-        each["exchange"].close()
-    return refused
-
-
-@pytest.mark.filterwarnings("default")  # torch's own, of a mesh that is made again
-@pytest.mark.parametrize("kind", ["gradients", "updates"])
-def test_a_sharded_model_goes_on_on_its_mesh(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    for error, text in four_ranks.run(go_on_sharded, kind, tmp_path):
-        assert error == "StateError" and ("DCP" in text if kind == "gradients" else "must hold part" in text)
-
-
-def refuse(folder: Path) -> None:
+@on_ranks(2)
+def test_refusals(tmp_path: Path) -> None:
     """What is refused leaves the folder and the run as they were."""
-    run, checkpoints = Run("gradients"), regtopk.Checkpoints(folder)
-    checkpoints.save(2, exchange=run.exchange, model=run.net)
+    run, checkpoints = Run("gradients"), regtopk.Checkpoints(tmp_path)
+    checkpoints.save(2, exchange=run.exchange, model=run.net, optimizer=run.optimizer)
+    (newest,) = checkpoints.folder.iterdir()
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    alone = regtopk.Exchange(nn.Linear(2, 2), regtopk.Dense(), process_group=groups[dist.get_rank()])
     other: Any = regtopk.Checkpoints  # with arguments that are not right
+    old_run = "ArgumentError: folder must be empty, or be loaded before a save"
     acts: dict[str, Callable[[], Any]] = {
         "ArgumentError: step must be greater than the last one, 2, got 2": lambda: checkpoints.save(2, own=1),
         "ArgumentError: step must be an integer of at least 0, got -1": lambda: checkpoints.save(-1, own=1),
-        "ArgumentError: own must hold numbers, strings, tens": lambda: checkpoints.save(3, own=object()),
-        "ArgumentError: own must have load_state_dict(), got int": lambda: checkpoints.load(own=3),
-        "StateError: the checkpoint must hold ['net'], got ['exch": lambda: checkpoints.load(net=run.net),
-        "StateError: model of the checkpoint must be this model's: 'weight' is (3, 3), got nothing": (
-            lambda: checkpoints.load(model=nn.Linear(3, 3))
+        "ArgumentError: own must hold numbers, strings, tensors, dicts and lists alone, or have "
+        "state_dict(), so that torch.load(weights_only=True) can read it, "
+        "got object": lambda: checkpoints.save(3, own=object()),
+        "ArgumentError: alone must be an exchange over the 2 ranks of process_group, got 1": lambda: (
+            checkpoints.save(3, alone=alone)
         ),
-        "ArgumentError: folder must be empty, or be loaded bef": lambda: other(folder).save(3, own=1),
-        "ArgumentError: keep must be an integer of at least 1, got 0": lambda: other(folder, keep=0),
-        "ArgumentError: on_error must be one of warn, raise, got 'i": lambda: other(folder, on_error="i"),
+        "ArgumentError: own must have load_state_dict(), got int": lambda: checkpoints.load(own=3),
+        "StateError: the checkpoint must hold ['net'], got ['exchange', 'model', 'optimizer']": lambda: (
+            checkpoints.load(net=run.net)
+        ),
+        "StateError: optimizer of the checkpoint must have groups of [2] parameters, got [8]": lambda: (
+            checkpoints.load(optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
+        ),
+        "StateError: model of the checkpoint must be this model's: 'weight' is (3, 3), got nothing": lambda: (
+            checkpoints.load(model=nn.Linear(3, 3))
+        ),
+        f"{old_run}, got {newest}": lambda: other(tmp_path).save(3, own=1),
+        "ArgumentError: keep must be an integer of at least 1, got 0": lambda: other(tmp_path, keep=0),
+        "ArgumentError: on_error must be one of warn, raise, got 'i'": lambda: other(tmp_path, on_error="i"),
     }
     for text, act in acts.items():
-        assert ": ".join(refusal(act)).startswith(text)
+        assert ": ".join(refusal(act)) == text
     checkpoints.close()
     run.exchange.close()
     assert refusal(checkpoints.load) == ("ArgumentError", "checkpoints must not be used after close()")
-
-
-def test_refusals(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(refuse, tmp_path / "run")
 
 
 def test_one_process_without_a_group(tmp_path: Path) -> None:

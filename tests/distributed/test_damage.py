@@ -100,7 +100,8 @@ BOASTS: dict[str, tuple[Any, ...]] = {
 def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(two_ranks: Ranks, case: str) -> None:
     said = two_ranks.run(answer, Boasts, *BOASTS[case], timeout_s=30)
     start = f"ClusterError: rank 1 announces {TOO_LONG} bytes or entries, but there can be 0 to "
-    assert all(words.startswith(start) for words in said), said
+    end = ": it runs another program, or its memory is damaged; restart all ranks from the last checkpoint"
+    assert all(words.startswith(start) and words.endswith(end) for words in said), said
 
 
 def answers_in_a_subgroup() -> list[str]:

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import regtopk
-from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.distributed.sharding import grid, replica, sharded
-from tests.distributed.training import loss_of, make_net, refusal
+from tests.distributed.test_updates_refused import IN_PARTS
+from tests.distributed.training import closing, loss_of, make_net, refusal
 
 TOPK = regtopk.TopK(density=0.1)
 HALF = MixedPrecisionPolicy(reduce_dtype=torch.float16)
@@ -32,12 +32,8 @@ def net(**options: Any) -> Any:
 def after_updates() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exchange = regtopk.UpdateExchange(model, optimizer, TOPK, process_group=grid(2, 2)["replicate"])
-    try:
+    with closing(regtopk.UpdateExchange(model, optimizer, TOPK, process_group=grid(2, 2)["replicate"])):
         attach(model)
-    finally:
-        exchange.close()
-    attach(model)
 
 
 def twice() -> None:
@@ -49,6 +45,12 @@ def twice() -> None:
 def by_columns() -> Any:
     model = nn.Sequential(nn.Linear(4, 4))
     return fully_shard(model, mesh=grid(2, 2)["shard"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def partly_replicated() -> Any:
+    model, mesh = net(), grid(2, 2)["shard"]
+    model.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    return model
 
 
 def partly_plain() -> Any:
@@ -158,117 +160,96 @@ def by_part(*choices: Any) -> Any:
     return choices[dist.get_rank() == 3]
 
 
-DIVIDED = "ClusterError: gradients of FSDP unit '<root>' must be divided by the number of shards before the "
-CHANGED = "ClusterError: modules and parameters of a model must stay what they were when it was attached"
+GROUP = "ArgumentError: process_group must be"
+OF_MESH = "of mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+PASS = f"pass mesh['replicate'] {OF_MESH}"
+DIVIDED = (
+    "ClusterError: gradients of FSDP unit '<root>' must be divided by the number of shards before the "
+    "all-reduce hook: reduce_dtype must be float32 or bfloat16, got {}, and "
+    "set_force_sum_reduction_for_comms must not be used"
+)
+HALVES, SUMS = DIVIDED.format("torch.float16"), DIVIDED.format("torch.float32")
+AGAIN = "call detach(), and attach again"
+CHANGED = "ClusterError: modules and parameters of a model must stay what they were when it was attached: "
+CHANGED += AGAIN
+UNIT = (
+    "ClusterError: gradient of FSDP unit {} must have {} entries, of all its parameters that required a "
+    "gradient when it was attached, got {}: a backward must use all of a unit's parameters or none (torch's "
+    "set_reduce_scatter_unused_params(True) fills in zeros); to unfreeze some, " + AGAIN
+)
 
-# What is done, and how the error begins.
-CASES: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: attach(sharded(grid(2, 2))),
-        "ClusterError: mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: ",
+# The error, and what is done; one that ends with a colon goes on in torch's words.
+TEXTS: dict[str, Callable[[], Any]] = {
+    "ClusterError: mesh of parameter 'first.weight' must have 1 dimension, the shard axis, got 2: over a "
+    "second one torch averages densely by itself; call fully_shard(..., mesh=mesh['shard']) "
+    f"{OF_MESH}": lambda: attach(sharded(grid(2, 2))),
+    f"{GROUP} the process group or mesh of the replicate axis for a sharded model, got None: "
+    f"{PASS}": lambda: attach(process_group=None),
+    f"{GROUP} a process group or a mesh of 1 dimension, got one of 2: {PASS}": lambda: attach(
+        process_group=grid(2, 2)
     ),
-    (
-        lambda: attach(DistributedDataParallel(make_net())),
-        "ArgumentError: process_group must be None for a model in DistributedDataParallel",
-    ),
-    (
-        lambda: attach(process_group=None),
-        "ArgumentError: process_group must be the process group or mesh of the replicate axis for a sharded ",
-    ),
-    (
-        lambda: attach(process_group=grid(2, 2)),
-        "ArgumentError: process_group must be a process group or a mesh of 1 dimension, got one of 2: ",
-    ),
-    (
-        lambda: attach(process_group=dist.group.WORLD),
-        "ClusterError: the replicate group must share one rank with the shard group, this one, got ranks "
-        "[0, 1, 2, 3] beside shards on ranks {shards}: ",
-    ),
-    (
-        lambda: attach(process_group=crossed()),
-        "ClusterError: all ranks must have the same shard, got {places}",
-    ),
-    (twice, "ClusterError: FSDP unit '<root>' must have no all-reduce hook, got one: call detach() of what "),
-    (
-        lambda: attach(by_columns()),
-        "ClusterError: placement of parameter '0.weight' must be Shard(0) or Replicate(), got Shard(dim=1)",
-    ),
-    (
-        lambda: attach(partly_plain()),
-        "ClusterError: parameter 'extra.weight' must be sharded as the others are, got a plain tensor: ",
-    ),
-    (
-        lambda: attach(on_two_meshes()),
-        "ClusterError: parameters must be on one mesh, got '0.weight' on ranks {replicas} and '1.weight' on "
-        "ranks {shards}",
-    ),
-    (lambda: attach(with_groups()), "ClusterError: FSDP unit 'extra' must have one parameter group: "),
-    (
-        lambda: attach(net(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-        "ClusterError: offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy",
-    ),
+    "ClusterError: the replicate group must share one rank with the shard group, this one, got ranks "
+    f"[0, 1, 2, 3] beside shards on ranks {{shards}}: {PASS}": lambda: attach(process_group=dist.group.WORLD),
+    "ClusterError: all ranks must have the same shard, got {places}": lambda: attach(process_group=crossed()),
+    "ClusterError: FSDP unit '<root>' must have no all-reduce hook, got one: call detach() of what "
+    "regtopk.attach gave": twice,
+    "ClusterError: placement of parameter '0.weight' must be Shard(0) or Replicate(), "
+    "got Shard(dim=1)": lambda: attach(by_columns()),
+    "ClusterError: parameter 'scale' must be sharded by fully_shard along dimension 0, got a DTensor that is "
+    "Replicate()": lambda: attach(partly_replicated()),
+    "ClusterError: parameter 'extra.weight' must be sharded as the others are, got a plain tensor: call "
+    "fully_shard on the whole model, too": lambda: attach(partly_plain()),
+    "ClusterError: parameters must be on one mesh, got '0.weight' on ranks {replicas} and '1.weight' on "
+    "ranks {shards}": lambda: attach(on_two_meshes()),
+    "ClusterError: FSDP unit 'extra' must have one parameter group: ": lambda: attach(with_groups()),
+    "ClusterError: offload_policy of FSDP unit '<root>' must not be CPUOffloadPolicy, whose gradients are "
+    "not where its parameters are: exchange updates instead, by regtopk.UpdateExchange over a group with "
+    "gloo for the CPU": lambda: attach(net(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "ClusterError: model must have no UpdateExchange, got one, and gradients would be exchanged beside "
+    "updates: close() it first": after_updates,
+    "ArgumentError: skip must be None for a fully_shard'ed model, whose units are exchanged whole, got "
+    "<built-in function max>": lambda: attach(skip=max),
+    IN_PARTS: lambda: attach(algorithm=regtopk.TopK(k=3)),
+    "ClusterError: all ranks must have the same algorithm, got 'topk' on rank {replicas[0]}, 'dense' on "
+    "rank {replicas[1]}": lambda: attach(algorithm=[TOPK, regtopk.Dense()][replica()]),
+    "ClusterError: all ranks that share a model must have the same weight, got 0.5 on rank 2, 0.25 on rank 3 "
+    "(replica 1)": lambda: attach(weight=by_part(0.5, 0.25)),
+    "ClusterError: parameter 'weight' must be on the device that trains it, got 'meta': call to_empty() and "
+    "give it values first": lambda: attach(on_meta()),
+    UNIT.format("'extra'", 0, 820): lambda: then(unfreeze),
+    UNIT.format("'<root>'", 1692, 872): use_a_part,
+    "ClusterError: all replicas must begin with the same parameters (seed them alike, or load the same "
+    "weights), but a checksum differs: ": lambda: then(begin_apart, num_before=0),
+    "ClusterError: activation checkpoints around FSDP units must be made with use_reentrant=False, got one "
+    "that runs a backward of its own (use_reentrant=True)": backward_inside_another,
+    "ClusterError: the exchange must not be used after close()": after_close,
+    HALVES: lambda: attach(divided_by_eight()),
+    SUMS: lambda: attach(summing(net())),
+    CHANGED: lambda: then(add_a_module),
+}
+CASES = [
+    *((act, text) for text, act in TEXTS.items()),
     (
         lambda: attach(sharded(grid(1, 4)["shard"], mp_policy=HALF), process_group=grid(1, 4)["replicate"]),
-        f"{DIVIDED}all-reduce hook: reduce_dtype must be float32 or bfloat16, got torch.float16",
+        HALVES,
     ),
-    (lambda: attach(divided_by_eight()), DIVIDED),
-    (lambda: attach(summing(net())), DIVIDED),
-    (lambda: then(summing), DIVIDED),
-    (after_updates, "ClusterError: model must have no UpdateExchange, got one"),
-    (lambda: attach(skip=max), "ArgumentError: skip must be None for a fully_shard'ed model, whose units "),
-    (
-        lambda: attach(algorithm=regtopk.TopK(k=3)),
-        "ArgumentError: k must be None for a model that is exchanged in parts (FSDP units, fragments), which "
-        "differ in size, got 3: give a density",
-    ),
-    (
-        lambda: attach(algorithm=[TOPK, regtopk.Dense()][replica()]),
-        "ClusterError: all ranks must have the same algorithm, got 'topk' on rank {replicas[0]}, 'dense' on ",
-    ),
-    (
-        lambda: attach(weight=by_part(0.5, 0.25)),
-        "ClusterError: all ranks that share a model must have the same weight, got 0.5 on rank 2, 0.25 on "
-        "rank 3 (replica 1)",
-    ),
-    (
-        lambda: attach(on_meta()),
-        "ClusterError: parameter 'weight' must be on the device that trains it, got 'meta': ",
-    ),
-    (lambda: then(add_a_module), CHANGED),
+    (lambda: then(summing), SUMS),
     (lambda: then(replace_a_module, num_before=0), CHANGED),
-    (lambda: then(unfreeze), "ClusterError: gradient of FSDP unit 'extra' must have 0 entries, of all its "),
-    (
-        lambda: then(begin_apart, num_before=0),
-        "ClusterError: parameters must be the same on all replicas before the first step, but 'last.bias' "
-        "differs between ranks 1 and 3: ",
-    ),
-    (
-        use_a_part,
-        "ClusterError: gradient of FSDP unit '<root>' must have 1692 entries, of all its parameters that "
-        "required a gradient when it was attached, got 872: ",
-    ),
-    (
-        backward_inside_another,
-        "ClusterError: activation checkpoints around FSDP units must be made with use_reentrant=False",
-    ),
-    (after_close, "ClusterError: the exchange must not be used after close()"),
 ]
 
 
-def test_refused_on_every_rank(four_ranks: Ranks) -> None:
-    for rank, answers in enumerate(four_ranks.run(refuse_all)):
-        first, second = [0, 3] if rank in (0, 3) else [1, 2]  # crossed
-        facts = {
-            "shards": [0, 1] if rank < 2 else [2, 3],
-            "replicas": [0, 2] if rank % 2 == 0 else [1, 3],
-            "places": f"{[first % 2, 2]} on rank {first}, {[second % 2, 2]} on rank {second}",
-        }
-        for found, (_, start) in zip(answers, CASES, strict=True):
-            assert found.startswith(start.format(**facts)), (rank, found)
-
-
-def refuse_all() -> list[str]:
-    return [": ".join(refusal(act)) for act, _ in CASES]
+@on_ranks(4)
+def test_refused_on_every_rank() -> None:
+    rank = dist.get_rank()
+    first, second = [0, 3] if rank in (0, 3) else [1, 2]  # crossed
+    facts = {
+        "shards": [0, 1] if rank < 2 else [2, 3],
+        "replicas": [0, 2] if rank % 2 == 0 else [1, 3],
+        "places": f"{[first % 2, 2]} on rank {first}, {[second % 2, 2]} on rank {second}",
+    }
+    for act, text in CASES:
+        found, expected = ": ".join(refusal(act)), text.format(**facts)
+        assert found == expected or (text.endswith(": ") and found.startswith(text)), found
 
 
 @on_ranks(4)
@@ -281,18 +262,15 @@ def test_nothing_is_changed_by_a_refusal() -> None:
     assert hooks == [None] * 4
 
 
-def test_a_missing_rank_is_found_by_all_others(four_ranks: Ranks) -> None:
-    *found, absent = four_ranks.run(attach_on_three)
-    assert absent is None and [kind for kind, _ in found] == ["ClusterError"] * 3
-    axes = ["replicate axis (one may still wait for another shard)"] * 2 + ["shard axis"]
-    for (_, message), axis, missing in zip(found, axes, (2, 3, 3), strict=True):
-        start = f"did every rank call regtopk.attach along the {axis}? rank {missing} has not after 1 s"
-        assert message.startswith(start)
-
-
-def attach_on_three() -> tuple[str, str] | None:
-    model = net()
-    found = refusal(lambda: attach(model, handshake_timeout_s=1)) if dist.get_rank() != 3 else None
+@on_ranks(4)
+def test_a_missing_rank_is_found_by_all_others() -> None:
+    model, rank = net(), dist.get_rank()
+    if rank != 3:
+        axis = "shard axis" if rank == 2 else "replicate axis (one may still wait for another shard)"
+        kind, said = refusal(lambda: attach(model, handshake_timeout_s=1))
+        start = (
+            f"did every rank call regtopk.attach along the {axis}? rank {[2, 3, 3][rank]} has not after 1 s"
+        )
+        assert kind == "ClusterError" and said.startswith(start)
     dist.barrier()
     attach(model)  # on all, again
-    return found

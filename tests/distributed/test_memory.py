@@ -1,5 +1,6 @@
 """No copy where none is needed, and no memory written over that somebody still reads."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,8 @@ def test_other_gradients_are_not() -> None:
     assert as_flat([first, second.clone()], torch.float32) is None
     assert as_flat([first, second.t()], torch.float32) is None
     assert as_flat([first, second], torch.float64) is None
+    numbers = np.zeros(8, np.float32)  # neighbours in memory, but not torch's
+    assert as_flat([torch.from_numpy(numbers[:4]), torch.from_numpy(numbers[4:])], torch.float32) is None
 
 
 def make_bucket() -> Bucket:

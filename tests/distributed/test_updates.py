@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import regtopk
 from regtopk.core.algorithm import Algorithm
 from regtopk.simulate import Cluster
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.training import (
     batch,
     closing,
@@ -135,9 +135,12 @@ def diloco(every: int, has_momentum: bool) -> Tensor:
     return start
 
 
-@on_ranks(4)
-def test_ranks_and_the_simulator_agree_bit_for_bit() -> None:
-    weights = [0.5, 0.0, 0.2, 0.3]
+def test_ranks_and_the_simulator_agree_bit_for_bit(two_ranks: Ranks, four_ranks: Ranks) -> None:
+    two_ranks.run(compare_with_simulator, [0.7, 0.3])
+    four_ranks.run(compare_with_simulator, [0.5, 0.0, 0.2, 0.3])
+
+
+def compare_with_simulator(weights: list[float]) -> None:
     for algorithm in (regtopk.Dense(), regtopk.RegTopK(density=0.05, value_code="4bit")):
         net = make_net()
         optimizer = adamw(net)

@@ -141,6 +141,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"outer": partial(nesterov, lr=0.5)}, "lr of outer in the saved state must be 0.7, got 0.5"),
     ({"algorithm": regtopk.TopK(density=0.1)}, "algorithm must be that of the saved state, 'topk'"),
 ]
+NO_UPDATES = "must hold 'updates': this was saved by something else"
 DAMAGES: list[tuple[Any, str]] = [
     (put_nan, "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
     (lose_a_parameter, "optimizer's groups in the saved state must be [6], got [5]"),
@@ -149,7 +150,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shapes of buffers in the saved"),
     (partial(reshape_buffer, "now"), "got {'1.running_mean': (3,)"),
     (partial(reshape_buffer, "start"), "at a round's start in the saved state must be {'1.running_mean'"),
-    (lambda saved, mine: saved.pop("updates"), "must hold 'updates': this was saved by something else"),
+    (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
 ]
 
 
@@ -180,6 +181,22 @@ def test_states_that_do_not_fit() -> None:
         assert "updates differs" in refusal(lambda: regtopk.merge_state_dicts([one, two]))[1]
         del one["workers"][str(dist.get_rank())]
         assert "must hold rank(s)" in refusal(partial(exchange.load_state_dict, one))[1]
+
+
+@on_ranks(2)
+def test_inside_a_round_without_a_residual() -> None:
+    """What was learned since the round began has nowhere to go if ranks or weights change."""
+    one, other = Training(algorithm=regtopk.Dense()), Training(WEIGHTS[2], algorithm=regtopk.Dense())
+    with closing(one.exchange), closing(other.exchange):
+        one.train_until(5)
+        saved: list[Any] = [one.exchange.gather_state_dict()]
+        dist.broadcast_object_list(saved)
+        refused = refusal(lambda: other.exchange.load_state_dict(saved[0]))
+    assert refused == (
+        "StateError",
+        "the saved state must be from a round's end, or after finish(): '0.weight' has no residual to take "
+        "up what was learned since, and the ranks or their weights have changed",
+    )
 
 
 @on_ranks(2)

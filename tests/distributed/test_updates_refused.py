@@ -8,22 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import SGD, Adagrad
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.test_bad_models import sharded
 from tests.distributed.test_updates import nesterov, sgd, train
 from tests.distributed.training import closing, ddp, flat_parameters, make_net, refusal, same
 
 TOPK = regtopk.TopK(density=0.1)
-
-
-def sharded() -> nn.Module:
-    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-
-
-def only_first(net: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.first.parameters(), lr=0.1)
 
 
 def with_another(net: nn.Module) -> torch.optim.Optimizer:
@@ -36,43 +29,48 @@ def with_buffer(net: nn.Module, size: int) -> nn.Module:
     return net
 
 
-def adagrad(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(net.parameters())
-
-
-AVERAGES = "ClusterError: parameters must be a plain model, got a DistributedDataParallel, which averages "
+PLAIN = "ClusterError: parameters must be a plain model"
+AVERAGES = (
+    f"{PLAIN}, got a DistributedDataParallel, which averages gradients in every backward: hand over the "
+    "module inside it and train that, or exchange gradients by regtopk.attach"
+)
+HOLDS, ANOTHER = "ArgumentError: optimizer must hold", "was it made from another model?"
+WITHOUT = f"{HOLDS} every parameter that is exchanged, got one without"
+OUTER = "ArgumentError: outer must be None or a function of a list of parameters that returns a"
+OUTER_OF = "ArgumentError: outer must return an optimizer of all 8 parameters that it is given and no others"
+SAME, FRAGMENTS = "ClusterError: all ranks must have the same", "ArgumentError: fragments must be"
+NAMES = [[name for name, _ in make_net().named_parameters()]]
+IN_PARTS = "ArgumentError: k must be None for a model that is exchanged in parts (FSDP units, fragments), "
+IN_PARTS += "which differ in size, got 3: give a density"
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"every": 0}, "ArgumentError: every must be an integer of at least 1, got 0"),
     ({"dense_steps": -1, "every": 2}, "ArgumentError: dense_steps must be an integer of at least 0, got -1"),
-    ({"buffers": "means"}, "ArgumentError: buffers must be one of mean, rank0, local, got 'means'"),
+    ({"buffers": "sum"}, "ArgumentError: buffers must be one of mean, rank0, local, got 'sum'"),
     ({"optimizer": lambda net: "adam"}, "ArgumentError: optimizer must be a torch.optim.Optimizer, got str"),
-    ({"optimizer": only_first}, "optimizer must hold every parameter that is exchanged, got one without 'ex"),
-    ({"optimizer": lambda net: sgd(make_net())}, "got one without 'first.weight': was it made from another"),
-    ({"optimizer": with_another}, "must hold no parameter that is not exchanged, got one of shape (3,)"),
-    ({"outer": sgd(make_net())}, "ArgumentError: outer must be None or a function of a list of parameters "),
-    ({"outer": lambda p: None}, "a torch.optim.Optimizer, got NoneType"),
-    ({"outer": lambda p: nesterov(p[1:])}, "outer must return an optimizer of all 8 parameters that it is "),
+    ({"optimizer": lambda net: SGD(net.first.parameters())}, f"{WITHOUT} 'extra.weight': {ANOTHER}"),
+    ({"optimizer": lambda net: sgd(make_net())}, f"{WITHOUT} 'first.weight': {ANOTHER}"),
+    ({"optimizer": with_another}, f"{HOLDS} no parameter that is not exchanged, got one of shape (3,)"),
+    ({"outer": sgd(make_net())}, f"{OUTER} torch.optim.Optimizer, got SGD"),
+    ({"outer": lambda p: None}, f"{OUTER} torch.optim.Optimizer, got NoneType"),
+    ({"outer": lambda p: nesterov(p[1:])}, f"{OUTER_OF}, got one of 7"),
     ({"net": ddp}, AVERAGES),
     ({"net": lambda: torch.compile(ddp(), backend="eager")}, AVERAGES),
-    (
-        {"net": sharded},
-        "ClusterError: parameters must be a plain model or one of fully_shard (FSDP2), ",
-    ),
-    ({"algorithm": "topk"}, "ArgumentError: algorithm must be an Algorithm such as "),
-    ({"every": lambda: 1 + dist.get_rank()}, "must have the same every, got 1 on rank 0, 2 on rank 1"),
+    ({"net": sharded}, f"{PLAIN} or one of fully_shard (FSDP2), got FullyShardedDataParallel"),
+    ({"every": lambda: 1 + dist.get_rank()}, f"{SAME} every, got 1 on rank 0, 2 on rank 1"),
     (
         {"net": lambda: with_buffer(nn.Linear(2, 2), 1 + dist.get_rank())},
-        "ClusterError: all ranks must have the same buffers of the model, got [('b', (1,), ",
+        f"{SAME} buffers of the model, got [('b', (1,), 'torch.float32')] on rank 0, "
+        "[('b', (2,), 'torch.float32')] on rank 1",
     ),
     (
-        {"net": lambda: nn.Linear(2, 2), "optimizer": lambda net: [sgd, adagrad][dist.get_rank()](net)},
-        "same optimizer, got ('SGD', [['weight', 'bias']]) on rank 0, ('Adagrad', ",
+        {"optimizer": lambda net: (SGD, Adagrad)[dist.get_rank()](net.parameters())},
+        f"{SAME} optimizer, got ('SGD', {NAMES}) on rank 0, ('Adagrad', {NAMES}) on rank 1",
     ),
     # delay and fragments
     ({"every": 2, "delay": 2}, "ArgumentError: delay must be an integer from 0 to 1 with every = 2, got 2"),
-    ({"every": 2, "fragments": 3}, "ArgumentError: fragments must be an integer from 1 to 2"),
-    ({"every": 9, "fragments": 9}, "fragments must be at most the number of parameters, 8, got 9"),
-    ({"every": 2, "fragments": 2, "algorithm": regtopk.TopK(k=3)}, "ArgumentError: k must be None"),
+    ({"every": 2, "fragments": 3}, f"{FRAGMENTS} an integer from 1 to 2 with every = 2, got 3"),
+    ({"every": 9, "fragments": 9}, f"{FRAGMENTS} at most the number of parameters, 8, got 9"),
+    ({"every": 2, "fragments": 2, "algorithm": regtopk.TopK(k=3)}, IN_PARTS),
     ({"every": 2, "delay": 1, "anchors": "cpu"}, "ArgumentError: delay must be 0 with anchors='cpu', got 1"),
     ({"mix": math.nan}, "ArgumentError: mix must be in [0, 1], got nan"),
 ]
@@ -89,7 +87,7 @@ def test_bad_input() -> None:
         optimizer = options.pop("optimizer")(net)
         before = {name: p.clone() for name, p in net.named_parameters()}
         said = ": ".join(refusal(lambda: regtopk.UpdateExchange(net, optimizer, **options)))  # noqa: B023
-        assert text in said
+        assert said == text
         assert same(before, {name: p.clone() for name, p in net.named_parameters()})
         if isinstance(optimizer, torch.optim.Optimizer):
             assert not optimizer._optimizer_step_post_hooks

@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 from regtopk import DGC, RegTopK, TopK
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.integrations.flower.app import SparseFedAvg, SparseMod
+from tests.processes import free_port
 
 APP = Path(__file__).parents[2] / "examples/flower"
 COMMANDS = Path(sys.executable).parent
@@ -118,6 +119,12 @@ def test_bytes_of_both_directions_are_counted(tmp_path: Path) -> None:
     assert 0 < strategy.received_bytes < 6 * 4 * 1202 / 5
 
 
+ODD = (
+    "a reply must have the record 'regtopk' of a SparseMod, one of arrays with 'regtopk.frames' and one of "
+    "metrics with the number 'num-examples', got "
+)
+
+
 def flip(reply: Message) -> None:
     frame = reply.content["arrays"]["regtopk.frames"].numpy()
     frame[-1] ^= 1
@@ -130,27 +137,28 @@ def put(record: str, name: str, value: Any) -> Callable[[Message], None]:
 
 @pytest.mark.usefixtures("in_one_process")
 @pytest.mark.parametrize(
-    ("damage", "is_refused"),
+    ("damage", "reason"),
     [
-        (flip, True),
-        (put("arrays", "regtopk.frames", Array("uint8", (9,), "numpy.ndarray", b"no header")), True),
-        (put("arrays", "regtopk.frames", Array("uint8", (9,), "other", b"")), True),
-        (put("arrays", "regtopk.frames", Array(np.array(["words"]))), True),
-        (put("metrics", "num-examples", [1, 2]), True),
-        (put("regtopk", "round", "one"), True),
-        (lambda reply: reply.content.pop("regtopk"), True),  # as of an app without the mod
-        (put("metrics", "step", [1.0, 2.0]), False),  # which are left out
+        (flip, "message is refused: checksum must be that of the words"),
+        (put("arrays", "regtopk.frames", Array("uint8", (9,), "numpy.ndarray", b"no header")), ODD),
+        (put("arrays", "regtopk.frames", Array("uint8", (9,), "other", b"")), ODD),
+        (put("arrays", "regtopk.frames", Array(np.array(["words"]))), ODD),
+        (put("metrics", "num-examples", [1, 2]), ODD),
+        (put("regtopk", "round", "one"), "round of a reply must be 1, got one"),
+        (lambda reply: reply.content.pop("regtopk"), ODD),  # as of an app without the mod
+        (put("metrics", "step", [1.0, 2.0]), None),  # which are left out
     ],
 )
 def test_a_bad_reply_is_refused_and_counted(
-    tmp_path: Path, damage: Callable[[Message], None], is_refused: bool
+    tmp_path: Path, damage: Callable[[Message], None], reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     mods = [SparseMod(TopK(density=1.0))]
     apps = {1: app_that_adds(1.0, 1, mods), 2: app_that_adds(5.0, 1, mods)}
     strategy = SparseFedAvg(fraction_evaluate=0.0)
     grid = OneProcess(apps, tmp_path, lambda node, reply: damage(reply) if node == 2 else None)
-    assert run(strategy, grid, 3)[0] == (3.0 if is_refused else 9.0)
-    assert strategy.num_refused == (3 if is_refused else 0)
+    assert run(strategy, grid, 3)[0] == (3.0 if reason else 9.0)
+    assert strategy.num_refused == (3 if reason else 0)
+    assert reason is None or f"reply of node 2 is refused: {reason}" in caplog.text
 
 
 @pytest.mark.usefixtures("in_one_process")
@@ -158,20 +166,19 @@ def test_what_cannot_work_is_said(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="'dgc'"):
         SparseMod(DGC(density=0.01))
     app = app_that_adds(1.0, 1, [SparseMod(TopK(density=1.0))])
-    with pytest.raises(ClusterError, match="must run a SparseFedAvg"):
+    other = "the ServerApp must run a SparseFedAvg with SparseMod, got a message of another"
+    with pytest.raises(ClusterError, match=other):
         run(FedAvg(fraction_evaluate=0.0), OneProcess({1: app, 2: app}, tmp_path), 1)
     note = {"server": "", "round": 1, "checksum": 0, "accepted": {}, "whole": [], "missed": None}
     told = RecordDict({"arrays": initial(), "regtopk": ConfigRecord({"instruction": json.dumps(note)})})
     message = Message(told, message_type="train", dst_node_id=1)
-    for config, rule in (({}, "partition-id"), ({"partition-id": 0}, "state-folder")):
-        with pytest.raises(ClusterError, match=rule):
+    for config in ({}, {"partition-id": 0}, {"state-folder": str(tmp_path)}):
+        with pytest.raises(ClusterError) as refused:
             app(message, Context(1, 1, config, RecordDict(), {}))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        assert str(refused.value) == (
+            "node-config must have a partition-id and a state-folder, or SparseMod a name and a folder: a "
+            f"SuperNode that is started anew has another id and an empty memory; got {config}"
+        )
 
 
 class Federation:

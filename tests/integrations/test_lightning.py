@@ -68,7 +68,8 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="more than one stateful callback"):  # by Lightning itself
         trainer_of(tmp_path, callback(TOPK), callback(TOPK))
     trainer, module, loader = trainer_of(tmp_path, callback(TOPK), num_optimizers=2, max_epochs=1)
-    with pytest.raises(ArgumentError, match="one optimizer, got 'updates' and 2 optimizers"):
+    one = "exchange must be 'gradients' unless there is one optimizer, got 'updates' and 2 optimizers"
+    with pytest.raises(ArgumentError, match=one):
         trainer.fit(module, loader)
     trainer, module, loader = trainer_of(tmp_path, max_epochs=1)
     trainer.fit(module, loader)

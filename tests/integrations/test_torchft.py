@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -416,23 +416,28 @@ def _residual(exchange: TorchftExchange) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"algorithm": EF21(density=0.5)}, r"keep no sum over all replicas.*'ef21', which keeps 'aggregate'"),
-        ({"every": 4, "fragments": 2, "delay": 2}, r"delay must be less than every // fragments, 2, .*got 2"),
-        ({"process_group": 0}, "^process_group must not be given, as the Manager has a group, got 0$"),
-        (
-            {"handshake_timeout_s": 30},
-            "^handshake_timeout_s must not be given, as the Manager has quorum_timeout, got 30$",
-        ),
-    ],
-)
+NO_SUM = "algorithm must keep no sum over all replicas, in which one that leaves would still count, got"
+SHORTER = "delay must be less than every // fragments, 2, as one round is under way at a time, got 2"
+BAD_INPUT: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": EF21(density=0.5)}, f"{NO_SUM} 'ef21', which keeps 'aggregate'"),
+    ({"every": 4, "fragments": 2, "delay": 2}, SHORTER),
+    ({"process_group": "all"}, "process_group must not be given, as the Manager has a group, got 'all'"),
+    (
+        {"handshake_timeout_s": 30},
+        "handshake_timeout_s must not be given, as the Manager has quorum_timeout, got 30",
+    ),
+    ({"manager": Mock(_use_async_quorum=True)}, "manager must have use_async_quorum=False, got True"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD_INPUT)
 def test_bad_input(options: dict[str, Any], text: str) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match=text):
-        TorchftExchange(None, model, optimizer, **{"algorithm": REGTOPK, **options})
+    options = {"manager": None, "algorithm": REGTOPK, **options}
+    with pytest.raises(ArgumentError) as refused:
+        TorchftExchange(parameters=model, optimizer=optimizer, **options)
+    assert str(refused.value) == text
 
 
 def test_the_guides_code_runs() -> None:

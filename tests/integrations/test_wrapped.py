@@ -1,6 +1,8 @@
 """The exchange that frameworks' modules share: which models and options it takes, and what DDP does then."""
 
+import sys
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from regtopk import TopK, UpdateExchange
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ArgumentError, ClusterError, MissingExtraError
 from regtopk.integrations.wrapped import ExchangeInTrainer
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, on_ranks
 
 TOPK = TopK(density=0.5)
 
@@ -25,27 +27,24 @@ def told_of(model: nn.Module, what: Any = "updates", scaler: Any = None) -> str:
     return str(refused.value)
 
 
-def refuse_models() -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    sharded = nn.Linear(4, 4)
-    fully_shard(sharded, mesh=mesh)
-    scaler = torch.amp.GradScaler("cpu")
-    ddp = DistributedDataParallel(nn.Linear(4, 4))
-    with_scaler = told_of(ddp, scaler=scaler)
-    assert ddp.require_backward_grad_sync  # nothing has changed
-    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    return [told_of(fsdp1), told_of(sharded, "gradients"), told_of(nn.Linear(4, 4), "gradients"), with_scaler]
-
-
 @pytest.mark.filterwarnings("default")  # torch's, of FSDP1
-def test_models_that_are_refused(two_ranks: Ranks) -> None:
-    for fsdp1, fsdp2, bare, scaled in two_ranks.run(refuse_models):
-        assert fsdp1.startswith(
-            "model must be wrapped in DistributedDataParallel by the trainer, got FullyShardedDataParallel: "
-            "DeepSpeed, FSDP and tensor parallelism are not supported here"
-        )
-        assert "got FSDPLinear" in fsdp2 and "got Linear" in bare
-        assert scaled.startswith("exchange must be 'gradients' with a GradScaler, got 'updates'")
+@on_ranks(2)
+def test_models_that_are_refused() -> None:
+    sharded: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    assert told_of(fsdp1) == (
+        "model must be wrapped in DistributedDataParallel by the trainer, got FullyShardedDataParallel: "
+        "DeepSpeed, FSDP and tensor parallelism are not supported here (for sharded models use "
+        "regtopk.UpdateExchange in a loop of your own)"
+    )
+    assert "got FSDPLinear" in told_of(sharded, "gradients")
+    assert "got Linear" in told_of(nn.Linear(4, 4), "gradients")
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    assert told_of(ddp, scaler=torch.amp.GradScaler("cpu")) == (
+        "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is skipped "
+        "on one rank alone, and ranks would count steps differently. Train in bfloat16"
+    )
+    assert ddp.require_backward_grad_sync  # nothing has changed
 
 
 def train_with_updates(**options: Any) -> tuple[list[torch.Tensor], torch.Tensor, int]:
@@ -83,6 +82,20 @@ def test_with_updates_ddp_sends_nothing(two_ranks: Ranks, option: str) -> None:
     assert not torch.equal(buffer, buffer_elsewhere)
 
 
+@pytest.mark.parametrize("extra", ["huggingface", "lightning", "torchft", "flower"])
+def test_a_missing_package_is_named(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = {"huggingface": "transformers", "flower": "flwr"}.get(extra, extra)
+    module = f"regtopk.integrations.{extra}" + (".app" if extra == "flower" else "")
+    needs = {"flower": "the Flower integration needs flwr 1.41 or later"}.get(
+        extra, f"{module} needs {package}"
+    )
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # which no import finds
+    with pytest.raises(MissingExtraError) as refused:
+        import_module(module)
+    assert str(refused.value) == f"{needs}: pip install 'regtopk[{extra}]'"
+
+
 def test_options_are_checked_at_the_call() -> None:
     ExchangeInTrainer("attach", TOPK, "updates", {"every": 2, "fragments": 2})
     ExchangeInTrainer("attach", TOPK, "gradients", {"weight": 0.5})
@@ -90,5 +103,24 @@ def test_options_are_checked_at_the_call() -> None:
         ExchangeInTrainer("attach", TOPK, "weights", {})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="every must be given with exchange='updates' alone, got 'grad"):
         ExchangeInTrainer("attach", TOPK, "gradients", {"every": 2})
+    with pytest.raises(ArgumentError, match="algorithm must be an Algorithm such as"):
+        ExchangeInTrainer("attach", "topk", "updates", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"attach\(\) got an unexpected option 'process_group'"):
         ExchangeInTrainer("attach", TOPK, "updates", {"process_group": None})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("every", 0), ("fragments", 3), ("mix", 2.0), ("buffers", "sum"), ("anchors", "disk"), ("skip", "bias")],
+)
+def test_values_are_checked_at_the_call(option: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"{option} must be .* got {value!r}"):
+        ExchangeInTrainer("attach", TOPK, "updates", {option: value})
+
+
+def test_one_process_is_refused_what_many_are() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ArgumentError, match=r"weight must be .* got -1 on rank 0"):
+        ExchangeInTrainer("attach", TOPK, "updates", {"weight": -1})._make(model, None, None)
+    one = ExchangeInTrainer("attach", TOPK, "updates", {"every": 2, "weight": 0.5})
+    assert one._make(model, None, None).num_workers == 1

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,17 +14,22 @@ from regtopk.core.options import check_choice
 from regtopk.distributed.gradients.attach import OneProcess, attach
 from regtopk.distributed.gradients.ddp import SparseHookState
 from regtopk.distributed.gradients.fsdp import ShardedHookState
-from regtopk.distributed.options import Options, known_options, refuse_typos
+from regtopk.distributed.options import ExchangeOptions, Options, known_options, refuse_typos
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
+from regtopk.distributed.updates.buffers import How
 from regtopk.distributed.updates.exchange import UpdateExchange
+from regtopk.distributed.updates.model import Anchors
 from regtopk.errors import ArgumentError, ClusterError
+from regtopk.rounds import Rounds
 
 What = Literal["gradients", "updates"]
 Made = UpdateExchange | SparseHookState | ShardedHookState | OneProcess
 _log = logging.getLogger("regtopk")
 # what the framework knows, and so the user need not hand over
-_FROM_THE_FRAMEWORK = {"model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group"}
+_FROM_THE_FRAMEWORK = {
+    "model", "parameters", "optimizer", "algorithm", "grad_scaler", "process_group", "replicate_group"
+}  # fmt: skip
 _OPTIONS = {
     what: [name for name in known_options(function) if name not in _FROM_THE_FRAMEWORK]
     for what, function in (("gradients", attach), ("updates", UpdateExchange))
@@ -59,6 +64,7 @@ class ExchangeInTrainer:
             if option not in _OPTIONS[exchange] and option in _OPTIONS[other]:
                 raise ArgumentError(f"{option} must be given with exchange={other!r} alone, got {exchange!r}")
         refuse_typos(call, options, _OPTIONS[exchange])
+        self._shared = _checked(options)
         self.exchange: Made | None = None  # from the beginning of training on
         self._algorithm, self._what, self._options = algorithm, exchange, options
         self._may_differ = False  # whether the ranks' models may
@@ -81,7 +87,7 @@ class ExchangeInTrainer:
                 model, self._algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **self._options
             )
         elif not is_wrapped:
-            self.exchange = OneProcess(inner, self._algorithm, Options())
+            self.exchange = OneProcess(inner, self._algorithm, self._shared)
         elif grad_scaler is not None:
             raise ArgumentError(
                 "exchange must be 'gradients' with a GradScaler, got 'updates': a step that overflows is "
@@ -115,3 +121,13 @@ class ExchangeInTrainer:
             assert isinstance(self.exchange, UpdateExchange)
             self.exchange.finish()
             self._may_differ = False
+
+
+def _checked(options: dict[str, Any]) -> Options:
+    """What all kinds of exchange share. A value that breaks its rule is refused, with one process too."""
+    times = {name: value for name, value in options.items() if name in ("every", "delay", "fragments", "mix")}
+    Rounds("updates", **times).check_times()
+    check_choice("buffers", options.get("buffers", "mean"), get_args(How))
+    check_choice("anchors", options.get("anchors", "device"), get_args(Anchors))
+    shared = ExchangeOptions.__annotations__
+    return Options(**{name: value for name, value in options.items() if name in shared})

@@ -19,9 +19,8 @@ from regtopk.distributed.gradients.ddp import SparseHookState, attach_to_ddp
 from regtopk.distributed.gradients.fsdp import ShardedHookState
 from regtopk.distributed.options import ExchangeOptions, Options, names_typos
 from regtopk.distributed.state.parameters import Parameters, is_fsdp, is_fsdp2, uncompiled
-from regtopk.distributed.steps.attached import refuse_updates
+from regtopk.distributed.steps.attached import refuse_updates, watch_optimizer
 from regtopk.distributed.steps.base import ExchangeBase
-from regtopk.distributed.steps.optimizer_check import watch_optimizer
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Alone, is_one_process
 from regtopk.errors import ArgumentError

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from regtopk import kernels
 from regtopk.core.algorithm import Algorithm
-from regtopk.distributed.gradients.fsdp_units import bits_of, modules_of, sharding_of, units_of
+from regtopk.distributed.gradients.fsdp_units import Unit, bits_of, modules_of, sharding_of, units_of
 from regtopk.distributed.options import Options, refuse_k
 from regtopk.distributed.state.buckets import Bucket
-from regtopk.distributed.state.layout import flat_dtype
+from regtopk.distributed.state.layout import as_flat, flat_dtype
 from regtopk.distributed.state.parameters import Parameters, after_backward
 from regtopk.distributed.state.shards import DenseMean, Shards, replicas_of
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.steps.handshake import difference
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.errors import ArgumentError, ClusterError
@@ -56,7 +57,7 @@ class ShardedHookState(ExchangeBase):
         if self.num_workers == 1:
             _log.warning("there is one replica: its gradients are sparsified, but nothing is sent")
         self._places = {unit.name: unit.places() for unit in units}  # of its parameters in its vector
-        self._blocks, self._flats = _room_for(parameters)
+        self._flats = _room_for(parameters)
         self._arrived: set[str] = set()  # the units in this backward
         self._streams: set[Any] = set()  # that FSDP has run the hook on
         self._backward = -1  # the one that makes the current step
@@ -73,7 +74,7 @@ class ShardedHookState(ExchangeBase):
         that mean.
         """
         self._steps.drop()
-        self._blocks, self._flats = [], {}  # sets their memory free
+        self._flats = {}  # sets their memory free
         self._is_detached = True
         for unit in self._everything:
             unit.module.set_all_reduce_hook(DenseMean(self._collectives))
@@ -113,23 +114,14 @@ class ShardedHookState(ExchangeBase):
             )
         if self._are_compared:
             return
-        for difference in self._shards.collectives.all_gather_objects(self._find_difference()):
-            if difference is not None:
+        found = difference(self._collectives, bits_of(self._model))
+        for theirs in self._shards.collectives.all_gather_objects(found):
+            if theirs is not None:
                 raise ClusterError(
-                    "parameters must be the same on all replicas before the first step, but "
-                    f"{difference}: seed all replicas alike, or load the same weights"
+                    "all replicas must begin with the same parameters (seed them alike, or load the same "
+                    f"weights), but a checksum differs: {theirs}"
                 )
         self._are_compared = True
-
-    def _find_difference(self) -> str | None:
-        """The first parameter that another replica has other values of, and where; None if there is none."""
-        ranks = self._collectives.ranks
-        everyone = self._collectives.all_gather_objects(bits_of(self._model))
-        for rank, theirs in zip(ranks, everyone, strict=True):
-            for name, bits in theirs.items():
-                if bits != everyone[0][name]:
-                    return f"{name!r} differs between ranks {ranks[0]} and {rank}"
-        return None
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -144,20 +136,17 @@ class ShardedHookState(ExchangeBase):
         for stream in self._streams:
             torch.cuda.current_stream(steps.device).wait_stream(stream)
         self._check_model()
-        grads = {name: unit.gradients() for name, unit in self._units.items()}
-        for name in self._arrived:
-            if len(grads[name]) < len(self._places[name]):
-                raise ClusterError(
-                    f"gradients of FSDP unit {name!r} must not be removed before backward is over"
-                )
+        grads = {name: self._gradients(unit) for name, unit in self._units.items()}
         buckets = [bucket for bucket in steps.buckets.all if bucket.names[0] in self._arrived]
         with steps.step(partial(self._take, buckets), buckets, may_go_on=True) as step:
             if step.is_finite:
                 aggregates: dict[str, Tensor] = {}
                 step.exchange(lambda names, vector, *_: aggregates.update({names[0]: vector}))
-                self._add(aggregates, grads)
+                pieces = [(aggregates[name], *piece) for name in aggregates for piece in grads[name]]
+                parts = [whole[start : start + grad.numel()].view_as(grad) for whole, start, grad in pieces]
+                torch._foreach_add_([grad for *_, grad in pieces], parts)
         # no part may make a step alone: also gradients of units that did not arrive become NaN
-        everything = [grad for mine in grads.values() for grad in mine]
+        everything = [grad for mine in grads.values() for _, grad in mine]
         if step.is_spoilt is not None:
             kernels.overwrite_if_(step.is_spoilt, everything, math.nan)
         elif not step.is_finite:
@@ -166,31 +155,33 @@ class ShardedHookState(ExchangeBase):
     def _take(self, buckets: list[Bucket]) -> tuple[list[Tensor], Tensor]:
         """The vectors of the units that have arrived; are all finite without the scale?"""
         flats = [self._flats[bucket.names[0]] for bucket in buckets]
-        are_all = len(buckets) == len(self._flats)
-        are_finite = [self._steps.unscale_(vector) for vector in (self._blocks if are_all else flats)]
+        in_memory = [flat for name, flat in self._flats.items() if name in self._arrived]
+        block = as_flat(in_memory, flats[0].dtype)  # one look is faster than many
+        are_finite = [self._steps.unscale_(vector) for vector in (flats if block is None else [block])]
         return flats, torch.stack(are_finite).all()
 
-    def _add(self, aggregates: dict[str, Tensor], grads: dict[str, list[Tensor]]) -> None:
-        parts = [
-            aggregate[start : start + grad.numel()].view_as(grad)
-            for name, aggregate in aggregates.items()
-            for start, grad in zip(self._places[name], grads[name], strict=True)
-        ]
-        torch._foreach_add_([grad for name in aggregates for grad in grads[name]], parts)
+    def _gradients(self, unit: Unit) -> list[tuple[int, Tensor]]:
+        """A unit's gradients, and where each starts in its vector; as one if they lie in memory like that."""
+        grads, own = unit.gradients(), self._flats[unit.name]
+        if unit.name in self._arrived and len(grads) < len(unit.members):
+            raise ClusterError(
+                f"gradients of FSDP unit {unit.name!r} must not be removed before backward is over"
+            )
+        whole = as_flat(grads, own.dtype) if grads else None
+        if whole is not None and whole.numel() == own.numel():
+            return [(0, whole)]
+        return list(zip(self._places[unit.name], grads, strict=False))  # fewer of a unit that did not arrive
 
 
-def _room_for(parameters: Parameters) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Where units' gradients are kept until backward is over: a vector for each dtype, and the units' parts.
+def _room_for(parameters: Parameters) -> dict[str, Tensor]:
+    """Where units' gradients are kept until backward is over, in the order of memory: a block for each dtype.
 
     Units of one size come one after another, so that those that are alike can be computed together.
     """
-    dtypes = {name: flat_dtype([p]) for name, p in parameters.named.items()}
-    sizes = {name: p.numel() for name, p in parameters.named.items()}
-    blocks: list[Tensor] = []
     flats: dict[str, Tensor] = {}
-    for dtype in set(dtypes.values()):
-        names = sorted((name for name in dtypes if dtypes[name] == dtype), key=lambda name: sizes[name])
-        lengths = [sizes[name] for name in names]
-        blocks.append(torch.zeros(sum(lengths), dtype=dtype, device=parameters.device))
-        flats |= zip(names, blocks[-1].split(lengths), strict=True)
-    return blocks, flats
+    named = sorted(parameters.named.items(), key=lambda item: item[1].numel())
+    for dtype in {flat_dtype([p]) for _, p in named}:
+        sizes = {name: p.numel() for name, p in named if flat_dtype([p]) == dtype}
+        block = torch.zeros(sum(sizes.values()), dtype=dtype, device=parameters.device)
+        flats |= zip(sizes, block.split(list(sizes.values())), strict=True)
+    return flats

@@ -96,7 +96,7 @@ def _check_parameters(model: nn.Module, units: Iterable[Unit]) -> None:
         if id(p) not in held or not placement.is_shard(0):
             raise ClusterError(
                 f"parameter {name!r} must be sharded by fully_shard along dimension 0, got a DTensor that is "
-                f"{placement}"
+                f"{placement!r}"
             )
 
 
@@ -127,8 +127,5 @@ def modules_of(model: nn.Module) -> tuple[list[nn.Module], int]:
 
 def bits_of(model: nn.Module) -> dict[str, int]:
     """A sum over the bits of this rank's part of each parameter."""
-    sums = {}
-    for name, p in model.named_parameters():
-        bits = local(p).contiguous().view(_INTEGERS[p.itemsize])
-        sums[name] = int(bits.sum(dtype=torch.int64))
-    return sums
+    bits = {n: local(p).contiguous().view(_INTEGERS[p.itemsize]) for n, p in model.named_parameters()}
+    return {name: int(each.sum(dtype=torch.int64)) for name, each in bits.items()}

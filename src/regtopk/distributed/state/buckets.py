@@ -70,23 +70,19 @@ class Bucket:
         """The per-entry state, cut by parameter (views)."""
         sizes = [layer.numel for layer in self.layout.layers]
         entries: Entries = {name: {} for name in self.names}
-        for field in self.entry_fields():
+        for field in self.state.per_entry_fields():
             for name, part in zip(self.names, getattr(self.settled_state, field).split(sizes), strict=True):
                 entries[name][field] = part
         return entries
 
-    def entry_fields(self) -> list[str]:
-        """State fields with one number for each entry of the vector."""
-        return self.state.per_entry_fields()
-
     def other_fields(self) -> dict[str, Tensor]:
         """State fields that belong to the bucket as a whole."""
-        per_entry = self.entry_fields()
+        per_entry = self.state.per_entry_fields()
         return {name: t for name, t in self.settled_state.state_dict().items() if name not in per_entry}
 
     def load(self, entries: Entries, others: dict[str, Tensor]) -> None:
         """Take over per-entry state by parameter, and those other fields that are known."""
-        for field in self.entry_fields():
+        for field in self.state.per_entry_fields():
             parts = [entries[name][field].flatten() for name in self.names]
             setattr(self.state, field, torch.cat(parts).to(getattr(self.state, field)))
         for field, saved in others.items():

@@ -19,14 +19,16 @@ def flat_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
 
 def as_flat(grads: list[Tensor], dtype: torch.dtype) -> Tensor | None:
     """The gradients as one vector, without a copy, if they lie one after another in memory."""
-    first = grads[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    first, numel = grads[0], 0
+    start = first.data_ptr()
     for grad in grads:
-        is_next = grad.untyped_storage().data_ptr() == storage and grad.data_ptr() == end
+        is_next = grad.data_ptr() == start + numel * dtype.itemsize
         if not is_next or grad.dtype != dtype or not grad.is_contiguous():
             return None
-        end += grad.numel() * grad.itemsize
-    return first.as_strided((sum(grad.numel() for grad in grads),), (1,))
+        numel += grad.numel()
+    storage = first.untyped_storage()
+    is_one = start + numel * dtype.itemsize <= storage.data_ptr() + storage.nbytes()
+    return first.as_strided((numel,), (1,)) if is_one else None
 
 
 def into(targets: Mapping[str, Tensor], write: Callable[..., None] | None = None) -> Write:

@@ -94,7 +94,10 @@ def _trainable(
         if name in named or id(p) in seen:
             raise ArgumentError(f"parameters must be given once each, got {name!r} again")
         if is_dtensor(p) and not takes_dtensors:
-            raise ClusterError(f"parameter {name!r} is a DTensor: sharded parameters are not supported")
+            raise ClusterError(
+                f"parameter {name!r} must be a plain tensor, got a DTensor: hand over the whole model, "
+                "sharded by fully_shard (FSDP2), to regtopk.attach or regtopk.UpdateExchange"
+            )
         if not p.is_floating_point():
             raise ClusterError(f"parameter {name!r} must be real, got {p.dtype}")
         if p.itemsize < 2:  # float8, which torch cannot add to anything
@@ -113,11 +116,13 @@ def _refuse_modules(module: nn.Module) -> None:
     if isinstance(module, DistributedDataParallel):
         raise ClusterError("module must not be in DistributedDataParallel: use regtopk.attach for that")
     for name, part in module.named_modules():
-        what = f"{f'module {name!r}' if name else 'the model'} is {type(part).__name__}"
+        what, kind = f"module {name!r}" if name else "the model", type(part).__name__
         if is_fsdp(part):
-            raise ClusterError(f"{what}: FSDP shards its gradients, which is not supported")
+            raise ClusterError(
+                f"{what} must not be sharded by FSDP, got {kind}: use regtopk.attach for fully_shard (FSDP2)"
+            )
         if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
-            raise ClusterError(f"{what} with sparse=True: sparse-layout gradients are not supported")
+            raise ClusterError(f"{what} must have sparse=False, got {kind} with sparse=True")
 
 
 def uncompiled(model: object) -> object:

@@ -293,7 +293,7 @@ def _check_workers(
     for n in needed:
         worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):
-            of_vector = {field: getattr(bucket.state, field) for field in bucket.entry_fields()}
+            of_vector = {field: getattr(bucket.state, field) for field in bucket.state.per_entry_fields()}
             for layer in bucket.layout.layers:
                 shapes = dict.fromkeys(of_vector, layer.shape)
                 where = f"parameter {layer.name!r} of rank {n}"

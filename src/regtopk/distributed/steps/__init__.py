@@ -8,6 +8,5 @@
     alike.py            vectors of one kind, computed together
     handshake.py        what ranks compare before the first step
     base.py             what every kind of exchange offers its users
-    attached.py         which models and optimizers have an exchange already
-    optimizer_check.py  the warning of two momenta
+    attached.py         what must not meet: two exchanges, or two momenta
 """

@@ -52,12 +52,8 @@ class OnItsWay:
 class Agreement:
     """What all ranks say of one step. To make it is to ask them.
 
-    Args:
-        collectives: the ranks to agree with.
-        shards: those that hold the rest of the model, if it is sharded: no part may make a step alone.
-        question: what this rank is about to exchange.
-        is_finite: (), whether it holds no NaN or inf.
-        waited_s: how long this rank has been in collectives so far.
+    `shards` hold the rest of the model, if it is sharded: no part may make a step alone. `is_finite` is a
+    tensor, (); `waited_s` is how long this rank has been in collectives so far.
     """
 
     def __init__(

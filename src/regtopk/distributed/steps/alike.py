@@ -56,6 +56,8 @@ class Alike:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Any, ...], Rows] = {}
+        self._asked: Any = None  # what the groups of the last step were found for
+        self._groups: list[list[int]] = []
 
     def groups(self, everyone: Sequence[Bucket], buckets: Sequence[Bucket]) -> list[list[int]]:
         """Which of the buckets of a step are computed together, in the order of the first of each group.
@@ -63,14 +65,17 @@ class Alike:
         Buckets that are alike are computed together only if all of them take part in the step: rows of some
         would be copied, and the others would keep the memory of all.
         """
-        num_alike = Counter(map(_kind_of, everyone))
-        kinds: dict[Any, list[int]] = {}
-        for place, bucket in enumerate(buckets):
-            kinds.setdefault(_kind_of(bucket) or place, []).append(place)
-        groups = []
-        for kind, places in kinds.items():
-            groups += [places] if num_alike[kind] == len(places) else [[place] for place in places]
-        return groups
+        asked = list(everyone), list(buckets), [_sizes_of(bucket) for bucket in everyone]
+        if asked != self._asked:
+            num_alike = Counter(map(_kind_of, everyone))
+            kinds: dict[Any, list[int]] = {}
+            for place, bucket in enumerate(buckets):
+                kinds.setdefault(_kind_of(bucket) or place, []).append(place)
+            self._asked, self._groups = asked, []
+            for kind, places in kinds.items():
+                are_all = num_alike[kind] == len(places)
+                self._groups += [places] if are_all else [[place] for place in places]
+        return self._groups
 
     def rows_of(self, buckets: list[Bucket]) -> Rows:
         """What makes these buckets one; the same as in the last step, if that computed them together."""
@@ -95,5 +100,9 @@ def _kind_of(bucket: Bucket) -> Any:
     if not {"one_sum", "replicates"} <= promises or "shared" in state.rules().values():
         return None
     shapes = tuple((layer.shape, layer.kind) for layer in bucket.layout.layers)
-    sizes = tuple(tensor.shape for tensor in state.state_dict().values())
-    return id(bucket.algorithm), type(state), shapes, bucket.worker.weight.dtype, sizes
+    return id(bucket.algorithm), type(state), shapes, bucket.worker.weight.dtype, _sizes_of(bucket)
+
+
+def _sizes_of(bucket: Bucket) -> tuple[torch.Size, ...]:
+    """Those of its state, which a step may change."""
+    return tuple(tensor.shape for tensor in bucket.state.state_dict().values())

@@ -1,21 +1,72 @@
-"""What has an exchange already: no second one may be made for it."""
+"""What must not meet in one training: two exchanges of one model, and two momenta."""
 
-from weakref import WeakSet
+import logging
+from typing import Any
+from weakref import WeakSet, finalize
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from regtopk.errors import ClusterError
+from regtopk.core.algorithm import Algorithm
+from regtopk.errors import ArgumentError, ClusterError
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
+_log = logging.getLogger("regtopk")
 
 
 def refuse_updates(model: nn.Module) -> None:
     """Refuse a model whose updates are exchanged."""
+    if any(_trains(optimizer, model) for optimizer in OPTIMIZERS):
+        raise ClusterError(
+            "model must have no UpdateExchange, got one, and gradients would be exchanged beside updates: "
+            "close() it first"
+        )
+
+
+def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
+    """Say on rank 0 that the momenta of an algorithm and of an optimizer multiply."""
+    if optimizer is None or not _has_own_momentum(algorithm):
+        return
+    found = [
+        f"{name}={group[name]}"
+        for group in optimizer.param_groups
+        for name in ("momentum", "betas")
+        if group.get(name) and (name == "momentum" or group[name][0])
+    ]
+    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        _log.warning(
+            "%s keeps a momentum of its own, and the optimizer has one, too (%s with %s): steps become many "
+            "times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK",
+            algorithm.name,
+            type(optimizer).__name__,
+            found[0],
+        )
+
+
+def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
+    """Warn of two momenta, now or, if no optimizer is given, when one first trains the model."""
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    warn_of_two_momenta(algorithm, optimizer)
+    if optimizer is not None or not _has_own_momentum(algorithm):
+        return
+    watched = WeakSet([model])  # emptied when the model is gone, or an optimizer was found
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        if any(_trains(optimizer, each) for each in watched):
+            watched.clear()  # torch does not let a hook remove itself
+            warn_of_two_momenta(algorithm, optimizer)
+
+    finalize(model, register_optimizer_step_pre_hook(look).remove)
+
+
+def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has a parameter of a model."""
     own = set(map(id, model.parameters()))
-    for optimizer in OPTIMIZERS:
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ClusterError(
-                "model must have no UpdateExchange, got one, and gradients would be exchanged beside "
-                "updates: close() it first"
-            )
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _has_own_momentum(algorithm: Algorithm[Any]) -> bool:
+    return getattr(algorithm, "has_own_momentum", False) and getattr(algorithm, "momentum", 1.0) != 0

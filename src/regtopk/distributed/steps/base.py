@@ -26,8 +26,7 @@ class Counted:
     @property
     def weights(self) -> list[float]:
         """Every rank's w_n."""
-        weights: list[float] = self._steps.rank.weights.tolist()
-        return weights
+        return list(self._steps.rank.weights.tolist())
 
     @property
     def device(self) -> torch.device:

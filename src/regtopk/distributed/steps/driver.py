@@ -4,7 +4,7 @@ All ranks receive the same bits: messages are coded without loss, and sums run f
 least float32, as in the simulator. `deterministic=False` lets the backend add uncoded dense vectors instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,12 @@ from regtopk.distributed.steps.alike import Alike, Rows
 from regtopk.errors import OracleError
 from regtopk.kernels import Support
 
+_ANSWERS: dict[type, Callable[[Rank, Any], Any]] = {
+    DenseSum: dense_sum,
+    ToOwners: to_owners,
+    Gather: gather,
+    Broadcast: broadcast,
+}
 # A vector, and where it is not zero if it is a sparse sum as it was received.
 Aggregate = tuple[Tensor, Support | None]
 
@@ -134,21 +140,14 @@ def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -
 
 
 def _answer(rank: Rank, request: Request, sums: SumBuffer) -> Any:
-    match request:
-        case ToOwners():
-            return to_owners(rank, request)
-        case FromOwners():
-            return from_owners(rank, request, sums)
-        case DenseSum():
-            return dense_sum(rank, request)
-        case Gather():
-            return gather(rank, request)
-        case Broadcast():
-            return broadcast(rank, request)
-    raise OracleError(
-        "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer "
-        "that (regtopk.simulate.Cluster), a real cluster cannot"
-    )
+    if isinstance(request, FromOwners):
+        return from_owners(rank, request, sums)
+    if type(request) not in _ANSWERS:
+        raise OracleError(
+            "peeks at the sum of all workers' vectors before anything is sent: only a simulator can answer "
+            "that (regtopk.simulate.Cluster), a real cluster cannot"
+        )
+    return _ANSWERS[type(request)](rank, request)
 
 
 def _kept(state: State, rank: Rank, turn: Turn) -> dict[str, Tensor]:

@@ -101,8 +101,8 @@ def _meet_shards(
     axis = "along the replicate axis (one may still wait for another shard)"
     roll_call(replicas, f"{call} {axis}", "handshake_timeout_s", timeout_s)
     mine = {**mine, "weight": options.weight, "parameters": shards.whole, "shard": None}  # their parts differ
-    difference = _difference(shards.collectives, mine)
-    for replica, theirs in enumerate(replicas.all_gather_objects(difference)):
+    found = difference(shards.collectives, mine)
+    for replica, theirs in enumerate(replicas.all_gather_objects(found)):
         if theirs is not None:
             raise ClusterError(
                 f"all ranks that share a model must have the same {theirs} (replica {replica})"
@@ -111,12 +111,12 @@ def _meet_shards(
 
 def compare(collectives: Collectives, mine: dict[str, Any]) -> None:
     """Refuse ranks that differ in what all must have the same: every rank says in what and which."""
-    difference = _difference(collectives, mine)
-    if difference is not None:
-        raise ClusterError(f"all ranks must have the same {difference}")
+    found = difference(collectives, mine)
+    if found is not None:
+        raise ClusterError(f"all ranks must have the same {found}")
 
 
-def _difference(collectives: Collectives, mine: dict[str, Any]) -> str | None:
+def difference(collectives: Collectives, mine: dict[str, Any]) -> str | None:
     """The first setting that is not the same on all ranks, and what each has; None if there is none."""
     everyone, ranks = collectives.all_gather_objects(mine), collectives.ranks
     for key in {key: None for theirs in everyone for key in theirs}:  # in order

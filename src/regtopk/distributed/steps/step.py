@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,18 +76,18 @@ class Step:
 
     def exchange(self, write: layout.Write) -> None:
         """Turn the vectors into the aggregate, or into NaN if some rank's are not finite, and write it."""
-        steps, agreement, scaler = self.steps, self.agreement, self.steps._options.grad_scaler
-        if agreement.is_finite:
-            turn = self.turn._replace(is_bad=agreement.is_bad)
-            aggregates = steps._driver.run(steps.rank, steps.buckets.all, turn)
+        rank, scaler = self.steps.rank, self.steps._options.grad_scaler
+        if self.is_finite:
+            turn = self.turn._replace(is_bad=self.agreement.is_bad)
+            aggregates = self.steps._driver.run(rank, self.steps.buckets.all, turn)
             if scaler is not None:  # not in place: the algorithm may have kept it
                 aggregates = [(total * scaler.get_scale(), None) for total, _ in aggregates]
         else:
             aggregates = [(flat.fill_(math.nan), None) for flat in self.turn.flats]
-        with steps.rank.timer.phase("decode_s"):
+        with rank.timer.phase("decode_s"):
             for bucket, aggregate in zip(self.turn.buckets, aggregates, strict=True):
                 write(bucket.names, *aggregate)
-            agreement.check_messages(steps.rank)  # last: the host may wait here, and all is launched
+            self.agreement.check_messages(rank)  # last: the host may wait here, and all is launched
 
     def take_back(self) -> None:
         """Give the buckets their state from before the step, which then does not count."""
@@ -100,8 +99,7 @@ class Step:
 class Steps:
     """The steps of one exchange on one rank: parameters, the algorithm's state, and the counts.
 
-    `step` makes one, as a `with` block. `run` is the usual one. `shards` are the ranks that hold the rest of
-    the model, if it is sharded: they must step alike.
+    `shards` are the ranks that hold the rest of the model, if it is sharded: they must step alike.
     """
 
     def __init__(
@@ -195,10 +193,6 @@ class Steps:
     ) -> Iterator[Step]:
         """Make one step: inside the block all ranks are here and agree, and at its end the step is counted.
 
-        >>> with steps.step(vectors) as step:
-        ...     if step.is_finite:
-        ...         step.exchange(write)
-
         A failure inside the block leaves a state that is not whole: what left the residual has not arrived.
         No other step can be made then, until a checkpoint is loaded.
 
@@ -207,29 +201,28 @@ class Steps:
             buckets: what is exchanged; all if None.
             num_dense: how many all_reduces of a dense run the step stands for.
             may_go_on: whether the host may go on without the answers, where collectives run on the device.
-                Then `step.is_spoilt` says on the device whether the step counts. The host hears of it before
-                the next step, or when somebody looks at the counts.
+                Then `step.is_spoilt` tells there whether the step counts; `settle` tells the host.
             can_be_taken_back: keep a copy of the state, for `step.take_back()` and for failures.
         """
         buckets = self.buckets.all if buckets is None else buckets
         with self.lock:
             step = self._begin(vectors, buckets, may_go_on)
-            for bucket in buckets if can_be_taken_back else ():
+            for bucket in buckets if can_be_taken_back and step.is_finite else ():  # else none changes
                 bucket.keep_state()
-            try:
+            with self.half_way(step if can_be_taken_back else None):
                 yield step
-            except BaseException as error:
-                if can_be_taken_back:
-                    step.take_back()
-                else:
-                    self._stop(error)
-                raise
             if not step.is_taken_back:
                 self._end(step, num_dense)
 
     def run(self, grads: dict[str, Tensor]) -> None:
         """A whole step: the gradients, by name, become the aggregate in place, or NaN."""
-        with self.step(partial(self._join, grads)) as step:
+
+        def take() -> Vectors:
+            joined = [bucket.join(grads) for bucket in self.buckets.all]
+            are_finite = [self.unscale_(*each) for each in joined]
+            return [flat for flat, _ in joined], torch.stack(are_finite).all()
+
+        with self.step(take) as step:
             step.exchange(layout.into(grads))
 
     def _begin(self, vectors: Vectors | Take, buckets: list[Bucket], may_go_on: bool) -> Step:
@@ -249,8 +242,8 @@ class Steps:
         # A rank that now asks for something else hears of it, and raises.
         is_safe = question.what in self._known and not self.rank.idle and not self.algorithm.listens
         with timer.phase("collective_s"):
-            waited_s = self._ledger.waited_s
-            agreement = Agreement(self.rank.collectives, self.others, question, is_finite, waited_s)
+            ranks = self.rank.collectives, self.others
+            agreement = Agreement(*ranks, question, is_finite, self._ledger.waited_s)
             if may_go_on and is_safe and agreement.is_on_device:
                 agreement.go_on()
             else:
@@ -258,35 +251,25 @@ class Steps:
                 self._known = {*self._known, question.what} if len(self._known) < _MOST_KNOWN else set()
         return Step(self, turn, agreement)
 
-    def _join(self, grads: dict[str, Tensor]) -> Vectors:
-        joined = [bucket.join(grads) for bucket in self.buckets.all]
-        are_finite = [self.unscale_(*each) for each in joined]
-        return [flat for flat, _ in joined], torch.stack(are_finite).all()
-
     def unscale_(self, flat: Tensor, is_finite: Tensor | None = None) -> Tensor:
-        """Take the loss scale out of a gradient, which an exchange puts back; is it finite?
-
-        `is_finite` says whether it is finite with the scale, if that is known.
-        """
+        """Take the loss scale out of a gradient; is it finite? `is_finite`: with the scale, if known."""
         if self._options.grad_scaler is not None:
             flat.div_(self._options.grad_scaler.get_scale())
             is_finite = None  # a scale below one may have made it overflow
         return kernels.is_finite(flat) if is_finite is None else is_finite
 
     @contextmanager
-    def half_way(self) -> Iterator[None]:
-        """Where a failure leaves a state that is not whole."""
+    def half_way(self, step: Step | None = None) -> Iterator[None]:
+        """Where a failure leaves a state that is not whole, unless there is a step to take back."""
         try:
             yield
         except BaseException as error:
-            self._stop(error)
+            if step is not None:
+                step.take_back()
+            else:
+                told = f"step {self._num_steps} failed half-way ({type(error).__name__}: {error})"
+                self._obstacle = f"{told}: restart all ranks from the last checkpoint"
             raise
-
-    def _stop(self, error: BaseException) -> None:
-        self._obstacle = (
-            f"step {self._num_steps} failed half-way ({type(error).__name__}: {error}): restart all ranks "
-            "from the last checkpoint"
-        )
 
     def _end(self, step: Step, num_dense: int) -> None:
         exchanged = step.turn.buckets if self._kind.takes_turns else self.buckets.all

@@ -17,9 +17,9 @@ from regtopk.distributed.requests.record import summarise
 from regtopk.distributed.state.parameters import NamedParameters
 from regtopk.distributed.state.shards import Shards, replicas_of
 from regtopk.distributed.steps import attached
+from regtopk.distributed.steps.attached import warn_of_two_momenta
 from regtopk.distributed.steps.base import Counted, ExchangeBase
 from regtopk.distributed.steps.handshake import roll_call
-from regtopk.distributed.steps.optimizer_check import warn_of_two_momenta
 from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
