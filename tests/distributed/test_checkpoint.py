@@ -30,6 +30,7 @@ ALGORITHMS: dict[str, Algorithm[Any]] = {
     "regtopk": regtopk.RegTopK(density=0.05, value_code="4bit"),
     "regtopk warming up": regtopk.RegTopK(density=regtopk.WarmUp(density=0.02, num_steps=14)),
     "ef21": EF21(density=0.05),
+    "returned": regtopk.TopK(density=0.05, value_code="4bit", returned=0.02),
     "fair-topk": FairTopK(density=0.05, trial=4),  # listens to reports
 }
 

@@ -27,7 +27,7 @@ class FlipsABit(Collectives):
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         received = super().all_to_all(parts, sizes)
-        if self.rank == 0:
+        if self.rank == 0 and received[1].dtype == torch.uint8:  # not the sizes
             received[1][FLIPPED] ^= 1
         return received
 

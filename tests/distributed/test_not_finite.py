@@ -103,7 +103,11 @@ def test_exchange_without_ddp_skips_too() -> None:
 # GradScaler: powers of two, so that scaled and unscaled runs can be compared bit for bit.
 
 
-@pytest.mark.parametrize("algorithm", [ALGORITHM, RunningSum()], ids=["regtopk", "keeps what it returns"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [ALGORITHM, RunningSum(), regtopk.TopK(density=0.05, returned=0.02)],
+    ids=["regtopk", "keeps what it returns", "sums come back in part"],
+)
 @on_ranks(2)
 def test_loss_scales_do_not_mix_into_the_state(algorithm: Algorithm[Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)

@@ -1,0 +1,152 @@
+"""Sums that come back in part, on ranks: what owners owe is kept through everything that happens to a run."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import regtopk
+from regtopk.core.requests import FromOwners, ToOwners
+from regtopk.core.sparse import SparseGradient
+from regtopk.core.traffic import all_reduce_bytes
+from regtopk.distributed.transport.collectives import Collectives
+from regtopk.simulate import Cluster
+from tests.distributed.ranks import Ranks, on_ranks
+from tests.distributed.sharding import grid, sharded
+from tests.distributed.test_damage import FlipsABit, answer
+from tests.distributed.test_fsdp import train
+from tests.distributed.test_updates import is_same_on_all_ranks
+
+J = 403  # of no number of ranks a multiple
+WEIGHTS = {4: [0.25] * 4, 3: [0.5, 0.25, 0.25], 5: [0.5, 0.125, 0.125, 0.125, 0.125]}
+ALGORITHM = regtopk.TopK(density=0.05, returned=0.02)
+
+
+def grads_of(step: int, rank: int) -> Tensor:
+    """Small whole numbers: with weights that are powers of two, every sum is exact."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(-3, 4, (J,), generator=generator).float()
+
+
+def step_on_ranks(files: list[Path], steps: range, folder: Path, is_killed: bool) -> Tensor:
+    """Go on from what was saved, on whatever ranks, and save; what was applied on the way, (J,)."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    vector = nn.Parameter(torch.zeros(J))
+    exchange = regtopk.Exchange([vector], ALGORITHM, weight=WEIGHTS[num_ranks][rank])
+    if files:
+        parts = [torch.load(path, weights_only=True) for path in files]
+        exchange.load_state_dict(regtopk.merge_state_dicts(parts))
+    applied = torch.zeros(J, dtype=torch.float64)
+    for step in steps:
+        grad = grads_of(step, rank)
+        if step % 4 == 1 and rank == 1:
+            grad[5] = torch.nan  # nothing of this step counts
+        vector.grad = grad
+        exchange.step()
+        if bool(vector.grad.isfinite().all()):
+            applied += vector.grad
+        if step == steps[-3]:
+            torch.save(exchange.state_dict(), folder / f"{num_ranks}-{rank}.pt")
+            if is_killed:  # what follows is lost
+                return applied
+    return applied
+
+
+def kept(files: list[Path]) -> Tensor:
+    """sum_n w_n e_n and what owners owe, in float64."""
+    saved = regtopk.merge_state_dicts([torch.load(path, weights_only=True) for path in files])
+    total, num_ranks = torch.zeros(J, dtype=torch.float64), len(saved["weights"])
+    for rank, weight in enumerate(saved["weights"]):
+        worker = saved["workers"][str(rank)]
+        total += weight * worker["entries"]["0"]["residual"].double()
+        for place, owed in enumerate(worker["groups"][0]["owed"].tolist()):
+            entry = place * num_ranks + rank
+            if entry < J:
+                total[entry] += owed
+            else:
+                assert owed == 0
+    return total
+
+
+def test_nothing_is_lost_on_four_then_three_then_five_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
+    others = {3: Ranks(3), 5: Ranks(5)}
+    files: list[Path] = []
+    balance = torch.zeros(J, dtype=torch.float64)
+    try:
+        for number, num_ranks in enumerate((4, 3, 5)):
+            ranks, steps = others.get(num_ranks, four_ranks), range(10 * number, 10 * number + 10)
+            applied, *alike = ranks.run(step_on_ranks, files, steps, tmp_path, True)
+            assert all(torch.equal(theirs, applied) for theirs in alike)
+            files = sorted(tmp_path.glob(f"{num_ranks}-*.pt"))
+            assert len(files) == num_ranks
+            for step in steps[:-2]:
+                if step % 4 != 1:
+                    for rank, weight in enumerate(WEIGHTS[num_ranks]):
+                        balance += weight * grads_of(step, rank)
+            balance -= applied
+            assert torch.equal(kept(files), balance) and bool(balance.any())
+    finally:
+        for ranks in others.values():
+            ranks.stop()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(four_ranks: Ranks, tmp_path: Path) -> None:
+    steps = range(12)
+    straight = four_ranks.run(step_on_ranks, [], steps, tmp_path, False)
+    files = sorted(tmp_path.glob("4-*.pt"))
+    first = four_ranks.run(step_on_ranks, [], steps, tmp_path, True)
+    rest = four_ranks.run(step_on_ranks, files, range(10, 15), tmp_path, False)
+    more = four_ranks.run(step_on_ranks, [], range(15), tmp_path, False)
+    assert torch.equal(first[0] + rest[0], more[0]) and not torch.equal(first[0], straight[0])
+
+
+def test_bytes_do_not_grow_with_the_workers() -> None:
+    """As the collectives move them, a rank's own part included; ranks count as the simulator does."""
+    numel, moved = 1_000_000, {}
+    algorithm = regtopk.TopK(density=0.01, returned=0.01, value_code="4bit")
+    for num_workers in (4, 8, 16):
+        cluster = Cluster(algorithm, num_workers=num_workers)
+        cluster.step(torch.randn(num_workers, numel, generator=torch.Generator().manual_seed(0)))
+        received = float(cluster.last_step.received_bytes.double().mean())
+        assert all_reduce_bytes(2 * numel, num_workers) > 115 * received  # a ring in bfloat16
+        moved[num_workers] = received / (1 - 1 / num_workers)
+    assert max(moved.values()) < 1.05 * min(moved.values())
+
+
+@on_ranks(4)
+def test_sharded_models_train_with_it() -> None:
+    mesh = grid(2, 2)
+    everything = regtopk.TopK(density=1, returned=1)
+    native, model = train(sharded(mesh)), sharded(mesh["shard"])
+    exchange = regtopk.attach(model, everything, process_group=mesh["replicate"])
+    torch.testing.assert_close(train(model), native)
+    exchange.detach()
+    model = sharded(mesh["shard"])
+    regtopk.attach(model, ALGORITHM, process_group=mesh["replicate"])
+    assert is_same_on_all_ranks(train(model))
+
+
+def pieces_for(num_owners: int) -> SparseGradient:
+    places = torch.arange(0, 500, 7).expand(num_owners, -1)
+    counts = torch.full((num_owners,), places.shape[-1])
+    return SparseGradient(places, places.float() + 1, 500, counts)
+
+
+def refuse_damage() -> str:
+    return answer(FlipsABit, ToOwners(pieces_for(2), torch.tensor(0.5)))
+
+
+def test_a_damaged_message_to_an_owner_is_refused(two_ranks: Ranks) -> None:
+    owner, _ = two_ranks.run(refuse_damage, timeout_s=30)
+    assert owner == "WireFormatError: message of rank 1 is refused: checksum must be that of the words"
+
+
+def owner_with_nan() -> str:
+    values = torch.full((3,), torch.nan if dist.get_rank() == 0 else 1.0)
+    return answer(Collectives, FromOwners(SparseGradient(torch.arange(3), values, 500), 1000))
+
+
+def test_what_an_owner_could_not_add_up_is_refused_by_all(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(owner_with_nan, timeout_s=30):
+        assert said.startswith("WireFormatError: message of rank 0 is refused: the sender's values must be")
