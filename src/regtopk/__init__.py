@@ -8,6 +8,7 @@ from regtopk import algorithms, core, errors, simulate
 from regtopk._version import __version__
 from regtopk.algorithms import *  # noqa: F403
 from regtopk.core import WarmUp
+from regtopk.core.link import Link
 from regtopk.distributed import (
     Checkpoints,
     Exchange,
@@ -29,6 +30,7 @@ __all__ = [
     "Exchange",
     "ExchangeBase",
     "ExchangeOptions",
+    "Link",
     "OneProcess",
     "RegtopkError",
     "ShardedHookState",

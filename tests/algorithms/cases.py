@@ -23,6 +23,7 @@ CURRENT = PosteriorScore(mu=1.0, reference="current")
 
 # Options beside k and value_code; an algorithm that is not here is tested with its defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "dense": [{}, {"sum_code": "4bit"}],
     "topk": [{}, {"impute": 0.35}, {"returned": 0.05}, {"returned": 1.0}],
     "regtopk": [
         {},

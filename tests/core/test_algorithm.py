@@ -72,7 +72,7 @@ def test_options_are_plain_and_name_functions() -> None:
     def quarter(step: int) -> float:
         return 0.25
 
-    assert Dense().options() == {"value_code": "float32"}
+    assert Dense().options() == {"value_code": "float32", "sum_code": "float32"}
     assert RegTopK(density=quarter).options() == {
         "density": f"{__name__}.test_options_are_plain_and_name_functions.<locals>.quarter",
         "k": None,

@@ -31,6 +31,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("skip", "bias", "skip must be a callable of (name, parameter), got 'bias'"),
     ("grad_scaler", 2.0, "grad_scaler must be a torch.amp.GradScaler, got 2.0"),
     ("collective", "ring", "collective must be one of auto, all_gather, split, got 'ring'"),
+    ("link", 1e8, "link must be a regtopk.Link such as Link(bandwidth=1e8), got 100000000.0"),
     ("writer", "runs/today", "writer must have a method add_scalar, got 'runs/today'"),
     ("handshake_timeout_s", 0, "handshake_timeout_s must be positive and finite, got 0"),
     ("index_code", "huffman", "index_code must be one of elias-fano, rice, raw32, got 'huffman'"),

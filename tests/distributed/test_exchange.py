@@ -151,12 +151,21 @@ def test_dense_steps_come_first_and_density_follows_the_step() -> None:
 
 @on_ranks(4)
 def test_auto_takes_the_collective_computed_to_be_cheaper() -> None:
-    """At 30 % on four ranks the union of the supports is nearly dense, so a split by region moves less."""
-    for density, cheaper in ((0.3, "split"), (0.01, "all_gather")):
+    """At 30 % on four ranks the union of the supports is nearly dense, so a split by region moves less.
+
+    But it makes four trips, where messages as short as these make one.
+    """
+    far, near = regtopk.Link(bandwidth=1e9, latency_s=0.1), regtopk.Link(bandwidth=1e3)
+    for density, link, cheaper in (
+        (0.3, None, "split"),
+        (0.3, far, "all_gather"),
+        (0.3, near, "split"),
+        (0.01, None, "all_gather"),
+    ):
         received = {}
         for collective in ("auto", "all_gather", "split"):
-            net = make_net()
-            exchange = regtopk.Exchange(net, regtopk.TopK(density=density), collective=collective)
+            net, algorithm = make_net(), regtopk.TopK(density=density)
+            exchange = regtopk.Exchange(net, algorithm, collective=collective, link=link)
             own_gradients(net, 0)
             exchange.step()
             received[collective] = exchange.last_step.received_bytes

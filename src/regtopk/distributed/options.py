@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from regtopk.core.codes import check_index_code
+from regtopk.core.link import Link
 from regtopk.core.options import check_choice, check_integer, check_positive, did_you_mean
 from regtopk.core.precision import check_residual_dtype
 from regtopk.errors import ArgumentError
@@ -43,7 +44,9 @@ class ExchangeOptions(TypedDict, total=False):
         skip: a callable of (name, parameter): True sends that parameter dense, for example
             ``lambda name, p: p.ndim <= 1``.
         index_code: how indices are coded: "elias-fano" (if not given), "rice" or "raw32".
-        collective: how sparse sums run: "auto" (if not given: what moves fewer bytes), "all_gather", "split".
+        collective: how sparse sums run: "all_gather", "split", or "auto" (if not given): what takes less time
+            on the link, or what brings fewer bytes if no link is given.
+        link: what is known of the link between ranks, a `regtopk.Link`; None if not given.
         deterministic: whether uncoded dense vectors are summed in rank order too, not in the backend's order;
             True if not given.
         residual_dtype: how residuals are kept between steps: "float32" (if not given), or "bfloat16" in half
@@ -58,6 +61,7 @@ class ExchangeOptions(TypedDict, total=False):
     skip: Skip | None
     index_code: str
     collective: Collective
+    link: Link | None
     deterministic: bool
     residual_dtype: ResidualDtype
     writer: Writer | None
@@ -74,6 +78,7 @@ class Options:
     skip: Skip | None = None
     index_code: str = "elias-fano"
     collective: Collective = "auto"
+    link: Link | None = None
     deterministic: bool = True
     residual_dtype: ResidualDtype = "float32"
     writer: Writer | None = None
@@ -89,6 +94,8 @@ class Options:
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
             raise ArgumentError(f"grad_scaler must be a torch.amp.GradScaler, got {self.grad_scaler!r}")
         check_choice("collective", self.collective, get_args(Collective))
+        if self.link is not None and not isinstance(self.link, Link):
+            raise ArgumentError(f"link must be a regtopk.Link such as Link(bandwidth=1e8), got {self.link!r}")
         if self.writer is not None and not hasattr(self.writer, "add_scalar"):
             raise ArgumentError(f"writer must have a method add_scalar, got {self.writer!r}")
         check_positive("handshake_timeout_s", self.handshake_timeout_s)

@@ -10,7 +10,7 @@ from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer, Total
-from regtopk.distributed.requests.split import split_moves_less, split_sum
+from regtopk.distributed.requests.split import split_is_better, split_sum
 
 
 def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> list[Tensor | OfSenders]:
@@ -20,7 +20,7 @@ def sparse_sums(rank: Rank, asked: Sequence[tuple[SparseSum, SumBuffer]]) -> lis
     """
     collective = rank.options.collective
     are_split = [
-        split_moves_less(rank, request) if collective == "auto" else collective == "split"
+        split_is_better(rank, request) if collective == "auto" else collective == "split"
         for request, _ in asked
     ]
     whole = [request.sparse for (request, _), is_split in zip(asked, are_split, strict=True) if not is_split]

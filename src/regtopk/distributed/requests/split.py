@@ -13,13 +13,16 @@ from regtopk.core.codes import longest_message_bytes
 from regtopk.core.regions import sender_code, split_of
 from regtopk.core.requests import OfSenders, SenderSum, SparseSum
 from regtopk.core.sparse import SparseGradient
+from regtopk.core.traffic import LONGEST_DIRECT_BYTES
 from regtopk.distributed.requests.rank import Rank, SumBuffer
 from regtopk.errors import WireFormatError
 from regtopk.wire import decode, decode_segment, encode, encode_segment, raise_for_status
 
+_SPLIT_HOPS = 4  # sizes and pieces go to the owners, then sizes and sums to all
 
-def split_moves_less(rank: Rank, request: SparseSum) -> bool:
-    """Whether a split by region is computed to move fewer bytes than an all_gather of everything.
+
+def split_is_better(rank: Rank, request: SparseSum) -> bool:
+    """Whether a split by region is computed to take less time than an all_gather, or to bring fewer bytes.
 
     all_gather receives N - 1 messages of k entries. The split receives N - 1 messages of about k / N, and
     then N - 1 regions of the sum on the union of the supports, which is largest, J (1 - (1 - k/J)^N)
@@ -38,7 +41,12 @@ def split_moves_less(rank: Rank, request: SparseSum) -> bool:
         index_code=rank.index_code,
         sender_code=_sender_code(rank, request),
     )
-    return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
+    link, others = rank.options.link, rank.num_workers - 1
+    if link is None:
+        return sizes.piece_bytes + sizes.sums_bytes < sizes.message_bytes
+    num_hops = 1 if sizes.message_bytes <= LONGEST_DIRECT_BYTES else others  # a ring passes them on
+    split_s = link.time_s(others * (sizes.piece_bytes + sizes.sums_bytes), _SPLIT_HOPS)
+    return split_s < link.time_s(others * sizes.message_bytes, num_hops)
 
 
 def split_sum(rank: Rank, request: SparseSum, buffer: SumBuffer) -> Tensor | OfSenders:

@@ -144,7 +144,7 @@ class Steps:
 
     def _compared(self, skipped: frozenset[str]) -> dict[str, Any]:
         """What all ranks must have the same."""
-        same = ("index_code", "collective", "deterministic", "dense_steps", "residual_dtype")
+        same = ("index_code", "collective", "link", "deterministic", "dense_steps", "residual_dtype")
         name = self.algorithm.name
         return {
             "regtopk version": __version__,
