@@ -250,7 +250,13 @@ def _have_rounds(numbers: Iterable[int], num_rounds: int, weights: int | None = 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"every": 4, "fragments": 2}, {"every": 4, "delay": 2}, {"every": 6, "fragments": 2, "delay": 1}],
+    [
+        {},
+        {"every": 4, "fragments": 2},
+        {"every": 4, "delay": 2},
+        {"every": 6, "fragments": 2, "delay": 1},
+        {"algorithm": TopK(density=0.25, returned=0.2)},
+    ],
     ids=str,
 )
 def test_a_killed_replica_is_left_out_and_joins_again(replicas: Replicas, options: dict[str, Any]) -> None:
