@@ -34,7 +34,7 @@ ROWS = [
     "distributed.requests",
     "distributed.transport",
     "distributed.options",
-    "rounds",
+    "rounds recipes",
     "algorithms wire",
     "core",
     "kernels",
@@ -169,14 +169,14 @@ def test_plain_import_brings_no_extra() -> None:
 
 # The algorithms themselves are not listed: a new one is an entry of the table, and of nothing else.
 FOR_TRAINING = """
-ALGORITHMS PosteriorScore WarmUp RegtopkError __version__ core errors simulate
+ALGORITHMS PosteriorScore WarmUp RegtopkError __version__ core errors recipes simulate Link
 Checkpoints Exchange ExchangeBase ExchangeOptions OneProcess ShardedHookState SparseHookState StepRecord
 UpdateExchange attach merge_state_dicts sparse_hook
 """
 FOR_ALGORITHMS = """
 Algorithm WithDensity Sparsifier ErrorFeedback Conversation Promise Promises converse WarmUp
 SparseSum SenderSum OfSenders impute_ mean_of_senders
-DenseSum Gather Gathered Broadcast Peek Request SparseGradient clear_at_ take to_dense
+DenseSum ToOwners FromOwners Gather Gathered Broadcast Peek Request SparseGradient clear_at_ take to_dense
 State NoState ResidualState extended per_worker shared Worker Layer Layout Report
 find_largest_ send_instead_ take_above_ take_all_above_ take_at_ take_largest_ take_where_
 random_sequence random_subset uniform exact_sum to_integers VALUE_CODES is_lossless quantise

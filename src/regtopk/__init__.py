@@ -4,7 +4,7 @@ Training needs what is here: the algorithms, `attach` and its kin, the simulator
 with what is in `regtopk.core`.
 """
 
-from regtopk import algorithms, core, errors, simulate
+from regtopk import algorithms, core, errors, recipes, simulate
 from regtopk._version import __version__
 from regtopk.algorithms import *  # noqa: F403
 from regtopk.core import WarmUp
@@ -43,6 +43,7 @@ __all__ = [
     "core",
     "errors",
     "merge_state_dicts",
+    "recipes",
     "simulate",
     "sparse_hook",
 ]

@@ -39,7 +39,7 @@ def to_owners(rank: Rank, request: ToOwners) -> Tensor:
         rows = pad_sequence([received[n] for n in rank.active], batch_first=True)
         codes = rank.index_code, sparse.code, sparse.values.dtype
         pieces, status = decode_rows(rows, sparse.numel, max(found), *codes)
-        weighted = rank.weights_like(total)[rank.active].unsqueeze(-1) * pieces.values
+        weighted = rank.of_active(rank.weights_like(total)).unsqueeze(-1) * pieces.values
         kernels.sum_sparse_in_rank_order(pieces.indices, weighted, sparse.numel, out=total)
         rank.check_later(status)
         return total.masked_fill_((status != 0).any(), torch.nan)
@@ -56,7 +56,7 @@ def from_owners(rank: Rank, request: FromOwners, sums: SumBuffer) -> Tensor:
     (rows,) = gather_sparse(rank, [request.sparse])
     with rank.timer.phase("decode_s"):
         owners = torch.arange(len(rank.active), device=rows.indices.device).unsqueeze(-1)
-        places, values, counts = (t[rank.active] for t in (rows.indices, rows.values, rows.counts))
+        places, values, counts = map(rank.of_active, (rows.indices, rows.values, rows.counts))
         # the empty place of an owner that has one entry less is zero, wherever it is added
         indices = entries_of(owners, places, len(rank.active)).clamp(max=request.numel - 1)
         total = sums.zeros_for(SparseGradient(indices, values, request.numel))

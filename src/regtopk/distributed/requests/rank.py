@@ -113,6 +113,10 @@ class Rank:
             known = self._weights = self.weights.to(values)
         return known
 
+    def of_active(self, rows: Tensor) -> Tensor:
+        """Rows of the ranks that have weight, of rows of all; a list as index would wait for a GPU."""
+        return rows[self.active] if self.idle else rows
+
     def by_rank(self, rows: Tensor) -> Tensor:
         """Rows of the ranks that have weight, among rows of zeros for the others: (N, ...)."""
         if not self.idle:

@@ -1,0 +1,98 @@
+"""What was measured best, as plain options: print a recipe, change it, pass it on.
+
+>>> recipe = regtopk.recipes.transformer(num_workers=8)
+>>> print(recipe)
+>>> exchange = regtopk.UpdateExchange(model, [muon, adamw], recipe.algorithm, **recipe.options)
+
+docs/which-method.md says what each was measured at.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from regtopk.algorithms import TopK
+from regtopk.core.codes import full_message_bytes
+from regtopk.core.link import Link
+from regtopk.core.options import check_integer, check_positive
+from regtopk.core.owners import num_owned
+from regtopk.errors import ArgumentError
+
+RETURNED_FROM = 17  # workers from which on sums come back in part (docs/returned.md)
+
+
+@dataclass(frozen=True)
+class ExchangeRecipe:
+    """What to run on updates, and how often.
+
+    Args:
+        algorithm: what is run.
+        every: local steps per round.
+        fragments: parts of the model that are exchanged in turn.
+    """
+
+    algorithm: TopK
+    every: int
+    fragments: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `UpdateExchange`."""
+        return {"every": self.every, "fragments": self.fragments}
+
+    def received_bytes(self, numel: int, num_workers: int) -> float:
+        """What a rank receives per step of a model of J parameters."""
+        size, others = math.ceil(numel / self.fragments), num_workers - 1
+        density, returned = self.algorithm.density, self.algorithm.returned
+        assert isinstance(density, float)
+
+        def message(part: float, of: int) -> int:
+            codes = {"value_code": self.algorithm.value_code, "index_code": "elias-fano"}
+            return full_message_bytes(max(1, round(part * of)), of, dtype=torch.float32, **codes)
+
+        if returned is None:
+            per_exchange = message(density, size)
+        else:
+            size = num_owned(size, num_workers)
+            per_exchange = message(density, size) + message(returned, size)
+        return others * per_exchange * self.fragments / self.every
+
+
+def _recipe(every: int, **options: Any) -> ExchangeRecipe:
+    return ExchangeRecipe(TopK(value_code="2bit", **options), every, fragments=every)
+
+
+# In the order of their bytes, most first.
+_GATHERED = (_recipe(4, density=0.026, impute=0.15), _recipe(8, density=0.0041, impute=0.1))
+_RETURNED = (_recipe(4, density=0.026, returned=0.026), _recipe(8, density=0.0041, returned=0.0041))
+
+
+def transformer(
+    num_workers: int, *, numel: int | None = None, step_s: float | None = None, link: Link | None = None
+) -> ExchangeRecipe:
+    """What to exchange for a transformer whose matrices are trained by Muon and the rest by AdamW.
+
+    Without a link it is the one with the lowest loss. With a link it is the first, from the most bytes to the
+    fewest, whose messages take at most as long as the computation of a step, beside which they can travel.
+
+    Args:
+        num_workers: N.
+        numel: the model's parameters; with a link only.
+        step_s: seconds that a step computes; with a link only.
+        link: what is known of the link between ranks.
+    """
+    check_integer("num_workers", num_workers, at_least=1)
+    recipes = _RETURNED if num_workers >= RETURNED_FROM else _GATHERED
+    if link is None:
+        if numel is not None or step_s is not None:
+            raise ArgumentError(f"link must be given with numel and step_s, got {numel} and {step_s} alone")
+        return recipes[0]
+    check_integer("numel", numel, at_least=1)
+    check_positive("step_s", step_s)
+    assert numel is not None and step_s is not None
+    for recipe in recipes:
+        if 8 * recipe.received_bytes(numel, num_workers) / link.bandwidth <= step_s:
+            return recipe
+    return recipes[-1]

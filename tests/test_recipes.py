@@ -1,0 +1,54 @@
+"""Recipes are plain options, and their bytes are those that the simulator counts."""
+
+import pytest
+import torch
+
+import regtopk
+from regtopk import Link, recipes
+from regtopk.simulate import Cluster
+
+NUMEL = 400_000
+
+
+@pytest.mark.parametrize("num_workers", [4, 24])
+@pytest.mark.parametrize("bandwidth", [1e12, 1.0])
+def test_bytes_are_those_of_the_simulator(num_workers: int, bandwidth: float) -> None:
+    link = Link(bandwidth=bandwidth)
+    recipe = recipes.transformer(num_workers, numel=NUMEL, step_s=1.0, link=link)
+    fragment = NUMEL // recipe.fragments
+    cluster = Cluster(recipe.algorithm, num_workers=num_workers)
+    cluster.step(torch.randn(num_workers, fragment, generator=torch.Generator().manual_seed(0)))
+    counted = float(cluster.last_step.received_bytes.double().mean()) * recipe.fragments / recipe.every
+    assert recipe.received_bytes(NUMEL, num_workers) == pytest.approx(counted, rel=0.03)
+
+
+def test_a_slow_link_and_many_workers_get_fewer_bytes() -> None:
+    fast, slow = (
+        recipes.transformer(8, numel=NUMEL, step_s=0.1, link=Link(bandwidth=bandwidth))
+        for bandwidth in (1e9, 1e5)
+    )
+    assert fast == recipes.transformer(8)
+    assert slow.received_bytes(NUMEL, 8) < fast.received_bytes(NUMEL, 8) / 5
+    many = [recipes.transformer(64).received_bytes(124_000_000, n) for n in (64, 512)]
+    assert many[1] < 1.05 * many[0]
+    assert recipes.transformer(8).options == {"every": 4, "fragments": 4}
+    assert "impute=0.15" in repr(recipes.transformer(8)) and "returned=0.026" in repr(recipes.transformer(64))
+
+
+def test_an_exchange_takes_one_as_it_is() -> None:
+    recipe = recipes.transformer(2)
+    assert set(recipe.options) <= set(regtopk.distributed.updates.exchange.UpdateOptions.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_workers": 0}, "num_workers must be an integer of at least 1, got 0"),
+        ({"num_workers": 2, "numel": 9}, "link must be given with numel and step_s, got 9 and None alone"),
+        ({"num_workers": 2, "link": Link(1e6), "numel": 9}, "step_s must be positive and finite, got None"),
+    ],
+)
+def test_bad_input(arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(regtopk.errors.ArgumentError) as refused:
+        recipes.transformer(**arguments)  # type: ignore[arg-type]
+    assert str(refused.value) == text
