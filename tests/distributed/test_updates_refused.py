@@ -22,8 +22,15 @@ def sharded() -> nn.Module:
     return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
 
 
-def only_first(net: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.first.parameters(), lr=0.1)
+def only_muon(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2])
+
+
+def schedule_free(net: nn.Module) -> torch.optim.Optimizer:
+    """One with the class and the options of the schedulefree package's."""
+    kind: Any = type("AdamWScheduleFree", (torch.optim.Optimizer,), {})
+    optimizer: torch.optim.Optimizer = kind(net.parameters(), {"lr": 0.1, "train_mode": False})
+    return optimizer
 
 
 def with_another(net: nn.Module) -> torch.optim.Optimizer:
@@ -45,10 +52,34 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"every": 0}, "ArgumentError: every must be an integer of at least 1, got 0"),
     ({"dense_steps": -1, "every": 2}, "ArgumentError: dense_steps must be an integer of at least 0, got -1"),
     ({"buffers": "means"}, "ArgumentError: buffers must be one of mean, rank0, local, got 'means'"),
-    ({"optimizer": lambda net: "adam"}, "ArgumentError: optimizer must be a torch.optim.Optimizer, got str"),
-    ({"optimizer": only_first}, "optimizer must hold every parameter that is exchanged, got one without 'ex"),
-    ({"optimizer": lambda net: sgd(make_net())}, "got one without 'first.weight': was it made from another"),
+    (
+        {"optimizer": lambda net: "adam"},
+        "ArgumentError: optimizer must be a torch.optim.Optimizer, or a list of some, got str",
+    ),
+    ({"optimizer": lambda net: [sgd(net), "adam"]}, "or a list of some, got str"),
+    ({"optimizer": lambda net: []}, "or a list of some, got list"),
+    (
+        {"optimizer": only_muon},
+        "ArgumentError: optimizer must hold every parameter that is exchanged, got none with 'first.bias', "
+        "'extra.bias', 'middle.bias' and 1 more: hand over all optimizers, such as Muon for the matrices of "
+        "hidden layers and AdamW for the rest, as UpdateExchange(model, [muon, adamw], ...)",
+    ),
+    (
+        {"optimizer": lambda net: sgd(make_net())},
+        "got none with 'first.weight', 'first.bias', 'extra.weight' and 5 more: was it made from another",
+    ),
+    (
+        {"optimizer": lambda net: [only_muon(net), sgd(net)]},
+        "ArgumentError: optimizer must hold every parameter once, got 'first.weight', 'extra.weight', "
+        "'middle.weight' and 1 more in several",
+    ),
     ({"optimizer": with_another}, "must hold no parameter that is not exchanged, got one of shape (3,)"),
+    (
+        {"optimizer": schedule_free},
+        "ArgumentError: optimizer must have in the parameters what it has learned, not an average elsewhere "
+        "as schedule-free ones do, got AdamWScheduleFree",
+    ),
+    ({"grad_scaler": 2.0}, "ArgumentError: grad_scaler must be a torch.amp.GradScaler, got 2.0"),
     ({"outer": sgd(make_net())}, "ArgumentError: outer must be None or a function of a list of parameters "),
     ({"outer": lambda p: None}, "a torch.optim.Optimizer, got NoneType"),
     ({"outer": lambda p: nesterov(p[1:])}, "outer must return an optimizer of all 8 parameters that it is "),
@@ -91,8 +122,8 @@ def test_bad_input() -> None:
         said = ": ".join(refusal(lambda: regtopk.UpdateExchange(net, optimizer, **options)))  # noqa: B023
         assert text in said
         assert same(before, {name: p.clone() for name, p in net.named_parameters()})
-        if isinstance(optimizer, torch.optim.Optimizer):
-            assert not optimizer._optimizer_step_post_hooks
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            assert not getattr(each, "_optimizer_step_post_hooks", {})
 
 
 @on_ranks(2)
