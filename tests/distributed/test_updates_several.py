@@ -39,9 +39,8 @@ class Training:
         is_matrix = {name: p.ndim == 2 and not name.startswith("last") for name, p in named}
         self.muon = torch.optim.Muon([p for name, p in named if is_matrix[name]], lr=0.01)
         rest = [p for name, p in named if not is_matrix[name]]
-        self.adamw = torch.optim.AdamW(
-            [{"params": rest[:1], "weight_decay": 0.0}, {"params": rest[1:]}], lr=0.01, eps=1e-3, fused=fused
-        )
+        groups: list[dict[str, Any]] = [{"params": rest[:1], "weight_decay": 0.0}, {"params": rest[1:]}]
+        self.adamw = torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=fused)
         self.both = [self.muon, self.adamw]
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.95) for each in self.both]
         self.exchange = regtopk.UpdateExchange(self.net, self.both, algorithm, **{"every": 2, **options})
@@ -56,7 +55,8 @@ class Training:
 
     def result(self) -> Any:
         """What must be the same with and without an interruption."""
-        states = [each.state_dict() for each in (*self.both, *self.schedulers)]
+        things: list[Any] = [*self.both, *self.schedulers]
+        states = [each.state_dict() for each in things]
         sent = self.exchange.summary().splitlines()[:2]
         return algorithm_state(self.exchange), self.net.state_dict(), states, sent
 
@@ -170,6 +170,16 @@ def test_a_grad_scaler_may_skip_one_of_them(fused: bool, order: tuple[int, int])
         assert num_batches == (6, 7)[dist.get_rank()]
         assert it.exchange.num_rounds == 1 and it.exchange.total.num_skipped == 0
         assert is_same_on_all_ranks(flat_parameters(it.net))
+
+
+@on_ranks(2)
+def test_a_grad_scaler_that_is_off_changes_nothing() -> None:
+    ends = []
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        with training(grad_scaler=scaler) as it:
+            it.train_until(2)
+            ends.append(it.result()[:2])
+    assert same(*ends)
 
 
 @on_ranks(2)

@@ -243,8 +243,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
-        for optimizer in (*inner, model.outer):
-            warn_of_two_momenta(algorithm, optimizer)
+        for each in (*inner, model.outer):
+            warn_of_two_momenta(algorithm, each)
         self._handshake_timeout_s = checked.handshake_timeout_s
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
         attached.OPTIMIZERS.update(inner)

@@ -24,7 +24,7 @@ class InnerOptimizers:
     def __init__(
         self, given: Inner, parameters: dict[str, nn.Parameter], grad_scaler: torch.amp.GradScaler | None
     ) -> None:
-        self.all: tuple[Optimizer, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+        self.all = tuple(given) if isinstance(given, Sequence) else (given,)
         _check(self.all, parameters)
         self._grad_scaler = grad_scaler
         self._stepped: set[Optimizer] = set()  # in the step that is being made
