@@ -1,8 +1,8 @@
-"""Train a small GPT on the characters of a text, and send what AdamW changed: copy it, and put your model in.
+"""Train a small GPT on the characters of a text, and send what its optimizers changed. Put your model in.
 
     torchrun --nproc_per_node 2 examples/train_gpt.py                     # 4-bit Top-k of the updates
     torchrun --nproc_per_node 2 examples/train_gpt.py --dense --lr 0.004  # DDP, for comparison
-    torchrun --nproc_per_node 2 examples/train_gpt.py --dense --optimizer muon  # DDP with Muon
+    torchrun --nproc_per_node 2 examples/train_gpt.py --optimizer muon    # Muon for matrices, too
 
 Without --data it reads the sources of Python's library. It goes on from its newest checkpoint, if there
 is one: delete the folder to start over.
@@ -93,15 +93,13 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=2, help="parts of the model that take turns in it")
     parser.add_argument("--density", type=float, default=0.009, help="share of the entries a worker sends")
     parser.add_argument("--lr", type=float, default=0.008)
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: with --dense")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--dense", action="store_true", help="DDP, which sends every gradient")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="windows a step and rank")
     parser.add_argument("--checkpoints", type=Path, default=Path("out/train_gpt"), help="folder of this run")
     arguments = parser.parse_args()
-    if arguments.optimizer == "muon" and not arguments.dense:
-        parser.error("--optimizer must be adamw without --dense, got muon")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -129,10 +127,10 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     else:  # the model stays as it is: the exchange is in optimizer.step()
         topk = regtopk.TopK(density=arguments.density, value_code="4bit", impute=0.35)
         exchange = regtopk.UpdateExchange(
-            network, optimizers[0], topk, every=arguments.every, fragments=arguments.fragments
+            network, optimizers, topk, every=arguments.every, fragments=arguments.fragments
         )
         checkpoints = regtopk.Checkpoints(arguments.checkpoints, asynchronous=True)
-        # the exchange's state holds the model and the optimizer
+        # the exchange's state holds the model and the optimizers
         state = {"exchange": exchange, "scheduler": scheduler}
         extra = checkpoints.load(**state)
         first = 0 if extra is None else extra["step"]

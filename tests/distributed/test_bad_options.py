@@ -103,7 +103,7 @@ def wrong_calls(model: DistributedDataParallel, optimizer: torch.optim.Optimizer
     regtopk.attach(model, TOPK, weight="half")  # type: ignore[arg-type]
     regtopk.SparseHookState(model, TOPK, collective="ring")  # type: ignore[arg-type]
     regtopk.Exchange(model, TOPK, dense_steps=None)  # type: ignore[arg-type]
-    regtopk.UpdateExchange(model, optimizer, TOPK, grad_scaler=None)  # type: ignore[call-arg]
+    regtopk.UpdateExchange(model, optimizer, TOPK, grad_scaler=2.0)  # type: ignore[arg-type]
 
 
 def test_options_have_one_list_and_one_set_of_defaults() -> None:

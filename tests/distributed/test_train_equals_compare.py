@@ -106,7 +106,8 @@ def test_every_bit(two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, label: s
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="products of a batch may add in another order")
 def test_every_bit_of_muon(two_ranks: Ranks, data: Path) -> None:
     """Ranks run torch's Muon and AdamW, one matrix after another; simulated workers are one batch."""
-    for label in ("topk:impute=0.35:optimizer=muon", "dense:optimizer=muon"):
+    updates = f"{IMPUTED}:every=2:fragments=2:optimizer=muon"
+    for label in ("topk:impute=0.35:optimizer=muon", "dense:optimizer=muon", updates):
         check(two_ranks, label, data, lr=(0.01,))
 
 

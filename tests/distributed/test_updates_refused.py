@@ -19,6 +19,17 @@ from tests.distributed.training import closing, ddp, flat_parameters, make_net, 
 TOPK = regtopk.TopK(density=0.1)
 
 
+def only_muon(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2])
+
+
+def schedule_free(net: nn.Module) -> torch.optim.Optimizer:
+    """One with the class and the options of the schedulefree package's."""
+    kind: Any = type("AdamWScheduleFree", (torch.optim.Optimizer,), {})
+    optimizer: torch.optim.Optimizer = kind(net.parameters(), {"lr": 0.1, "train_mode": False})
+    return optimizer
+
+
 def with_another(net: nn.Module) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": net.parameters()}, {"params": [nn.Parameter(torch.ones(3))]}]
     return torch.optim.SGD(groups, lr=0.1)
@@ -35,7 +46,8 @@ AVERAGES = (
     "module inside it and train that, or exchange gradients by regtopk.attach"
 )
 HOLDS, ANOTHER = "ArgumentError: optimizer must hold", "was it made from another model?"
-WITHOUT = f"{HOLDS} every parameter that is exchanged, got one without"
+WITHOUT = f"{HOLDS} every parameter that is exchanged, got none with"
+LIST = "ArgumentError: optimizer must be a torch.optim.Optimizer, or a list of some,"
 OUTER = "ArgumentError: outer must be None or a function of a list of parameters that returns a"
 OUTER_OF = "ArgumentError: outer must return an optimizer of all 8 parameters that it is given and no others"
 SAME, FRAGMENTS = "ClusterError: all ranks must have the same", "ArgumentError: fragments must be"
@@ -46,10 +58,31 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"every": 0}, "ArgumentError: every must be an integer of at least 1, got 0"),
     ({"dense_steps": -1, "every": 2}, "ArgumentError: dense_steps must be an integer of at least 0, got -1"),
     ({"buffers": "sum"}, "ArgumentError: buffers must be one of mean, rank0, local, got 'sum'"),
-    ({"optimizer": lambda net: "adam"}, "ArgumentError: optimizer must be a torch.optim.Optimizer, got str"),
-    ({"optimizer": lambda net: SGD(net.first.parameters())}, f"{WITHOUT} 'extra.weight': {ANOTHER}"),
-    ({"optimizer": lambda net: sgd(make_net())}, f"{WITHOUT} 'first.weight': {ANOTHER}"),
+    ({"optimizer": lambda net: "adam"}, f"{LIST} got str"),
+    ({"optimizer": lambda net: [sgd(net), "adam"]}, f"{LIST} got str"),
+    ({"optimizer": lambda net: []}, f"{LIST} got list"),
+    (
+        {"optimizer": only_muon},
+        f"{WITHOUT} 'first.bias', 'extra.bias', 'middle.bias' and 1 more: hand over all optimizers, such as "
+        "Muon for the matrices of hidden layers and AdamW for the rest, as UpdateExchange(model, [muon, "
+        "adamw], ...)",
+    ),
+    (
+        {"optimizer": lambda net: sgd(make_net())},
+        f"{WITHOUT} 'first.weight', 'first.bias', 'extra.weight' and 5 more: {ANOTHER}",
+    ),
+    (
+        {"optimizer": lambda net: [only_muon(net), sgd(net)]},
+        f"{HOLDS} every parameter once, got 'first.weight', 'extra.weight', 'middle.weight' and 1 more in "
+        "several",
+    ),
     ({"optimizer": with_another}, f"{HOLDS} no parameter that is not exchanged, got one of shape (3,)"),
+    (
+        {"optimizer": schedule_free},
+        "ArgumentError: optimizer must have in the parameters what it has learned, not an average elsewhere "
+        "as schedule-free ones do, got AdamWScheduleFree",
+    ),
+    ({"grad_scaler": 2.0}, "ArgumentError: grad_scaler must be a torch.amp.GradScaler, got 2.0"),
     ({"outer": sgd(make_net())}, f"{OUTER} torch.optim.Optimizer, got SGD"),
     ({"outer": lambda p: None}, f"{OUTER} torch.optim.Optimizer, got NoneType"),
     ({"outer": lambda p: nesterov(p[1:])}, f"{OUTER_OF}, got one of 7"),
@@ -89,8 +122,8 @@ def test_bad_input() -> None:
         said = ": ".join(refusal(lambda: regtopk.UpdateExchange(net, optimizer, **options)))  # noqa: B023
         assert said == text
         assert same(before, {name: p.clone() for name, p in net.named_parameters()})
-        if isinstance(optimizer, torch.optim.Optimizer):
-            assert not optimizer._optimizer_step_post_hooks
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            assert not getattr(each, "_optimizer_step_post_hooks", {})
 
 
 @on_ranks(2)

@@ -136,6 +136,81 @@ print("steps", sparse.exchange.num_steps)
     assert all("steps 6" in printed for printed in run(new_ranks, begin + again + end, tmp_path))
 
 
+# Several optimizers.
+
+ADAMW = "torch.optim.AdamW({model}.parameters(), lr=1e-3)"
+MUON = (
+    "[torch.optim.Muon([p for p in {model}.parameters() if p.ndim == 2], lr=1e-3), "
+    "torch.optim.AdamW([p for p in {model}.parameters() if p.ndim != 2], lr=1e-3)]"
+)
+
+
+@needs("accelerate", "accelerate")
+def test_accelerate_with_muon(new_ranks: Ranks, tmp_path: Path) -> None:
+    source = replaced(script_of("accelerate"), ADAMW.format(model="model"), MUON.format(model="model"))
+    source = replaced(
+        source, "model, optimizer, loader = ", "optimizer = list(map(accelerator.prepare, optimizer))\n"
+    ).replace(
+        "accelerator.prepare(model, optimizer, loader)", "model, loader = accelerator.prepare(model, loader)"
+    )
+    for call in ("step", "zero_grad"):
+        source = replaced(
+            source, f"        optimizer.{call}()", f"        for each in optimizer: each.{call}()"
+        )
+    source += TELL.format(model="accelerator.unwrap_model(model)")
+    save = "    if number % 18 == 0:"
+    deadly = replaced(source, save, f"    if number == 25: _die(accelerator.process_index)\n{save}")
+    check(new_ranks, source, DIE + deadly, tmp_path)
+
+
+@needs("lightning", "lightning")
+def test_lightning_with_muon(new_ranks: Ranks, tmp_path: Path) -> None:
+    """Lightning itself asks for a manual optimization then."""
+    source = replaced(script_of("lightning"), ADAMW.format(model="self"), MUON.format(model="self"))
+    step = MANUAL_STEP.replace("        grads", "        # grads").replace("optimizer.zero", "self.zero")
+    step = replaced(step, "        optimizer.step()", "        for each in optimizer: each.step()")
+    source = replaced(source, STEP, step) + TELL.format(model="module")
+    source = replaced(source, "module = Digits()", "module = Digits()\nmodule.automatic_optimization = False")
+    source = replaced(source, "    gradient_clip_val=1.0,\n", "")
+    first = "        inputs, targets = batch\n"
+    dies = f"        if self.global_step == 80: _die(self.global_rank)\n{first}"
+    check(new_ranks, source, DIE + replaced(source, first, dies), tmp_path)
+
+
+BOTH = """
+class Both(torch.optim.Optimizer):
+    optimizers = []
+    groups = lambda self: [group for each in self.optimizers for group in each.param_groups]
+    param_groups = property(groups, lambda *_: None)
+
+    def __init__(self, optimizers):
+        super().__init__(model.parameters(), {})
+        self.optimizers = optimizers
+
+    def step(self, closure=None):
+        for each in self.optimizers:
+            each.step()
+
+    def state_dict(self):
+        return {"states": [each.state_dict() for each in self.optimizers]}
+
+    def load_state_dict(self, saved):
+        for each, state in zip(self.optimizers, saved["states"]):
+            each.load_state_dict(state)
+
+is_hidden = {p: p.ndim == 2 and ".h." in name for name, p in model.named_parameters()}
+muon = torch.optim.Muon([p for p in is_hidden if is_hidden[p]], lr=1e-3)
+adamw = torch.optim.AdamW([p for p in is_hidden if not is_hidden[p]], lr=1e-3)
+trainer = Trainer(optimizers=(Both([muon, adamw]), None), """
+
+
+@needs("transformers", "huggingface")
+def test_huggingface_with_muon(new_ranks: Ranks, tmp_path: Path) -> None:
+    """A Trainer has one optimizer, whose steps are those of others."""
+    source = replaced(script_of("huggingface"), "trainer = Trainer(", BOTH) + TELL.format(model="model")
+    check(new_ranks, source, replaced(source, "trainer.train(", KILLER), tmp_path)
+
+
 @needs("ray", "ray")
 def test_ray(tmp_path: Path) -> None:
     source = script_of("ray")

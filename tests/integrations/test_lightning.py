@@ -7,16 +7,14 @@ import pytest
 import torch
 
 import regtopk
-from regtopk.errors import ArgumentError, StateError
+from regtopk.errors import StateError
 from tests.integrations.scripts import needs
 
 pytestmark = [needs("lightning", "lightning"), pytest.mark.filterwarnings("default")]
 TOPK = regtopk.TopK(density=0.1)
 
 
-def trainer_of(
-    folder: Path, *callbacks: Any, num_optimizers: int = 1, **options: Any
-) -> tuple[Any, Any, Any]:
+def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> tuple[Any, Any, Any]:
     """A Trainer of one process, a module, and its loader."""
     import lightning
 
@@ -24,14 +22,13 @@ def trainer_of(
         def __init__(self) -> None:
             super().__init__()
             self.network = torch.nn.Linear(3, 2)
-            self.automatic_optimization = num_optimizers == 1
 
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
             loss: torch.Tensor = self.network(batch).square().mean()
             return loss
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(num_optimizers)]
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     rows: Any = torch.randn(8, 3)
@@ -67,10 +64,6 @@ def test_one_process_trains_saves_and_goes_on(
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="more than one stateful callback"):  # by Lightning itself
         trainer_of(tmp_path, callback(TOPK), callback(TOPK))
-    trainer, module, loader = trainer_of(tmp_path, callback(TOPK), num_optimizers=2, max_epochs=1)
-    one = "exchange must be 'gradients' unless there is one optimizer, got 'updates' and 2 optimizers"
-    with pytest.raises(ArgumentError, match=one):
-        trainer.fit(module, loader)
     trainer, module, loader = trainer_of(tmp_path, max_epochs=1)
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")

@@ -150,18 +150,21 @@ def _train(
         _fail_to_meet_once(pipe)
     norm = nn.BatchNorm1d(8) if isinstance(algorithm, RegTopK) else nn.Identity()
     model = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    parameters = list(model.parameters())
+    parts = [parameters[:2], parameters[2:]] if options.pop("has_two_optimizers", False) else [parameters]
+    optimizers = [torch.optim.AdamW(part, lr=0.02) for part in parts]
     try:
-        exchange = TorchftExchange(manager, model, optimizer, algorithm, outer=_nesterov, **options)
+        exchange = TorchftExchange(manager, model, optimizers, algorithm, outer=_nesterov, **options)
     except Exception as error:
         pipe.send(error)
         return
     pipe.send(_after(exchange, model))
     pause = options["every"] // options.get("fragments", 1)  # from one fragment's turn to the next one's
     for num_steps in count(1 - options.get("delay", 0)):
-        optimizer.zero_grad()
+        model.zero_grad()
         nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(3, (16,))).backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if num_steps > 0 and num_steps % pause == 0:  # the aggregate is applied
             pipe.send(_after(exchange, model))
             time.sleep(0.1)  # as long as a short round takes
@@ -252,7 +255,7 @@ def _have_rounds(numbers: Iterable[int], num_rounds: int, weights: int | None = 
     "options",
     [
         {},
-        {"every": 4, "fragments": 2},
+        {"every": 4, "fragments": 2, "has_two_optimizers": True},
         {"every": 4, "delay": 2},
         {"every": 6, "fragments": 2, "delay": 1},
         {"algorithm": TopK(density=0.25, returned=0.2)},

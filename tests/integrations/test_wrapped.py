@@ -23,7 +23,7 @@ TOPK = TopK(density=0.5)
 def told_of(model: nn.Module, what: Any = "updates", scaler: Any = None) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises((ArgumentError, ClusterError)) as refused:
-        ExchangeInTrainer("attach", TOPK, what, {})._make(model, optimizer, scaler)
+        ExchangeInTrainer("attach", TOPK, what, {})._make(model, [optimizer], scaler)
     return str(refused.value)
 
 
@@ -56,7 +56,7 @@ def train_with_updates(**options: Any) -> tuple[list[torch.Tensor], torch.Tensor
     ddp = DistributedDataParallel(network, **options)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     new = ExchangeInTrainer("attach", TOPK, "updates", {"every": 4, "buffers": "local"})
-    exchange = new._make(ddp, optimizer, None)
+    exchange = new._make(ddp, [optimizer], None)
     assert isinstance(exchange, UpdateExchange)
     grads = []
     for step in range(3):

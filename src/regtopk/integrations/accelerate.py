@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.steps.base import ExchangeBase
+from regtopk.distributed.updates.inner import Inner
 from regtopk.errors import ArgumentError
 from regtopk.integrations import beside
 from regtopk.integrations.beside import newest_checkpoint
@@ -20,7 +21,7 @@ __all__ = ["attach", "newest_checkpoint"]
 def attach(
     accelerator: Any,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Inner,
     algorithm: Algorithm[Any],
     *,
     exchange: What,
@@ -38,7 +39,7 @@ def attach(
     Args:
         accelerator: an accelerate.Accelerator.
         model: as prepare() returned it.
-        optimizer: as prepare() returned it.
+        optimizer: as prepare() returned it; or a list of several.
         algorithm: what is run; the same on every rank.
         exchange: "updates" (for AdamW, and where gradients are clipped), or "gradients", which is what
             `regtopk.attach` exchanges.
@@ -48,16 +49,17 @@ def attach(
         An `UpdateExchange`, or what `regtopk.attach` returns. On one process a stand-in for it.
 
     Raises:
-        ArgumentError: an option breaks its rule, or the optimizer was not prepared.
+        ArgumentError: an option breaks its rule, or an optimizer was not prepared.
         ClusterError: the model was not wrapped in DistributedDataParallel.
     """
     new = ExchangeInTrainer("attach", algorithm, exchange, options)
-    inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, Optimizer):
-        raise ArgumentError(
-            f"optimizer must be what accelerator.prepare() returned, got {type(optimizer).__name__}"
-        )
-    made = new._make(model, inner, accelerator.scaler)
+    given: list[Any] = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in given:
+        if not isinstance(getattr(each, "optimizer", None), Optimizer):
+            raise ArgumentError(
+                f"optimizer must be what accelerator.prepare() returned, got {type(each).__name__}"
+            )
+    made = new._make(model, [each.optimizer for each in given], accelerator.scaler)
     if accelerator not in _states:
         _states[accelerator] = _EveryRanks(accelerator)
     _states[accelerator].exchanges.append(made)

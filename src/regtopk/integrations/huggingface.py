@@ -42,6 +42,8 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
     With updates, what is evaluated and what is saved as the model is theta_start, the same on all ranks
     (`UpdateExchange.agreed`), and the last step of training ends with `finish()`.
 
+    A Trainer has one optimizer. If it only steps others, they must be in its attribute `optimizers`, a list.
+
     The callback puts itself around the trainer's methods train, evaluate, predict and save_model.
 
     Args:
@@ -139,7 +141,8 @@ class HuggingFaceCallback(ExchangeInTrainer, TrainerCallback):
                 silence(trainer.model_wrapped)  # with auto_find_batch_size it is wrapped anew
             return self.exchange
         self._made_for = belongs_to
-        return self._make(trainer.model_wrapped, optimizer, getattr(trainer.accelerator, "scaler", None))
+        inner = getattr(optimizer, "optimizers", [optimizer])
+        return self._make(trainer.model_wrapped, inner, getattr(trainer.accelerator, "scaler", None))
 
     def _advise(self, args: Any) -> None:
         """Say which of the Trainer's defaults work against the exchange."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from regtopk.core.algorithm import Algorithm
 from regtopk.distributed.updates.exchange import UpdateExchange
-from regtopk.errors import ArgumentError, MissingExtraError, StateError
+from regtopk.errors import MissingExtraError, StateError
 from regtopk.integrations.wrapped import ExchangeInTrainer, What, silence
 
 try:
@@ -17,7 +17,7 @@ except ImportError as error:
 
 
 class LightningCallback(ExchangeInTrainer, Callback):
-    """Exchange the updates of a module's optimizer, or its gradients.
+    """Exchange the updates of a module's optimizers, or its gradients.
 
     >>> sparse = LightningCallback(regtopk.TopK(density=0.01), every=2)
     >>> trainer = lightning.Trainer(strategy="ddp", devices=2, callbacks=[sparse])
@@ -38,7 +38,8 @@ class LightningCallback(ExchangeInTrainer, Callback):
         options: of `regtopk.UpdateExchange` or `regtopk.attach`; process groups and scaler are Lightning's.
 
     Raises:
-        ArgumentError: an option breaks its rule; when training starts, updates of several optimizers.
+        ArgumentError: an option breaks its rule; when training starts, parameters that are not in exactly one
+            optimizer.
         ClusterError: when training starts, the strategy has not wrapped the model in DDP.
     """
 
@@ -54,14 +55,10 @@ class LightningCallback(ExchangeInTrainer, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the exchange, and load its state: the model is wrapped, and the optimizers are loaded."""
-        if len(trainer.optimizers) != 1 and self._what == "updates":
-            found = f"got 'updates' and {len(trainer.optimizers)} optimizers"
-            raise ArgumentError(f"exchange must be 'gradients' unless there is one optimizer, {found}")
         if trainer.ckpt_path is not None and self._saved is None:
             raise StateError(f"checkpoint must be saved with LightningCallback, got {trainer.ckpt_path}")
-        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        exchange = self._make(trainer.strategy.model, optimizer, scaler)
+        exchange = self._make(trainer.strategy.model, trainer.optimizers, scaler)
         if self._saved is not None:
             exchange.load_state_dict(self._saved)
             self._saved = None

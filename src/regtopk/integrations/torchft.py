@@ -27,6 +27,7 @@ from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.collectives import Alone, BareCollectives
 from regtopk.distributed.updates.exchange import UpdateOptions, UpdatesBase
+from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import LoadedModel, load_into
@@ -123,7 +124,7 @@ class QuorumRounds(RankRounds):
             "start": model.start,
             "frozen": model.frozen,
             "buffers": {"now": begun, "start": begun},
-            "optimizer": model.optimizer.state_dict(),
+            "optimizer": model.inner.state_dict(),
             "outer": {} if model.outer is None else model.outer.state_dict(),
             "shared": steps.buckets.shared(),
         }
@@ -239,7 +240,7 @@ class TorchftExchange(UpdatesBase):
         self,
         manager: Manager,
         parameters: nn.Module | NamedParameters,
-        optimizer: Optimizer,
+        optimizer: Inner,
         algorithm: Algorithm[Any],
         **options: Unpack[UpdateOptions],
     ) -> None:

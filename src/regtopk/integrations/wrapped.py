@@ -1,7 +1,7 @@
-"""An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizer."""
+"""An exchange for a model that a framework has wrapped in DistributedDataParallel, with its optimizers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -49,7 +49,7 @@ def silence(model: nn.Module) -> None:
 
 
 class ExchangeInTrainer:
-    """An exchange of a wrapped model's gradients, or of its optimizer's updates, from when training begins.
+    """An exchange of a wrapped model's gradients, or of its optimizers' updates, from when training begins.
 
     Updates need a model whose gradients nobody averages. The framework has wrapped it in DDP all the same, so
     DDP stays as in `no_sync()`, for good: backward leaves each rank its own gradients, and nothing is sent.
@@ -69,8 +69,8 @@ class ExchangeInTrainer:
         self._algorithm, self._what, self._options = algorithm, exchange, options
         self._may_differ = False  # whether the ranks' models may
 
-    def _make(self, model: nn.Module, optimizer: Optimizer | None, grad_scaler: Any) -> Made:
-        """Make the exchange, with torch's own optimizer, in the place of the one before, if there is one."""
+    def _make(self, model: nn.Module, optimizers: Sequence[Optimizer], grad_scaler: Any) -> Made:
+        """Make the exchange, with torch's own optimizers, in the place of the one before, if there is one."""
         if self.exchange is not None:
             _log.warning("training begins anew: what the exchange before had not sent yet is dropped")
             self.exchange.close()
@@ -83,6 +83,7 @@ class ExchangeInTrainer:
                 "sharded models use regtopk.UpdateExchange in a loop of your own)"
             )
         if self._what == "gradients":
+            optimizer = optimizers[0] if len(optimizers) == 1 else None
             self.exchange = attach(
                 model, self._algorithm, optimizer=optimizer, grad_scaler=grad_scaler, **self._options
             )
@@ -94,9 +95,8 @@ class ExchangeInTrainer:
                 "skipped on one rank alone, and ranks would count steps differently. Train in bfloat16"
             )
         else:
-            assert optimizer is not None
             self.exchange = UpdateExchange(
-                inner.module, optimizer, self._algorithm, process_group=inner.process_group, **self._options
+                inner.module, optimizers, self._algorithm, process_group=inner.process_group, **self._options
             )
             silence(model)
         return self.exchange

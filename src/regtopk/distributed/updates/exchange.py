@@ -24,6 +24,7 @@ from regtopk.distributed.steps.step import Kind, Steps
 from regtopk.distributed.transport.collectives import Collectives, group_or_default
 from regtopk.distributed.updates import saved as update_checkpoint
 from regtopk.distributed.updates.buffers import How
+from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import Anchors, LocalModel
 from regtopk.distributed.updates.optimizers import Outer
 from regtopk.distributed.updates.rank_rounds import RankRounds
@@ -43,17 +44,18 @@ class UpdateOptions(ExchangeOptions, total=False):
     mix: float
     outer: Outer | None
     buffers: How
+    grad_scaler: torch.amp.GradScaler | None
 
 
 class UpdatesBase(Counted):
-    """Counts the steps of an optimizer, and makes the rounds that are due."""
+    """Counts the steps of optimizers, and makes the rounds that are due."""
 
     _call, _peer = "regtopk.UpdateExchange", "rank"
 
     def _prepared(
         self,
         parameters: nn.Module | NamedParameters,
-        optimizer: Optimizer,
+        optimizer: Inner,
         algorithm: Algorithm[Any],
         options: UpdateOptions,
         anchors: Anchors = "device",
@@ -65,10 +67,12 @@ class UpdatesBase(Counted):
         rounds.check_times()
         outer, buffers = others.pop("outer", None), others.pop("buffers", "mean")
         checked = Options(**others)
-        model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments)
+        scaler = checked.grad_scaler
+        model = LocalModel(parameters, optimizer, outer, buffers, anchors, rounds.fragments, scaler)
         if takes_turns := rounds.fragments > 1:
             refuse_k(algorithm)
-        checked = replace(checked, dense_steps=-(-checked.dense_steps // rounds.every))  # as rounds
+        # updates have no scale, and dense steps are rounds
+        checked = replace(checked, grad_scaler=None, dense_steps=-(-checked.dense_steps // rounds.every))
         warning = (
             f"after round %d a {self._peer}'s update was not finite: all {self._peer}s went back to where "
             "the round began; total.num_skipped counts such rounds"
@@ -77,18 +81,20 @@ class UpdatesBase(Counted):
         return rounds, model, checked, Kind(self._call, warning, tuple(settings.items()), parts, takes_turns)
 
     def _follow(self, steps: Steps, model: LocalModel, rounds: Rounds, maker: RankRounds) -> None:
-        """Start from rank 0's model, and make rounds after the optimizer's steps from now on."""
+        """Start from rank 0's model, and make rounds after the optimizers' steps from now on."""
         with torch.no_grad(), model.at_hand():
             model.begin(steps.collectives, steps.buckets.all)
         self._steps, self._model, self._maker = steps, model, maker
         self._rounds = LocalRounds(rounds, maker)
         self._is_agreed = False
-        before, after = model.optimizer.register_step_pre_hook, model.optimizer.register_step_post_hook
-        self._hooks = [before(self._before_step), after(self._after_step), *model.hooks]
+        self._hooks = list(model.hooks)
+        for optimizer in model.inner.all:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     @property
     def num_steps(self) -> int:
-        """How many steps this rank's optimizer has made, those of skipped rounds included."""
+        """How many steps this rank's optimizers have made, those of skipped rounds included."""
         return self._rounds.num_steps
 
     @property
@@ -136,7 +142,7 @@ class UpdatesBase(Counted):
         for hook in self._hooks:
             hook.remove()
         self._steps.close()
-        attached.OPTIMIZERS.discard(self._model.optimizer)
+        attached.OPTIMIZERS.difference_update(self._model.inner.all)
 
     def _refuse_in_agreed(self, call: str) -> None:
         if self._is_agreed:
@@ -144,8 +150,9 @@ class UpdatesBase(Counted):
                 f"{call}() must not be called inside agreed(): the model is not the rank's own"
             )
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._refuse_in_agreed("optimizer.step")
+        self._model.inner.check_turn(optimizer)
         if self._model.notice.taken():
             _log.warning(
                 "the model has loaded weights after its exchange of updates was made: they count as an "
@@ -159,7 +166,8 @@ class UpdatesBase(Counted):
         if found_inf is not None and bool(found_inf):
             return
         self._maker.check_usable()
-        self._rounds.after_step()
+        if self._model.inner.ends_step(optimizer):
+            self._rounds.after_step()
 
 
 class UpdateExchange(UpdatesBase, ExchangeBase):
@@ -189,7 +197,8 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     Args:
         parameters: a module, which torch.compile may be around; or parameters, or (name, parameter) pairs, in
             the same order on every rank. Buffers are a module's alone.
-        optimizer: what trains exactly these parameters; frozen ones may be among them.
+        optimizer: what trains exactly these parameters; frozen ones may be among them. Several, such as
+            ``[muon, adamw]``, have each parameter once, and step equally often, in any order.
         algorithm: what is run on the updates; the same on every rank. Its steps are rounds.
         every: how many optimizer steps a round has; 1 if not given.
         delay: how many optimizer steps there are from sending an update to applying the aggregate, 0 (if not
@@ -201,12 +210,13 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         buffers: what becomes of a module's buffers (batch norm) that change in a round: "mean" (if not
             given) averages floating-point ones by weight and takes rank 0's of the others, "rank0" takes rank
             0's of all, "local" leaves each rank its own.
+        grad_scaler: the torch.amp.GradScaler in use, if there are several optimizers: it may skip one alone.
         anchors: where theta_start is kept between rounds: "device", where the parameters are; or "cpu", in
             pinned memory, from which every round copies it and back.
         options: see `regtopk.ExchangeOptions`. Of a sharded model, `outer` gets this rank's parts.
 
     Raises:
-        ArgumentError: an option breaks its rule, or the optimizer trains other parameters.
+        ArgumentError: an option breaks its rule, or the optimizers train other parameters.
         ClusterError: a wrapped model, a second exchange, ranks that differ or that did not make this call.
     """
 
@@ -214,7 +224,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
     def __init__(
         self,
         parameters: nn.Module | NamedParameters,
-        optimizer: Optimizer,
+        optimizer: Inner,
         algorithm: Algorithm[Any],
         *,
         anchors: Anchors = "device",
@@ -226,20 +236,22 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
             raise ArgumentError(f"delay must be 0 with {what}, got {rounds.delay}")
         group = (replicas_of if model.is_sharded else group_or_default)(checked.process_group)
         shards = Shards(model.parameters.whole, group) if model.is_sharded else None
-        if optimizer in attached.OPTIMIZERS:
+        inner = model.inner.all
+        if not attached.OPTIMIZERS.isdisjoint(inner):
             raise ClusterError("optimizer must have one UpdateExchange, got a second: close() the first one")
         kind = replace(kind, has_thread=rounds.delay > 0)
         steps = Steps(model.parameters, algorithm, Collectives(group), checked, kind, shards)
         ExchangeBase.__init__(self, steps, model.sharding() if model.is_sharded else None)
         self._warn_of_one_rank("updates")
-        warn_of_two_momenta(algorithm, optimizer)
-        warn_of_two_momenta(algorithm, model.outer)
+        for each in (*inner, model.outer):
+            warn_of_two_momenta(algorithm, each)
         self._handshake_timeout_s = checked.handshake_timeout_s
         self._follow(steps, model, rounds, RankRounds(steps, model, rounds))
-        attached.OPTIMIZERS.add(optimizer)
+        attached.OPTIMIZERS.update(inner)
 
     def _saved(self) -> dict[str, Any]:
         self._refuse_in_agreed("state_dict")
+        self._model.inner.check_whole("state_dict")
         rounds = self._rounds
         skipped = [bool(sent) and not self._maker.land(part) for part, sent in enumerate(rounds.sent)]
         return update_checkpoint.add_to(self._steps.state_dict(), self._model, rounds, skipped)
@@ -271,6 +283,7 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         theta_start, as it is after a round without `delay` and `fragments`. Residuals stay unsent.
         """
         self._refuse_in_agreed("finish")
+        self._model.inner.check_whole("finish")
         self._steps.check_usable()
         roll_call(self._collectives, "finish", "handshake_timeout_s", self._handshake_timeout_s)
         self._rounds.finish()

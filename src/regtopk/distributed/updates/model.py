@@ -28,6 +28,7 @@ from regtopk.distributed.state.shards import ShardedParameters, is_sharded, loca
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.distributed.updates import optimizers
 from regtopk.distributed.updates.buffers import How, ModelBuffers, take_over_
+from regtopk.distributed.updates.inner import Inner, InnerOptimizers
 from regtopk.errors import ClusterError
 from regtopk.rounds import cut_evenly
 
@@ -50,7 +51,7 @@ class LoadNotice:
 
 
 class LocalModel:
-    """Parameters and buffers that the optimizer of this rank changes, from one round to the next.
+    """Parameters and buffers that the optimizers of this rank change, from one round to the next.
 
     Beside the model there are two vectors of its size, in at least float32: theta_start, and the update. Of a
     sharded model a rank holds a part, and so of these. The arguments are those of `UpdateExchange`.
@@ -63,11 +64,12 @@ class LocalModel:
     def __init__(
         self,
         source: nn.Module | NamedParameters,
-        optimizer: Optimizer,
+        optimizer: Inner,
         outer: optimizers.Outer | None,
         buffers: How,
         anchors: Anchors = "device",
         fragments: int = 1,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         check_choice("anchors", anchors, ("device", "cpu"))
         source = _plain(source)
@@ -75,9 +77,8 @@ class LocalModel:
         has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
         self.is_sharded = has_units or is_sharded(named_pairs(source))  # units may show whole parameters
         self.parameters = ShardedParameters(source) if self.is_sharded else Parameters(source)
-        self.optimizer = optimizer
+        self.inner = InnerOptimizers(optimizer, self.parameters.whole, grad_scaler)
         named = self.parameters.named
-        optimizers.check_inner(optimizer, self.parameters.whole)
         sizes = {name: p.numel() for name, p in named.items() if p.numel() > 0}
         parts = cut_evenly(list(sizes.values()), fragments)
         self.fragments = [tuple(sizes)[part.start : part.stop] for part in parts]
@@ -97,9 +98,9 @@ class LocalModel:
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must have the same."""
-        names = optimizers.names_in(self.optimizer, self.parameters.whole)
+        names = optimizers.names_in(self.inner.param_groups, self.parameters.whole)
         return {
-            "optimizer": (type(self.optimizer).__name__, names),
+            "optimizer": (self.inner.kinds, names),
             "outer": optimizers.describe_outer(self.outer),
             "buffers": self.buffers.how,
             "buffers of the model": _described(self.buffers.named),
@@ -109,8 +110,8 @@ class LocalModel:
     def sharding(self) -> Sharding:
         """How the state of an exchange belongs to the sharded parameters: each is a piece by itself."""
         wholes = self.parameters.whole
-        inner = optimizers.names_in(self.optimizer, wholes)
-        outer = [] if self.outer is None else optimizers.names_in(self.outer, self.start)
+        inner = optimizers.names_in(self.inner.param_groups, wholes)
+        outer = [] if self.outer is None else optimizers.names_in(self.outer.param_groups, self.start)
         pieces = [Piece(name, name, 0) for name in wholes]
         return Sharding(dict(wholes), pieces, tuple(chain(*inner)), tuple(chain(*outer)))
 

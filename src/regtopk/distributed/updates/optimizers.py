@@ -1,4 +1,4 @@
-"""The optimizers of an exchange of updates: a rank's own (inner), and the one that applies the aggregate."""
+"""The optimizer that applies an aggregate of updates (outer), and what is done to optimizers' states."""
 
 import json
 from collections.abc import Callable
@@ -15,28 +15,10 @@ from regtopk.errors import ArgumentError
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-def check_inner(optimizer: object, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse an optimizer that does not train exactly the parameters that are exchanged."""
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in parameters.items() if p not in held]
-    if missing:
-        raise ArgumentError(
-            f"optimizer must hold every parameter that is exchanged, got one without {missing[0]!r}: was it "
-            "made from another model?"
-        )
-    others = [tuple(p.shape) for p in held - set(parameters.values()) if p.requires_grad]
-    if others:
-        raise ArgumentError(
-            f"optimizer must hold no parameter that is not exchanged, got one of shape {others[0]}"
-        )
-
-
-def names_in(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
-    """The names of the parameters in each of an optimizer's groups; None for one that is not exchanged."""
+def names_in(groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> list[list[str | None]]:
+    """The names of the parameters in each group of optimizers; None for one that is not exchanged."""
     names = {p: name for name, p in parameters.items()}
-    return [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
+    return [[names.get(p) for p in group["params"]] for group in groups]
 
 
 def make_outer(factory: Outer | None, parameters: list[nn.Parameter]) -> Optimizer | None:

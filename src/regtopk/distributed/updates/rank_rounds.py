@@ -52,9 +52,10 @@ class RankRounds(RoundMaker):
         return self._model.starts(self._model.fragments[fragment])
 
     def take_back(self) -> None:
-        """Put buffers back; what a NaN has spoiled in the optimizer starts anew."""
+        """Put buffers back; what a NaN has spoiled in the optimizers starts anew."""
         self._model.buffers.take_back()
-        restart_spoiled(self._model.optimizer, self._steps.others)
+        for optimizer in self._model.inner.all:
+            restart_spoiled(optimizer, self._steps.others)
 
     def check_usable(self) -> None:
         """Raise what went wrong in a round that is under way, or before."""

@@ -3,12 +3,13 @@
 ::
 
     updates      {every, delay, fragments, inner, outer, start, outer_state}       the same on all ranks
-        inner        the class of the ranks' optimizers
+        inner        the class of the ranks' optimizer; of several "Muon, AdamW", in their order
         outer        {class, option: value, ...}
         start        {parameter: tensor}: theta_start, in at least float32
         outer_state  (state dict of the outer optimizer,) or ({},)
     workers      {"3": {..., updates}}
         updates      ({num_steps, optimizer, parameters, buffers, sent, skipped},)       what differs by rank
+            optimizer   its state dict; of several that of one with all their groups, one after another
             parameters  {name: tensor}, or {} at a round's end, when they are theta_start
             buffers     {"now": {name: tensor}, "start": {name: tensor}}
             sent        {name: tensor}, as they were sent in rounds whose aggregate is not applied yet
@@ -58,7 +59,7 @@ def add_to(
     sent = dict(chain(*map(zip, model.fragments, rounds.sent)))  # nothing of fragments that are not under way
     mine = {
         "num_steps": rounds.clock,
-        "optimizer": copied(model.optimizer.state_dict()),
+        "optimizer": copied(model.inner.state_dict()),
         "parameters": {} if rounds.is_start else copied(dict(model.parameters.named)),
         "buffers": copied(model.buffers.saved()),
         "sent": copied(sent),
@@ -68,7 +69,7 @@ def add_to(
         worker["updates"] = (mine,)
     updates = {
         **{time: getattr(rounds.rounds, time) for time in _TIMES},
-        "inner": type(model.optimizer).__name__,
+        "inner": model.inner.kinds,
         "outer": describe_outer(model.outer),
         "start": copied(model.start),
         "outer_state": ({} if model.outer is None else copied(model.outer.state_dict()),),
@@ -151,9 +152,9 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
     for name, tensor in new.parameters.items():
         model.parameters.named[name].copy_(tensor)
     model.buffers.load(new.buffers)
-    model.optimizer.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
-    if model.is_sharded:
-        shard_state(model.optimizer)
+    model.inner.load_state_dict(deepcopy(new.optimizer))  # which would go on in the saved tensors
+    for optimizer in model.inner.all if model.is_sharded else ():
+        shard_state(optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(deepcopy(new.outer_state))
 
@@ -171,10 +172,10 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
     begun = shapes_of(new.buffers["start"])
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
-    facts += [("optimizer", type(model.optimizer).__name__, updates["inner"])]
+    facts += [("optimizer", model.inner.kinds, updates["inner"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
-    groups = model.optimizer.param_groups, new.optimizer["param_groups"]
+    groups = model.inner.param_groups, new.optimizer["param_groups"]
     mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
         ("number of parameters of the optimizer's groups", mine, saved),

@@ -35,10 +35,6 @@ NUMEL = 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
         ({"num_workers": 1}, "num_workers must be an integer of at least 2, got 1"),
         ({"batch_size": 719}, "batch_size must be at most 718 for 1437 digits, got 719"),
         ({"task": "gpt", "width": 100}, "width .* got 100"),
-        (
-            {"task": "gpt", "algorithms": "topk:exchange=updates", "optimizer": "muon"},
-            "^optimizer must not be muon where ranks exchange updates, got 'topk:exchange=updates'$",
-        ),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -69,11 +69,6 @@ class TrainConfig(CompareConfig):
             raise ArgumentError(
                 f"algorithms must not include dense, which is always there, got {self.algorithms!r}"
             )
-        for method in self.methods:
-            if method.optimizer == "muon" and method.rounds.has_updates:
-                raise ArgumentError(
-                    f"optimizer must not be muon where ranks exchange updates, got {method.label!r}"
-                )
         if self.task == "digits" and self.data:
             raise ArgumentError(f"data must be empty for digits, which scikit-learn has, got {self.data!r}")
         most, num_gpus = NUM_DIGITS // self.num_workers, torch.cuda.device_count()

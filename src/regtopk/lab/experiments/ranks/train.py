@@ -71,7 +71,7 @@ class RankTraining:
         if self.rounds.has_updates:
             options |= {name: getattr(self.rounds, name) for name in ("every", "delay", "fragments", "mix")}
             options["outer"] = None if self.rounds.outer == "none" else self.rounds.make_outer
-            self.exchange = UpdateExchange(self.network, self._descent.optimizers[0], algorithm, **options)
+            self.exchange = UpdateExchange(self.network, self._descent.optimizers, algorithm, **options)
         else:
             self.model = DistributedDataParallel(self.network, bucket_cap_mb=task.bucket_mb)
             if not is_plain:
