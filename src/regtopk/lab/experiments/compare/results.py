@@ -190,7 +190,9 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
 def panels(config: CompareConfig) -> Sequence[Panel]:
     """Loss against iterations, quality against bytes, and where each method ended."""
     metric, words = config.kind.metric, config.kind.metric_words or config.kind.metric
-    name, received = words.split(",")[0].capitalize(), "bytes a worker has received"
+    name, moved, verb = words.split(",")[0].capitalize(), "received_bytes", "received"
+    if config.num_workers == 1:  # it receives nothing
+        moved, verb = "payload_bytes", "contributed"
     densities = () if config.is_at_equal_bytes else config.densities
     shown = []
     for where in [{"density": density} for density in densities] or [{}]:
@@ -198,7 +200,7 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
         by_bytes, at_end = f"{name} against bytes{suffix}", f"{name} at the end{suffix}"
         shown += [
             Panel(f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where),
-            Panel(by_bytes, "received_bytes", metric, received, words, where=where, log_x=True),
+            Panel(by_bytes, moved, metric, f"bytes a worker has {verb}", words, where=where, log_x=True),
             Panel(at_end, "step", metric, words, "", where=where, marks="bars"),
         ]
     return shown
