@@ -14,7 +14,7 @@ from regtopk.core import Algorithm
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 USE = "Use it for: "
-COMMON = ("density", "k", "value_code", "impute", "score", "seed")  # options that the page explains once
+COMMON = ("density", "k", "value_code", "impute", "returned", "score", "seed")  # options that the page explains once
 PAGE_NAME, LINK = re.compile(r"docs/([\w-]+\.md)"), r"[\1](\1)"  # pages that docstrings name
 OPTION = re.compile(r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", re.DOTALL | re.MULTILINE)  # of a section Args
 ERROR_FEEDBACK = re.compile(
@@ -41,6 +41,7 @@ These options mean the same in all algorithms:
 - `value_code`: how values travel: `float32`, `bfloat16`, `float16`, `int8`, `4bit` or `2bit`. The residual
   keeps what a code loses.
 - `impute`: rho in [0, 1] of [imputation](imputation.md); 0 infers nothing.
+- `returned`: the part of J that comes [back](returned.md) of a sum; None: all of it.
 - `score`: None selects by magnitude, a `PosteriorScore` as RegTop-k does.
 - `seed`: of the random draws, an integer.
 

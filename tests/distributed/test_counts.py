@@ -94,13 +94,17 @@ def test_a_writer_that_fails_does_not_end_training() -> None:
 
 
 def check_summary(text: str, total: Any) -> None:
-    lines = text.splitlines()[:6]  # on a busy machine a slow rank follows
-    title, sent, dense, times, waiting, residual = lines
+    lines = text.splitlines()[:7]  # on a busy machine a slow rank follows
+    title, sent, received, dense, times, waiting, residual = lines
     assert title == "regtopk: 120 steps on 2 workers; this rank:"
     assert re.fullmatch(r"  sent      [\d.]+ kB per step, [\d.]+ kB in all; 336 entries per step", sent)
     assert f"{total.sent_bytes / 120 / 1000:.3g} kB per step" in sent
-    assert dense.startswith("  dense     ")
-    assert dense.endswith(f" in all: {total.dense_bytes / total.sent_bytes:.1f} times as much")
+    assert received == f"  received  {sent[12:].partition(';')[0]}"  # two ranks get what they give
+    less = total.dense_bytes / total.received_bytes
+    assert dense == (
+        f"  dense     {4 * J / 1000:.3g} kB per step: a ring all_reduce of float32 would receive "
+        f"{less:.1f} times as much, of bfloat16 {less / 2:.1f}"
+    )
     assert re.fullmatch(
         r"  time      select [\d.]+ · encode [\d.]+ · collective [\d.]+ · decode [\d.]+ ms per step;", times
     )

@@ -65,7 +65,7 @@ def simulated(settings: dict[str, Any], label: str) -> Result:
         start = trainer.models[0].clone()
         trainer.run_until(config.num_steps)
     assert (trainer.models[0] != start).double().mean() > 0.01
-    return trainer.models[0], trainer.payload_bytes[0]
+    return trainer.models[0], trainer.moved_bytes("payload_bytes")[0]
 
 
 def check(ranks: Ranks, label: str, data: Path, *, has_hook: bool = True, **settings: Any) -> None:

@@ -27,8 +27,8 @@ OUT = Path("out")
 # the settings that have an option of their own, and the options that are not called as their setting is
 REPRODUCED = ("algorithms", "like", "data", "deterministic", "device", "seeds")
 COMPARED = (
-    "algorithms", "densities", "bytes_per_step", "like", "split", "value_code", "index_code", "optimizer",
-    "lr", "num_workers", "num_steps", "data", "device", "seeds",
+    "algorithms", "densities", "bytes_per_step", "like", "received_bytes_per_step", "like_received", "split",
+    "value_code", "index_code", "optimizer", "lr", "num_workers", "num_steps", "data", "device", "seeds",
 )  # fmt: skip
 TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}

@@ -39,19 +39,29 @@ def test_json() -> None:
     expected = {"params": 11_173_962, **link, "exchange": "gradients"}
     assert expected.items() <= found["inputs"].items()
     keys = "name density value_code collective exchange every delay fragments payload_bytes bytes_per_step "
-    keys += "step_time_s speedup is_recorded relative_steps speedup_to_loss"
+    keys += "sent_bytes_per_step received_bytes_per_step float32_ring_over_received "
+    keys += "bfloat16_ring_over_received step_time_s speedup is_recorded relative_steps speedup_to_loss"
     assert all(list(row) == keys.split() for row in [*found["methods"], found["best"]])
     assert found["pays"] is True and found["best"] in found["methods"] and found["best"]["speedup"] > 15
     assert 1e8 < found["break_even_bits_per_s"] < 1e11
     names = {row["name"] for row in found["methods"]}
     assert names == {"dense", "fp16", "powersgd", "topk", "regtopk", "consensus", "dgc"}
-    assert next(row for row in found["methods"] if row["name"] == "dense")["speedup"] == 1
+    dense = next(row for row in found["methods"] if row["name"] == "dense")
+    assert dense["speedup"] == 1 == round(dense["float32_ring_over_received"], 6)
+    assert dense["received_bytes_per_step"] == pytest.approx(1.5 * 4 * 11_173_962)
+    for row in found["methods"]:
+        received = row["received_bytes_per_step"]
+        assert row["bfloat16_ring_over_received"] == pytest.approx(1.5 * 2 * 11_173_962 / received)
 
 
 def test_the_default_list_of_updates() -> None:
     rows = plan(*SMALL, "--exchange", "updates")["methods"]
     ours = {(r["name"], r["every"]) for r in rows if r["exchange"] == "updates"}
-    assert ours == {("dense", 16), *(("topk:impute=0.35", every) for every in (1, 2, 4, 8))}
+    assert ours == {
+        ("dense", 16),
+        ("topk:returned=0.01", 4),
+        *(("topk:impute=0.35", every) for every in (1, 2, 4, 8)),
+    }
     assert {r["fragments"] for r in rows if r["every"] == 4} == {1, 4}
     densities = {(r["density"], r["value_code"]) for r in rows if r["every"] == 2}
     assert densities == {(density, "4bit") for density in (0.01, 0.025, 0.05)}
@@ -60,6 +70,16 @@ def test_the_default_list_of_updates() -> None:
     assert diloco["value_code"] == "float32" and diloco["bytes_per_step"] == diloco["payload_bytes"] / 16
     notes = plan(*SMALL, "--bandwidth", "10M", "--exchange", "updates", "--every", "2")["notes"]
     assert any("The best, on every rank: exchange = regtopk.UpdateExchange(" in note for note in notes)
+
+
+def test_what_comes_back_in_part_is_as_long_for_any_number_of_workers() -> None:
+    received: dict[tuple[str, int], float] = {}
+    for workers in (8, 512):
+        rows = plan(*SMALL, "--params", "124M", "--workers", f"{workers}", "--exchange", "updates")["methods"]
+        of_four = [r for r in rows if (r["every"], r["fragments"], r["density"]) == (4, 4, 0.01)]
+        received |= {(r["name"], workers): r["received_bytes_per_step"] for r in of_four}
+    assert received["topk:returned=0.01", 512] < 1.3 * received["topk:returned=0.01", 8]
+    assert received["topk:impute=0.35", 512] > 30 * received["topk:impute=0.35", 8]
 
 
 def test_updates_in_words() -> None:

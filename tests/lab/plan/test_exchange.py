@@ -15,6 +15,7 @@ from regtopk.lab.method import Method
 from regtopk.lab.plan.calibrate import Echo
 from regtopk.lab.plan.exchange import Workload, answers_of, exchange_of
 from regtopk.lab.plan.methods import CODES, PlannedMethod, planned_methods
+from regtopk.simulate import Cluster
 from tests.lab.plan.made_up import LINES
 
 NUMEL, K, N = 2**16, 2**10, 8  # copies need regions of equal size
@@ -95,6 +96,38 @@ def test_imputation_tells_who_sent_each_entry_of_a_split_sum() -> None:
     assert more_bytes == pytest.approx(63 * NUMEL / 64, rel=0.1)  # a byte per entry: how many sent it
 
 
+@pytest.mark.parametrize("num_workers", [4, 64])
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("name", ["topk:returned=0.01", "dgc:returned=0.05"])
+def test_sums_that_come_back_in_part_move_what_is_planned(name: str, code: str, num_workers: int) -> None:
+    """Of the collectives the counts hold all but the sizes that owners are told first."""
+    method, numel = PlannedMethod(name, 0.02, code), 2**18
+    answers = answers_of(method, round(0.02 * numel), numel, num_workers)
+    told, *moves = [move for answer in answers for move in answer.moves]
+    assert told.kind == "all_to_all" and told.sent_bytes == 16 * (num_workers - 1)
+    algorithm = Method.parse(name).build(density=0.02, value_code=code)
+    cluster = Cluster(algorithm, num_workers=num_workers)
+    cluster.step(torch.randn(num_workers, numel, generator=torch.Generator().manual_seed(0)))
+    counted = cluster.last_step
+    received = sum(move.sent_bytes for move in moves)
+    assert received == pytest.approx(float(counted.received_bytes.double().mean()), rel=0.02)
+    payload = sum(answer.payload_bytes for answer in answers)
+    assert payload == pytest.approx(float(counted.payload_bytes.double().mean()), rel=0.02)
+
+
+def test_owners_are_told_sizes_and_all_hear_what_comes_back() -> None:
+    method = PlannedMethod("topk:returned=0.05", K / NUMEL, "4bit")
+    record, calls = run(method)
+    expected = planned(method, K)
+    assert [kind for kind, _ in calls] == ["all_to_all", "all_to_all", "all_gather"]
+    assert [kind for kind, _ in expected] == [kind for kind, _ in calls]
+    assert calls[::2] == expected[::2]
+    assert calls[1][1] == pytest.approx(expected[1][1], rel=0.1)  # messages of 128 entries, more or less
+    assert record.payload_bytes == pytest.approx(
+        sum(answer.payload_bytes for answer in answers_of(method, K, NUMEL, N)), rel=0.1
+    )
+
+
 def test_the_agreement_is_as_long_as_what_ranks_tell_one_another() -> None:
     listing = Listing(4)
     Agreement(listing, None, Question(3, ["weight", "bias"], [7]), torch.tensor(True))
@@ -103,7 +136,11 @@ def test_the_agreement_is_as_long_as_what_ranks_tell_one_another() -> None:
 
 
 def test_all_that_is_planned_has_a_cost_in_a_calibration() -> None:
-    updates = ["topk:impute=0.35:exchange=updates:every=2", "dense:exchange=updates:outer=nesterov"]
+    updates = [
+        "topk:impute=0.35:exchange=updates:every=2",
+        "topk:returned=0.01",
+        "dense:exchange=updates:outer=nesterov",
+    ]
     asked = set()
     for method in planned_methods((0.01, 0.1), ["topk", "regtopk", "dgc", "consensus", "dense", *updates]):
         for num_workers in (2, 512):

@@ -107,12 +107,23 @@ def test_budget_is_marked() -> None:
 
 
 def test_the_frontier_is_that_of_the_summary() -> None:
-    assert frontier_of(make_run(1)) == Frontier([Point(BASE, 1592.0, 90.5, 90.0, 91.0)], 1592.0)
+    assert frontier_of(make_run(1)) == Frontier([Point(BASE, 1592.0, 90.5, 90.0, 91.0)], "payload", 1592.0)
     assert frontier_of(make_run(2, like="")) is None  # the same bytes for all
     several, other = make_run(3), make_run(3)
     several.summary["results"] *= 2
     other.summary["metric"] = "distance"
     assert frontier_of(several) is None and frontier_of(other) is None
+
+
+@pytest.mark.parametrize(("like", "axis"), [("", "received"), ("topk:0.01:raw32:float32", "payload")])
+def test_the_frontier_is_of_bytes_received_unless_the_budget_is_of_payload(like: str, axis: str) -> None:
+    run = make_run(3, like=like)
+    for result in run.summary["results"]:
+        result["received_bytes_per_step"] = 7 * result["payload_bytes_per_step"]
+    frontier = frontier_of(run)
+    assert frontier is not None and frontier.axis == axis
+    assert frontier.points[0].num_bytes == (7 * 1592 if axis == "received" else 1592)
+    assert f"bytes {'received' if axis == 'received' else 'of payload'} per worker" in str(drawings_of(run))
 
 
 def test_a_single_evaluation_is_drawn_as_a_point() -> None:

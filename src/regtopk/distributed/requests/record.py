@@ -125,20 +125,23 @@ def summarise(
     num_parts: int = 1,
     peer: str = "rank",
 ) -> str:
-    """A few lines of text: bytes sent, against dense, and where the time went.
+    """A few lines of text: bytes sent and received, against dense, and where the time went.
 
     A round of updates has `every` optimizer steps; None: the steps exchange gradients. `num_parts` steps of
     the ledger make one of the whole model.
     """
     noun, vectors = ("step", "gradients") if every is None else ("round", "updates")
     total, steps, first = ledger.total, max(ledger.num_steps, 1) / num_parts, ledger.first_step
-    sent, dense = (
+    sent, received = (
         f"{_size(moved / steps)} per {noun}, {_size(moved)} in all"
-        for moved in (total.sent_bytes, total.dense_bytes)
+        for moved in (total.sent_bytes, total.received_bytes)
     )
-    if total.sent_bytes:
-        dense += f": {total.dense_bytes / total.sent_bytes:.1f} times as much"
-    times = [f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES]
+    dense = f"{_size(total.dense_bytes / steps)} per {noun}"
+    if total.received_bytes:
+        times = total.dense_bytes / total.received_bytes
+        dense += f": a ring all_reduce of float32 would receive {times:.1f} times as much"
+        dense += f", of bfloat16 {times / 2:.1f}"
+    phases = [f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES]
     done = counted((ledger.num_steps - total.num_skipped) // num_parts, noun)
     if every is not None:
         done += f" of {counted(every, 'step')}"
@@ -146,8 +149,9 @@ def summarise(
     lines = [
         f"{title}: {done} on {counted(num_workers, 'worker')}{since}; this rank:",
         f"  sent      {sent}; {total.num_entries / steps:.0f} entries per {noun}",
+        f"  received  {received}",
         f"  dense     {dense}",
-        f"  time      {' · '.join(times)} ms per {noun};",
+        f"  time      {' · '.join(phases)} ms per {noun};",
         "            collective includes waiting for the slowest rank",
         f"  residual  norm {residual_norm:.4g}",
     ]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from regtopk.core.codes import full_message_bytes
+from regtopk.core.owners import num_owned
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
@@ -20,7 +21,7 @@ from regtopk.lab.plan.methods import FP16, POWERSGD, TORCH, PlannedMethod
 Units = Mapping[str, float]
 INDEX_CODE = "elias-fano"
 SIDE = 1024  # of the square matrices that a model of unknown shapes is thought to be made of
-SIZE_BYTES = 8  # of a message's size, which ranks tell one another first
+SIZE_BYTES = 8  # of a message's size, which ranks tell one another first, and of its number of entries
 POWERSGD_RANK = 2
 POWERSGD_MIN_SAVING = 2  # torch's min_compression_rate: what saves less is sent as it is
 MIDDLE_NUMEL = 2**22  # entries beyond these have a cost of their own
@@ -31,7 +32,7 @@ UPDATE_PASSES = 3  # theta_start - theta_n and the look for NaN; the outer step;
 OUTER_PASSES = 3  # of an outer optimizer with momentum
 OWN_PASSES = {"dgc": 1, "consensus": 2}  # beside a selection: DGC's velocity, consensus' sum on its support
 SPLIT_PASSES = 3  # that a sparse sum by regions makes beside one that is gathered
-SORTED_ENTRIES = {"consensus": 4}  # it sorts proposals and random entries: as long as selecting four times k
+SORTING = 4  # consensus and messages to owners sort entries: as long as selecting four times as many
 
 
 class Workload(NamedTuple):
@@ -90,6 +91,11 @@ class PlannedExchange(NamedTuple):
         """A step's share of the payload."""
         return self.payload_bytes / self.every
 
+    @property
+    def received_bytes_per_step(self) -> float:
+        """What collectives bring a worker in a step, which is what they send from it."""
+        return self.num_parts * sum(move.sent_bytes for move in self.moves) / self.every
+
 
 def numel_units(numel: float) -> Units:
     """A vector's entries, and those beyond the first four million: they do not fit the caches."""
@@ -136,7 +142,8 @@ def _ours(method: PlannedMethod, numel: int, N: int) -> PlannedExchange:
         work = [Work("ddp", {"numel": numel})]
     work += num_passes * [Work("pass", numel_units(numel))]
     if method.algorithm != "dense":
-        entries = k * SORTED_ENTRIES.get(method.algorithm, 1)
+        is_sorted = method.algorithm == "consensus" or method.returned is not None
+        entries = k * (SORTING if is_sorted else 1)
         select = {"calls": 1, "entries": entries, **numel_units(numel)}
         work.append(Work(f"select {_code(method)}", select))
     answers = answers_of(method, k, numel, N)
@@ -161,6 +168,8 @@ def answers_of(method: PlannedMethod, k: int, numel: int, N: int) -> list[Planne
         work = Work("sparse none", {"calls": 1, "entries": (1 + N) * count})
         proposals = PlannedExchange("all_gather", size, [all_gather(size, N)], [work])
         return [proposals, _dense_sum(method.value_code, k, N)]
+    if method.returned is not None:
+        return _owned_sum(method, method.returned, k, numel, N)
     return [_sparse_sum(method, k, numel, N)]
 
 
@@ -192,3 +201,19 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
     work = Work(line, {"calls": N, "entries": 2 * k + (1 + 1 / N) * size.union, "numel": numel})
     passes = SPLIT_PASSES * [Work("pass", numel_units(numel))]
     return PlannedExchange("split", N * size.piece_bytes, moves, [work, *passes])
+
+
+def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: int) -> list[PlannedExchange]:
+    """Entries to their owners, who tell sizes first, and the largest of what these owe to everybody."""
+    owned, code = num_owned(numel, N), method.value_code
+    counts = ceil(k / N), max(1, round(returned * numel / N))
+    codes = {"dtype": torch.float32, "value_code": code, "index_code": INDEX_CODE}
+    piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
+    coding = Work(f"sparse {code}", {"calls": N, "entries": 2 * k, "numel": owned})
+    moves = [all_to_all(2 * SIZE_BYTES, N), all_to_all(piece, N)]
+    selection = Work(f"select {code}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
+    summing = Work(f"sparse {code}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
+    return [
+        PlannedExchange("owners", N * piece, moves, [coding]),
+        PlannedExchange("owners", message, [all_gather(message, N)], [selection, summing]),
+    ]

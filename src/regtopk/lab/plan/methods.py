@@ -17,6 +17,8 @@ PLANNED = (*CHOSEN, "dense")  # whose work a calibration can tell
 UPDATES_DENSITIES = (0.01, 0.025, 0.05)  # of updates, unless told: rarer rounds need more entries
 EVERY = (1, 2)  # steps of a round of updates, unless told
 ADVISED_EVERY = (1, 2, 4, 8)  # of `ADVISED_UPDATES`, whole and in as many fragments
+RETURNED_UPDATES = "topk:density=0.01:returned=0.01:value_code=4bit"  # for many workers: docs/returned.md
+RETURNED_EVERY = 4
 DILOCO = "dense:exchange=updates:every={}:outer=nesterov:value_code=float32"
 DILOCO_EVERY = 16
 MOST_FRAGMENTS = 8
@@ -46,6 +48,12 @@ class PlannedMethod(NamedTuple):
     def imputes(self) -> bool:
         """Whether workers must know who sent each entry."""
         return "impute" in Method.read(self.name).options
+
+    @property
+    def returned(self) -> float | None:
+        """The part of J that comes back of a sum, where owners of entries add these up."""
+        part = Method.read(self.name).options.get("returned")
+        return None if part is None else float(part)
 
     @property
     def label(self) -> str:
@@ -98,7 +106,9 @@ def _update_labels(labels: Sequence[str] | None, every: int | None) -> list[str]
         for n in [every] if every else ADVISED_EVERY:
             words = f"{ADVISED_UPDATES}:exchange=updates:every={n}:fragments="
             found += [f"{words}{parts}" for parts in sorted({1, min(n, MOST_FRAGMENTS)})]
-        return found
+        n = every or RETURNED_EVERY
+        parts = min(n, MOST_FRAGMENTS)
+        return [*found, f"{RETURNED_UPDATES}:exchange=updates:every={n}:fragments={parts}"]
     found = [label for label in labels if "exchange=" in label]
     for name, colon, rest in (label.partition(":") for label in labels if label not in found):
         found += [f"{name}:exchange=updates:every={n}{colon}{rest}" for n in ([every] if every else EVERY)]

@@ -78,14 +78,16 @@ def _drawn(row: Prediction) -> str:
 
 def table(plan: LinkPlan) -> list[dict[str, str]]:
     """One row per method in its best way: dense, and then the best first."""
-    has_updates = any(p.method.rounds.has_updates for p in plan.predictions)
+    per_step = " per step" if any(p.method.rounds.has_updates for p in plan.predictions) else ""
     return [
         {
             "measure": _drawn(p),
             "density": f"rank {POWERSGD_RANK}" if p.method == POWERSGD else f"{p.method.density:g}",
             "values": p.method.value_code,
             "collective": p.exchange.collective,
-            ("payload per step" if has_updates else "payload"): format_size(p.exchange.bytes_per_step),
+            f"payload{per_step}": format_size(p.exchange.bytes_per_step),
+            f"received{per_step}": format_size(p.exchange.received_bytes_per_step),
+            "bfloat16 ring / received": format_factor(plan.ring_over_received(p, 2)),
             "step": format_time(p.step_time_s),
             "steps": {None: "?", inf: "never"}.get(p.relative_steps) or f"{p.relative_steps:.2f}",
             "speed-up": ("at most " if p.relative_steps is None else "")
@@ -160,6 +162,10 @@ def _row(plan: LinkPlan, p: Prediction) -> dict[str, Any]:
         **{name: getattr(p.method.rounds, name) for name in times},
         "payload_bytes": p.exchange.payload_bytes,
         "bytes_per_step": p.exchange.bytes_per_step,
+        "sent_bytes_per_step": p.exchange.received_bytes_per_step,
+        "received_bytes_per_step": p.exchange.received_bytes_per_step,
+        "float32_ring_over_received": plan.ring_over_received(p, 4),
+        "bfloat16_ring_over_received": plan.ring_over_received(p, 2),
         "step_time_s": p.step_time_s,
         "speedup": plan.dense.step_time_s / p.step_time_s,
         "is_recorded": p.relative_steps is not None,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from regtopk.core.link import Link
 from regtopk.core.options import check_integer
+from regtopk.core.traffic import all_reduce_bytes
 from regtopk.lab.plan.costs import Calibration
 from regtopk.lab.plan.exchange import PlannedExchange, Workload, exchange_of, move_work
 from regtopk.lab.plan.learning import Optimizer, relative_steps
@@ -92,6 +93,12 @@ class LinkPlan(NamedTuple):
     def speedup_to_loss(self, prediction: Prediction) -> float:
         """Of the time to a loss, against dense; at most that where there is no record."""
         return self.dense.time_to_loss / prediction.time_to_loss
+
+    def ring_over_received(self, prediction: Prediction, itemsize: int) -> float:
+        """How many times as much a ring all_reduce of all gradients would bring a worker."""
+        here = self.situation
+        ring_bytes = all_reduce_bytes(itemsize * here.workload.numel, here.num_workers)
+        return ring_bytes / prediction.exchange.received_bytes_per_step
 
     @property
     def dense(self) -> Prediction:

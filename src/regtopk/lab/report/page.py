@@ -15,7 +15,9 @@ from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 # what the columns of a table are called in print, where that is not their key in summary.json
 HEADINGS = {
     "measure": "",
-    "bytes a step": "bytes per step",
+    "bytes a step": "payload per step",
+    "received a step": "received per step",
+    "ring / received": "bfloat16 ring / received",
     "test_loss": "nats per character (smaller is better)",
     "s a run": "s per run",
     "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take

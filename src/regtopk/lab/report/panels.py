@@ -69,9 +69,10 @@ def draw_panel(
 
 
 def _is_shown(record: Record, panel: Panel) -> bool:
-    """Whether it belongs to the panel, lies within its axes, and has a value (not all diverged)."""
+    """Whether it belongs to the panel, lies within its axes, has a place and a value (not all diverged)."""
     return (
-        all(record[name] in (value, None) for name, value in panel.where.items())
+        panel.x in record
+        and all(record[name] in (value, None) for name, value in panel.where.items())
         and (panel.x_max is None or _x_of(record, panel) <= panel.x_max)
         and bool(_per_seed(record[panel.y]))
     )

@@ -56,6 +56,28 @@ def test_equal_bytes_are_equal(tmp_path: Path) -> None:
     assert density["randomk"] > density["consensus"] > density["topk"] > density["topk:value_code=float32"]
 
 
+@pytest.mark.parametrize("budget", [{"like_received": "topk:0.02:raw32:float32"}, {}])
+def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) -> None:
+    """Of four workers each receives three messages of Top-k, but what comes back only once."""
+    most = 3 * (32 + 8 * round(0.02 * 4810))
+    budget = budget or {"received_bytes_per_step": float(most)}
+    methods = ["topk", "consensus", "topk:returned=0.1", "topk:exchange=updates:every=2"]
+    summary = compare(tmp_path, algorithms=",".join(methods), value_code="4bit", **budget)
+    results = {r["method"]: r for r in summary["results"]}
+    for r in results.values():
+        assert 0.93 * most <= r["received_bytes_per_step"] <= 1.001 * most, r
+        assert r["sent_bytes_per_step"] == pytest.approx(r["received_bytes_per_step"])
+        assert r["dense_bytes_per_step"] == 1.5 * 4 * 4810
+        times = 1.5 * 4 * 4810 / r["received_bytes_per_step"]
+        assert r["float32_ring_over_received"] == pytest.approx(times)
+        assert r["bfloat16_ring_over_received"] == pytest.approx(times / 2)
+    assert results["topk"]["payload_bytes_per_step"] == pytest.approx(most / 3, rel=0.07)
+    density = {method: r["density"] for method, r in results.items()}
+    assert density["topk"] < density[methods[-1]] < density["topk:returned=0.1"]
+    assert all(row["received a step"] and row["ring / received"] for row in summary["table"])
+    assert "bytes a worker has received" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
 def test_slices_add_to_one_folder(tmp_path: Path) -> None:
     """Of each method, seed and density once, with the lr that an earlier slice has found."""
     settings: dict[str, Any] = {"densities": (0.02, 0.1), "lr": (1e-6, 0.2), "num_evaluations": 2}
@@ -118,7 +140,13 @@ def test_gradients_are_each_workers_own() -> None:
         ({"algorithms": "dense:optimizer=sgdx"}, "optimizer .*'sgdx'"),
         ({"densities": (0.1, 0.1)}, "densities must be different and at least one"),
         ({"bytes_per_step": -1.0}, "bytes_per_step must be in"),
-        ({"bytes_per_step": 99.0, "like": "topk:0.1:raw32:float32"}, "give bytes_per_step or like"),
+        (
+            {"bytes_per_step": 99.0, "like_received": "topk:0.1:raw32:float32", "densities": (0.1, 0.2)},
+            "give one of bytes_per_step, like, received_bytes_per_step, like_received and several densities, "
+            r"got bytes_per_step=99.0, like_received=topk:0.1:raw32:float32, densities=\(0.1, 0.2\)",
+        ),
+        ({"received_bytes_per_step": 99.0, "densities": (0.1, 0.2)}, "several densities, got received_bytes"),
+        ({"like_received": "topk:0.1"}, "like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got 'topk:0.1'"),
         ({"width": 64}, "width is fixed for digits: do not give it, got 64"),
         ({"task": "small-cnn", "precision": "float16"}, "precision must be one of float32, bfloat16"),
         ({"algorithms": "topk:exchange=updates:every=0"}, "every must be an integer of at least 1, got 0"),

@@ -147,6 +147,10 @@ def test_a_seed_that_diverges_is_said_and_leaves_the_others(
             {"algorithms": "topk,consensus", "like": "topk:0.0001:raw32:float32"},
             "bytes per step must be at least .*, the smallest message of consensus, got",
         ),
+        (
+            {"algorithms": "topk:returned=0.5", "received_bytes_per_step": 2000.0},
+            "bytes per step must be at least .*, what comes back alone of topk:returned=0.5, got 2000",
+        ),
     ],
 )
 def test_what_does_not_fit_leaves_no_folder(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -77,5 +77,5 @@ def test_no_setting_is_ignored(setting: dict[str, Any]) -> None:
     for own in ({}, setting):
         trainer = make_trainer(make_config(**{"algorithms": "topk", "seeds": "1", **own}))
         trainer.run_until(2)
-        found.append((trainer.payload_bytes, trainer.models.tolist()))
+        found.append((trainer.moved_bytes("payload_bytes"), trainer.models.tolist()))
     assert found[0] != found[1]

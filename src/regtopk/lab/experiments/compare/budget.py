@@ -12,8 +12,8 @@ NUM_STEPS = 4
 TOLERANCE = 0.005  # of the density's logarithm
 
 
-class PayloadProbe:
-    """The gradients of a task's first steps, at its first model, to measure what methods send."""
+class ByteProbe:
+    """The gradients of a task's first steps, at its first model, to measure what methods move."""
 
     def __init__(self, config: CompareConfig, task: Task) -> None:
         models = task.start()
@@ -21,8 +21,8 @@ class PayloadProbe:
         self._grads = [task.grads(models, step)[0][0].clone() for step in range(num_steps)]
         self._config, self._task = config, task
 
-    def payload(self, method: Method, density: float | None) -> float:
-        """Mean payload per worker and step."""
+    def bytes_of(self, method: Method, density: float | None) -> float:
+        """What the budget counts, payload or bytes received: the mean per worker and step."""
         cluster = Cluster(
             self._config.build(MethodAt(method, density)),
             num_workers=self._task.num_workers,
@@ -32,20 +32,24 @@ class PayloadProbe:
         )
         for grads in self._grads:
             cluster.step(grads)
-        return float(cluster.total.payload_bytes.double().mean()) / len(self._grads)
+        moved = getattr(cluster.total, self._config.budgeted)
+        return float(moved.double().mean()) / len(self._grads)
 
     def find_density(self, method: Method, budget: float) -> float:
-        """The largest density whose payload is within the budget, by bisection of its logarithm."""
+        """The largest density whose bytes are within the budget, by bisection of its logarithm."""
         low, high = math.log(1 / self._task.layout.numel), 0.0
-        smallest = self.payload(method, math.exp(low))
+        smallest = self.bytes_of(method, math.exp(low))
         if smallest > budget:
-            least = f"{smallest:.0f}, the smallest message of {method.label}"
-            raise ArgumentError(f"bytes per step must be at least {least}, got {budget:.0f}")
-        if self.payload(method, 1.0) <= budget:
+            is_returned = method.options.get("returned") is not None
+            what = "what comes back alone" if is_returned else "the smallest message"
+            raise ArgumentError(
+                f"bytes per step must be at least {smallest:.0f}, {what} of {method.label}, got {budget:.0f}"
+            )
+        if self.bytes_of(method, 1.0) <= budget:
             return 1.0
         while high - low > TOLERANCE:
             middle = (low + high) / 2
-            if self.payload(method, math.exp(middle)) <= budget:
+            if self.bytes_of(method, math.exp(middle)) <= budget:
                 low = middle
             else:
                 high = middle
@@ -56,7 +60,7 @@ def runs_of(config: CompareConfig, problem: Problem) -> list[MethodAt]:
     """Every method at every density, or at the largest density within the budget of bytes.
 
     A method without an open density runs once. The budget is of a step. After H steps without an exchange, a
-    message may be H times as long. Methods that keep a budget by themselves are told it.
+    message may be H times as long. Methods that keep to a payload by themselves are told it.
     """
     if not config.is_at_equal_bytes:
         return [
@@ -64,12 +68,13 @@ def runs_of(config: CompareConfig, problem: Problem) -> list[MethodAt]:
             for method in config.methods
             for density in (config.densities if method.takes_density else (None,))
         ]
-    probe = PayloadProbe(config, problem.task([0]))
-    budget = config.bytes_per_step or probe.payload(Method.parse_like(config.like), None)
+    probe = ByteProbe(config, problem.task([0]))
+    budget = config.bytes_per_step or config.received_bytes_per_step
+    budget = budget or probe.bytes_of(Method.parse_like(config.base_words), None)
     runs = []
     for given in config.methods:
         own_budget = budget * given.rounds.every
-        method = given.with_budget(own_budget)
+        method = given.with_budget(own_budget) if config.budgeted == "payload_bytes" else given
         density = probe.find_density(method, own_budget) if method.takes_density else None
         runs.append(MethodAt(method, density))
     return runs

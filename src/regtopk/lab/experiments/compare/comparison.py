@@ -18,6 +18,7 @@ import torch
 
 from regtopk._version import __version__
 from regtopk.core.options import counted
+from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import runs_of
 from regtopk.lab.experiments.compare.checkpoint import CHECKPOINTS, Checkpoint
@@ -31,6 +32,7 @@ from regtopk.lab.experiments.training.trainer import Trainer
 from regtopk.lab.method import Method
 from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records
 
+MOVED = ("payload_bytes", "sent_bytes", "received_bytes")  # of `core.traffic`, in every record
 Group = tuple[MethodAt, list[int]]  # a method, and the seeds of it that are trained at once
 
 
@@ -161,7 +163,8 @@ def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: floa
     method, algorithm, seeds = run.method, trainer.algorithm, trainer.task.seeds
     qualities, losses = trainer.evaluate(), trainer.take_losses()
     time_s = time.perf_counter() - start
-    payloads, diverged = trainer.payload_bytes, trainer.is_diverged
+    moved, diverged = {name: trainer.moved_bytes(name) for name in MOVED}, trainer.is_diverged
+    ring_bytes = all_reduce_bytes(4 * trainer.task.layout.numel, trainer.task.num_workers)
     for place, seed in enumerate(seeds):
         yield {
             "method": method.label,
@@ -176,7 +179,8 @@ def _records(config: CompareConfig, trainer: Trainer, run: MethodAt, start: floa
             "index_code": method.index_code,
             "lr": trainer.lr,
             **exchanged(method),
-            "payload_bytes": payloads[place],
+            **{name: counts[place] for name, counts in moved.items()},
+            "dense_bytes": trainer.num_steps * ring_bytes,
             "diverged": diverged[place],
             "time_s": time_s / len(seeds),
             "compress_s": trainer.exchange_s / len(seeds),

@@ -38,6 +38,9 @@ class CompareConfig(TaskSettings):
             exchanges updates after every second step may send twice as much then.
         like: instead of a density, the bytes per step that another method sends, written as
             NAME:DENSITY:INDEX_CODE:VALUE_CODE, such as topk:0.001:raw32:float32.
+        received_bytes_per_step: what a worker receives per step on the mean, instead of a density; 0: off.
+            With all_gather that is everybody's messages. A method's returned part is kept.
+        like_received: instead of a density, what a worker receives with another method, written as in like.
         value_code: how values travel, for methods that do not name a code.
         index_code: how indices travel, for methods that do not name a code.
         optimizer: what applies the aggregate: sgd, momentum (0.9), adam, adamw, sgdw, which has adamw's
@@ -53,6 +56,8 @@ class CompareConfig(TaskSettings):
     densities: tuple[float, ...] = option((0.01,), check_densities)
     bytes_per_step: float = option(0.0, within("[0, inf)"))
     like: str = ""
+    received_bytes_per_step: float = option(0.0, within("[0, inf)"))
+    like_received: str = ""
     value_code: str = "float32"
     index_code: str = "elias-fano"
     optimizer: str = option("", one_of(*OPTIMIZERS))
@@ -75,12 +80,21 @@ class CompareConfig(TaskSettings):
         check_index_code(self.index_code)
         for lr in self.lr:
             check_positive("lr", lr)
-        if self.like:
-            Method.parse_like(self.like)
-        if self.bytes_per_step and self.like:
-            raise ArgumentError(f"give bytes_per_step or like, got {self.bytes_per_step} and {self.like!r}")
+        self._check_budget()
         self.kind.check(self)
         self._check_methods()
+
+    def _check_budget(self) -> None:
+        if self.base_words:
+            Method.parse_like(self.base_words)
+        names = "bytes_per_step", "like", "received_bytes_per_step", "like_received"
+        given = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
+        if given and len(self.densities) > 1:
+            given.append(f"densities={self.densities}")
+        if len(given) > 1:
+            raise ArgumentError(
+                f"give one of {', '.join(names)} and several densities, got {', '.join(given)}"
+            )
 
     def _check_methods(self) -> None:
         if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
@@ -124,7 +138,17 @@ class CompareConfig(TaskSettings):
     @property
     def is_at_equal_bytes(self) -> bool:
         """Whether densities follow from a number of bytes."""
-        return bool(self.like or self.bytes_per_step)
+        return bool(self.base_words or self.bytes_per_step or self.received_bytes_per_step)
+
+    @property
+    def base_words(self) -> str:
+        """The method whose bytes all others may move, if one is named."""
+        return self.like or self.like_received
+
+    @property
+    def budgeted(self) -> str:
+        """Which count of `core.traffic` a budget of bytes is of."""
+        return "received_bytes" if self.received_bytes_per_step or self.like_received else "payload_bytes"
 
     @property
     def shared(self) -> dict[str, Any]:

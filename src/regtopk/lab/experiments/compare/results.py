@@ -21,6 +21,8 @@ LEAST_SEEDS = 3  # for an interval; with two seeds it is tens of points wide
 BASES = {"topk": "from Top-k", "dense": "from dense"}  # columns, by what differences are taken from
 CERTAINTY = 0.95  # how often an interval holds the true mean
 
+MOVED = ("payload", "sent", "received", "dense")  # whose bytes records hold
+
 Key = tuple[str, float | None]  # a method's label, and its density where several are compared
 Curves = dict[int, list[Record]]  # the records of each finished run of a method, by seed
 
@@ -73,8 +75,8 @@ def _finals(config: CompareConfig, curves: Curves) -> dict[int, float]:
 def _base_of(config: CompareConfig, curves: dict[Key, Curves], key: Key) -> Key:
     """What a method's difference is taken from: Top-k, or dense on some tasks; itself, where there is none.
 
-    It is the method that `like` names if that ran, or else the plain one: the best, where several differ in
-    their learning rate alone. What diverged or exchanges updates is no base.
+    It is the method whose bytes all may move if that ran, or else the plain one: the best, where several
+    differ in their learning rate alone. What diverged or exchanges updates is no base.
     """
     base, best = config.kind.base, max if config.kind.is_better_higher else min
     methods = {k: replace(Method.read(k[0]), lr=None) for k in curves}
@@ -85,7 +87,7 @@ def _base_of(config: CompareConfig, curves: dict[Key, Curves], key: Key) -> Key:
         and (base == "dense" or key[1] in (None, k[1]))
         and not any(curve[-1]["diverged"] for curve in curves[k].values())
     ]
-    like = Method.parse_like(config.like) if config.like else None
+    like = Method.parse_like(config.base_words) if config.base_words else None
     alike = [k for k in bases if like and methods[k].is_same(like)]
     plain = [k for k in bases if methods[k].is_same(Method(base, base))]
     candidates = alike or plain or bases[:1] or [key]
@@ -132,6 +134,8 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
     finals, base = _finals(config, curves[key]), _base_of(config, curves, key)
     values = list(finals.values())
     ends = [curve[-1] for curve in curves[key].values()]
+    moved = {name: _per_step(config, ends, f"{name}_bytes") for name in MOVED}
+    less = moved["dense"] / moved["received"] if moved["dense"] and moved["received"] else None
     off_base = None if base == key else difference(finals, _finals(config, curves[base]))
     return {
         "method": key[0],
@@ -143,7 +147,9 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
         "final": values,
         "mean": fmean(values),
         "std": stdev(values) if len(values) > 1 else None,
-        "payload_bytes_per_step": fmean(r["payload_bytes"] for r in ends) / config.stops[-1],
+        **{f"{name}_bytes_per_step": moved[name] for name in MOVED},
+        "float32_ring_over_received": less,
+        "bfloat16_ring_over_received": less and less / 2,
         f"difference_from_{config.kind.base}": off_base,
         "diverged": [r["seed"] for r in ends if r["diverged"]],
         "minutes": sum(r["time_s"] for r in ends) / 60,
@@ -152,8 +158,14 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
     }
 
 
+def _per_step(config: CompareConfig, ends: Sequence[Record], name: str) -> float | None:
+    """The mean of a count over seeds, per step; None if records are older than the count."""
+    counts = [r[name] for r in ends if name in r]
+    return fmean(counts) / config.stops[-1] if len(counts) == len(ends) else None
+
+
 def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
-    found = result[f"difference_from_{config.kind.base}"]
+    found, received = result[f"difference_from_{config.kind.base}"], result["received_bytes_per_step"]
     digits = "+.2f" if config.kind.metric == "accuracy" else "+.3g"
     has_interval = found is not None and len(found["seeds"]) >= LEAST_SEEDS
     interval = f"{found['low']:{digits}} … {found['high']:{digits}}" if has_interval else None
@@ -161,6 +173,8 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
         "measure": result["method"],
         "density": result["density"],
         "bytes a step": round(result["payload_bytes_per_step"]),
+        "received a step": received and round(received),
+        "ring / received": result["bfloat16_ring_over_received"],
         "lr": result["lr"],
         config.kind.metric: result["mean"],
         "± std": result["std"],
@@ -176,7 +190,9 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
 def panels(config: CompareConfig) -> Sequence[Panel]:
     """Loss against iterations, quality against bytes, and where each method ended."""
     metric, words = config.kind.metric, config.kind.metric_words or config.kind.metric
-    name, contributed = words.split(",")[0].capitalize(), "bytes a worker has contributed"
+    name, moved, verb = words.split(",")[0].capitalize(), "received_bytes", "received"
+    if config.num_workers == 1:  # it receives nothing
+        moved, verb = "payload_bytes", "contributed"
     densities = () if config.is_at_equal_bytes else config.densities
     shown = []
     for where in [{"density": density} for density in densities] or [{}]:
@@ -184,7 +200,7 @@ def panels(config: CompareConfig) -> Sequence[Panel]:
         by_bytes, at_end = f"{name} against bytes{suffix}", f"{name} at the end{suffix}"
         shown += [
             Panel(f"Loss{suffix}", "step", "loss", "iteration", "training loss", where=where),
-            Panel(by_bytes, "payload_bytes", metric, contributed, words, where=where, log_x=True),
+            Panel(by_bytes, moved, metric, f"bytes a worker has {verb}", words, where=where, log_x=True),
             Panel(at_end, "step", metric, words, "", where=where, marks="bars"),
         ]
     return shown
@@ -196,7 +212,9 @@ def description_of(config: CompareConfig) -> str:
     return (
         f"{config.task}: {config.num_workers} workers with batches of {config.batch_size}, split "
         f"{config.split}, {config.optimizer}, {config.precision}. All methods start from the same models and "
-        "see the same batches. Bytes are what one worker contributes, frames included; those per step are of "
-        f"a local step. Final numbers are means of the last evaluations, {config.kind.num_last} of each run."
+        "see the same batches. Bytes are of a worker and a local step, frames included: payload is its own "
+        "messages, received what collectives bring it, which on the mean is what it sends. The ring is an "
+        "all_reduce of bfloat16; one of float32 brings twice as much. "
+        f"Final numbers are means of the last evaluations, {config.kind.num_last} of each run."
         + (f" It is the {words}: smaller is better." if words else "")
     )

@@ -14,7 +14,8 @@ from regtopk.lab.method import Method
 from regtopk.rounds import ADVISED_UPDATES
 
 NUM_DIGITS = 1437  # scikit-learn's for training
-SIMULATED = ("split", "like", "bytes_per_step", "precision")  # settings that only the simulator has
+# settings that only the simulator has
+SIMULATED = ("split", "like", "like_received", "bytes_per_step", "received_bytes_per_step", "precision")
 
 # of a task: sizes small enough for processes on one machine, and what docs/which-method.md advises
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,10 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     name, words = f"test_{config.kind.metric.removeprefix('test_')}", config.kind.metric_words or DIGITS_READ
     curves = by_method(records)
     final = {method: own[-1] for method, own in curves.items()}
-    sent = {method: record["sent_bytes"] for method, record in final.items()}
+    sent, received = (
+        {method: record[name] for method, record in final.items()}
+        for name in ("sent_bytes", "received_bytes")
+    )
 
     def median_of(measure: str) -> dict[str, float]:
         timed = {m: [r[measure] for r in own if r["step"] > 0 and measure in r] for m, own in curves.items()}
@@ -29,6 +32,7 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
         "training_loss": {method: median(record["loss"]) for method, record in final.items()},
         "sent_bytes": sent,
         "sent_bytes_a_step": {method: total / config.num_steps for method, total in sent.items()},
+        "received_bytes_per_step": {method: total / config.num_steps for method, total in received.items()},
         "times_less_than_dense": {m: sent["dense"] / own for m, own in sent.items() if m != "dense"},
         "step_s": median_of("step_s"),
         **{phase: median_of(phase) for phase in PHASES},
@@ -37,6 +41,7 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
         (words, name, 1.0),
         ("training loss", "training_loss", 1.0),
         ("sent a step, kB", "sent_bytes_a_step", 1e-3),
+        ("received a step, kB", "received_bytes_per_step", 1e-3),
         ("sent in all, MB", "sent_bytes", 1e-6),
         ("times less sent", "times_less_than_dense", 1.0),
         ("step, ms", "step_s", 1e3),

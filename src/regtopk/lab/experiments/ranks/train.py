@@ -113,11 +113,13 @@ class RankTraining:
         measured = {"loss": loss, "step_s": self._round_s / self.rounds.every}
         if self.exchange is None:  # DDP's own all_reduce of float32
             vector_bytes = 4 * sum(p.numel() for p in self.network.parameters())
-            sent = self.num_steps * all_reduce_bytes(vector_bytes, dist.get_world_size())
-            return {**measured, "payload_bytes": self.num_steps * vector_bytes, "sent_bytes": sent}
+            moved = self.num_steps * all_reduce_bytes(vector_bytes, dist.get_world_size())
+            sizes = {"payload_bytes": self.num_steps * vector_bytes, "sent_bytes": moved}
+            return {**measured, **sizes, "received_bytes": moved}
         total, last = self.exchange.total, self.exchange.last_step
         times = {phase: getattr(last, phase) / self.rounds.every for phase in PHASES}
-        return {**measured, "payload_bytes": total.payload_bytes, "sent_bytes": total.sent_bytes, **times}
+        sizes = {name: getattr(total, name) for name in ("payload_bytes", "sent_bytes", "received_bytes")}
+        return {**measured, **sizes, **times}
 
 
 def train_rank(emit: Emit, config: TrainConfig, examples: Path) -> None:

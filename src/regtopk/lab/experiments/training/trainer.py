@@ -161,12 +161,11 @@ class Trainer:
         self._loss_sum, self._num_summed = None, 0
         return [loss if math.isfinite(loss) else None for loss in losses.tolist()]
 
-    @property
-    def payload_bytes(self) -> list[float]:
-        """What a worker has contributed so far, on average, for each seed."""
+    def moved_bytes(self, name: str) -> list[float]:
+        """A count of `core.traffic` so far, such as received_bytes: the mean over workers, for each seed."""
         by_part = []
         for part in self._parts:
-            own = torch.stack([c.total.payload_bytes.double().mean(-1) for c in part.clusters])
+            own = torch.stack([getattr(c.total, name).double().mean(-1) for c in part.clusters])
             by_part.append(own.flatten().expand(len(self.models)))  # a part not yet sent has one zero
         return [float(count) for count in torch.stack(by_part).sum(0)]
 
