@@ -221,4 +221,4 @@ def test_a_narrow_terminal_cuts_no_word(
         monkeypatch.setenv("COLUMNS", columns)
         show({}, {"run": {"table": [row]}}, Path("page"), as_json=False)
         words = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).split()
-        assert {"1,234,567", "+11.49", "+13.26", "interval", "bytes", "topk:value_code=4bit"} <= set(words)
+        assert {"1,234,567", "+11.49", "+13.26", "interval", "payload", "topk:value_code=4bit"} <= set(words)

@@ -14,7 +14,8 @@ from regtopk.core import Algorithm
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 USE = "Use it for: "
-COMMON = ("density", "k", "value_code", "impute", "returned", "score", "seed")  # options that the page explains once
+# options that the page explains once
+COMMON = ("density", "k", "value_code", "impute", "returned", "score", "seed")
 PAGE_NAME, LINK = re.compile(r"docs/([\w-]+\.md)"), r"[\1](\1)"  # pages that docstrings name
 OPTION = re.compile(r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", re.DOTALL | re.MULTILINE)  # of a section Args
 ERROR_FEEDBACK = re.compile(
