@@ -33,7 +33,6 @@ class Dense(Algorithm[NoState | ResidualState]):
         return frozenset({"conserves", "replicates", "unbiased"})
 
     def init(self, worker: Worker) -> NoState | ResidualState:
-        """The residual starts at zero; a lossless value code needs none."""
         return NoState() if is_lossless(self.value_code) else ResidualState(worker.zeros())
 
     def exchange(self, grad: Tensor, state: NoState | ResidualState, worker: Worker) -> Conversation:

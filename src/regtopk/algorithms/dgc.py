@@ -62,13 +62,11 @@ class DGC(Sparsifier[DGCState]):
         return frozenset({"dense_at_full_density", "exact_k", "replicates"})
 
     def init(self, worker: Worker) -> DGCState:
-        """Nothing is carried, and nothing was sent."""
         num_sent = self.num_selected(worker)
         momentum = worker.zeros()
         return DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
-        """One step of DGC."""
         k, v = self.num_selected(worker), state.residual
         u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
         damped = damped_by(self.score, state, v, u, worker)

@@ -36,7 +36,6 @@ class TopK(ErrorFeedback, Sparsifier[ResidualState]):
         )
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of Top-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
         return (yield from sum_sent(self.impute, sent, state.residual, worker))
