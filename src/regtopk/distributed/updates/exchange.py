@@ -261,7 +261,6 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._model.notice.taken()
 
     @torch.no_grad()
     def finish(self) -> None:

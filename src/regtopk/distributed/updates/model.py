@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class LocalModel:
         anchors: Anchors = "device",
         fragments: int = 1,
     ) -> None:
-        check_choice("anchors", anchors, ("device", "cpu"))
+        check_choice("anchors", anchors, get_args(Anchors))
         source = _plain(source)
         self._module = source if isinstance(source, nn.Module) else None
         has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False

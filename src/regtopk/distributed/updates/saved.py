@@ -19,7 +19,6 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,7 +54,11 @@ def add_to(
     saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
-    sent = dict(chain(*map(zip, model.fragments, rounds.sent)))  # nothing of fragments that are not under way
+    sent = {
+        name: tensor
+        for names, tensors in zip(model.fragments, rounds.sent, strict=True)
+        for name, tensor in zip(names, tensors, strict=False)  # none of a fragment that is not under way
+    }
     mine = {
         "num_steps": rounds.clock,
         "optimizer": copied(model.optimizer.state_dict()),
@@ -156,6 +159,7 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
         shard_state(model.optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(deepcopy(new.outer_state))
+    model.notice.taken()
 
 
 def shard_state(optimizer: Optimizer) -> None:

@@ -105,12 +105,13 @@ def verdict(plan: LinkPlan) -> str:
         name = f"powersgd of rank {POWERSGD_RANK}"
     said = f"Compression does not pay {where}: {best.method.label} is fastest. A step takes {step}"
     if plan.pays:
-        steps = best.relative_steps
-        needed = "as many as with dense, we assume," if steps is None else f"{steps:.2f} times as many"
-        said = (
-            f"Compression pays {where}: {name} reaches a loss {format_factor(plan.speedup_to_loss(best))} "
-            f"times as fast as dense. A step takes {step}, and {needed} are needed"
-        )
+        steps, faster = best.relative_steps, format_factor(plan.speedup_to_loss(best))
+        said = f"Compression pays {where}: {name} "
+        if steps is None:
+            said += f"makes a step {faster} times as fast as dense. How many steps it needs is not recorded"
+        else:
+            said += f"reaches a loss {faster} times as fast as dense, in {steps:.2f} times as many steps"
+        said += f". A step takes {step}"
     said += f". The exchange takes {share:.0%} of a step."
     if plan.break_even_bits_per_s is not None:
         return f"{said} Below {format_bandwidth(plan.break_even_bits_per_s)} it pays, above it does not."

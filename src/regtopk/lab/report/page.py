@@ -141,7 +141,7 @@ def _table(run: Run) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     said = run.summary.get("notes", [])
     if "hardware" in run.summary:
-        minutes = f"{run.summary['minutes']:.2g} minutes of finished runs."
+        minutes = f"{run.summary['minutes']:,.1f} minutes of finished runs."
         said = [f"{', '.join(run.summary['hardware'])}; {minutes}"]
     return f'<div class="wide">{table}</div>' + "".join(f"<p>{escape(note)}</p>" for note in said)
 
