@@ -1,4 +1,4 @@
-"""A warning where an algorithm with a momentum of its own meets an optimizer that has one, too."""
+"""Warnings of an optimizer that does not go with the algorithm: a second momentum, Adam."""
 
 import logging
 import weakref
@@ -13,6 +13,7 @@ from regtopk.core.algorithm import Algorithm
 from regtopk.errors import ArgumentError
 
 _log = logging.getLogger("regtopk")
+_WITHOUT_PULSES = ("dense", "ef21")  # algorithms whose aggregate has every entry in every step
 
 
 def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
@@ -25,7 +26,7 @@ def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) 
         for name in ("momentum", "betas")
         if group.get(name) and (name == "momentum" or group[name][0])
     ]
-    if found and (not dist.is_initialized() or dist.get_rank() == 0):
+    if found and _is_first():
         _log.warning(
             "%s keeps a momentum of its own, and the optimizer has one, too (%s with %s): steps become many "
             "times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK",
@@ -36,11 +37,11 @@ def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) 
 
 
 def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
-    """Warn of two momenta, now or, if no optimizer is given, when one first trains the model."""
+    """Warn of two momenta and of Adam, now or, without an optimizer, when one first trains the model."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    warn_of_two_momenta(algorithm, optimizer)
-    if optimizer is not None or not _has_own_momentum(algorithm):
+    if optimizer is not None:
+        _warn(algorithm, optimizer)
         return
     watched = weakref.WeakSet([model])  # emptied when the model is gone, or an optimizer was found
 
@@ -48,9 +49,26 @@ def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Opti
         own = {id(p) for each in watched for p in each.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             watched.clear()  # torch does not let a hook remove itself
-            warn_of_two_momenta(algorithm, optimizer)
+            _warn(algorithm, optimizer)
 
     weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
+
+
+def _warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
+    """Say on rank 0 what does not go with an algorithm that exchanges gradients."""
+    warn_of_two_momenta(algorithm, optimizer)
+    name, is_adam = getattr(algorithm, "name", "dense"), any("betas" in g for g in optimizer.param_groups)
+    if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm) and _is_first():
+        _log.warning(
+            "%s sends an entry rarely, as one large value, which spoils %s's second moments: exchange what "
+            "the optimizer changed, by regtopk.UpdateExchange, or use torch.optim.SGD",
+            name,
+            type(optimizer).__name__,
+        )
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _has_own_momentum(algorithm: Algorithm[Any]) -> bool:
