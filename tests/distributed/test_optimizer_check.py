@@ -14,8 +14,8 @@ MESSAGE = (
     "many times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
 )
 ADAM = (
-    "topk sends an entry rarely, as one large value, which spoils Adam's second moments: exchange what the "
-    "optimizer changed, by regtopk.UpdateExchange, or use torch.optim.SGD"
+    "topk sends an entry rarely, as one large value, which spoils Adam's second moments: exchange updates, "
+    "by regtopk.UpdateExchange, or use torch.optim.SGD"
 )
 
 

@@ -26,13 +26,11 @@ def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) 
         for name in ("momentum", "betas")
         if group.get(name) and (name == "momentum" or group[name][0])
     ]
-    if found and _is_first():
-        _log.warning(
-            "%s keeps a momentum of its own, and the optimizer has one, too (%s with %s): steps become many "
-            "times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK",
-            algorithm.name,
-            type(optimizer).__name__,
-            found[0],
+    if found:
+        _say(
+            f"{algorithm.name} keeps a momentum of its own, and the optimizer has one, too "
+            f"({type(optimizer).__name__} with {found[0]}): steps become many times too long. Use "
+            "torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
         )
 
 
@@ -55,20 +53,19 @@ def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Opti
 
 
 def _warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
-    """Say on rank 0 what does not go with an algorithm that exchanges gradients."""
+    """Say what does not go with an algorithm that exchanges gradients."""
     warn_of_two_momenta(algorithm, optimizer)
     name, is_adam = getattr(algorithm, "name", "dense"), any("betas" in g for g in optimizer.param_groups)
-    if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm) and _is_first():
-        _log.warning(
-            "%s sends an entry rarely, as one large value, which spoils %s's second moments: exchange what "
-            "the optimizer changed, by regtopk.UpdateExchange, or use torch.optim.SGD",
-            name,
-            type(optimizer).__name__,
+    if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm):
+        _say(
+            f"{name} sends an entry rarely, as one large value, which spoils {type(optimizer).__name__}'s "
+            "second moments: exchange updates, by regtopk.UpdateExchange, or use torch.optim.SGD"
         )
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(text)
 
 
 def _has_own_momentum(algorithm: Algorithm[Any]) -> bool:
