@@ -90,7 +90,7 @@ def test_the_guides_sharded_model_trains_and_replicas_stay_equal(four_ranks: Ran
     results = four_ranks.run(follow_sharded, blocks(SHARDED, "python sharded"), tmp_path)
     for told, parameters in results:
         of_gradients = "regtopk: 8 steps on 2 workers; this rank:"
-        assert told == f"topk: 4 rounds of 2 steps on 2 workers; this rank: {of_gradients} {of_gradients}"
+        assert told == f"topk: after 8 steps, 4 rounds on 2 workers; this rank: {of_gradients} {of_gradients}"
         assert torch.equal(parameters, results[0][1]) and parameters.isfinite().all()
 
 
@@ -124,6 +124,6 @@ def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     here, elsewhere = two_ranks.run(follow_readme, sources, tmp_path)
     assert here[0][0] == ""
     assert here[1][0].startswith("consensus: 8 steps on 2 workers")
-    assert here[2][0].startswith("topk: 4 rounds of 2 steps on 2 workers")
+    assert here[2][0].startswith("topk: after 8 steps, 4 rounds on 2 workers")
     for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
         assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])

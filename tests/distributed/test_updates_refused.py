@@ -40,7 +40,7 @@ def adagrad(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(net.parameters())
 
 
-AVERAGES = "ClusterError: parameters must be a plain model, got a DistributedDataParallel, which averages "
+AVERAGES = "ClusterError: model must be plain, got a DistributedDataParallel, which averages "
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"every": 0}, "ArgumentError: every must be an integer of at least 1, got 0"),
     ({"dense_steps": -1, "every": 2}, "ArgumentError: dense_steps must be an integer of at least 0, got -1"),
@@ -56,7 +56,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"net": lambda: torch.compile(ddp(), backend="eager")}, AVERAGES),
     (
         {"net": sharded},
-        "ClusterError: parameters must be a plain model or one of fully_shard (FSDP2), ",
+        "ClusterError: model must be plain or of fully_shard (FSDP2), ",
     ),
     ({"algorithm": "topk"}, "ArgumentError: algorithm must be an Algorithm such as "),
     ({"every": lambda: 1 + dist.get_rank()}, "must have the same every, got 1 on rank 0, 2 on rank 1"),

@@ -260,7 +260,7 @@ class TorchftExchange(UpdatesBase):
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
         if model.is_sharded:
-            raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
+            raise ArgumentError("model must be plain, got one that fully_shard has sharded")
         steps = Steps(model.parameters, algorithm, Alone(), replace(checked, weight=None), kind)
         _refuse_sums(algorithm, steps.buckets.all)
         maker = QuorumRounds(manager, float(weight), steps, model, rounds)
