@@ -116,7 +116,7 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
 
 def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     diffs, (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
-    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [2, 3]
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4]
     (before, attached), (_, updates) = map(sides_of, diffs)
     loop = attached[attached.index("for x, y") :]
     sources = [before, attached + checkpoint, re.sub(r"^\.\.\. .*$", loop, updates, flags=re.M)]
