@@ -2,11 +2,11 @@
 
     torchrun --nproc_per_node 2 examples/train_gpt.py                     # 4-bit Top-k of the updates
     torchrun --nproc_per_node 2 examples/train_gpt.py --dense --lr 0.004  # DDP, for comparison
-    torchrun --nproc_per_node 2 examples/train_gpt.py --layers 2 --width 64 --steps 200 --checkpoints out/small
+    torchrun --nproc_per_node 2 examples/train_gpt.py --layers 2 --width 64 --steps 200 --checkpoints out/gpt
 
-On two CPU cores the first takes about 40 minutes, the last half a minute. Without --data it reads the sources of
-Python's library. It goes on from its newest checkpoint, if there is one: delete the folder to start over. --dense
-writes no checkpoints.
+On two CPU cores the first takes about 40 minutes, the last half a minute. Without --data it reads the sources
+of Python's library. It goes on from its newest checkpoint, if there is one: delete the folder to start over.
+With --dense it writes none.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=2, help="parts of the model that take turns in it")
     parser.add_argument("--density", type=float, default=0.01, help="share of the entries a worker sends")
     parser.add_argument("--lr", type=float, default=0.008)
-    parser.add_argument("--dense", action="store_true", help="DDP, which sends every gradient; without checkpoints")
+    parser.add_argument("--dense", action="store_true", help="DDP, which sends all; without checkpoints")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="windows a step and rank")
