@@ -220,9 +220,9 @@ def test_a_narrow_terminal_cuts_no_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    row = {"measure": "topk:value_code=4bit", "bytes per step": 1234567, "95 % interval": "+11.49 … +13.26"}
+    row = {"measure": "topk:value_code=4bit", "payload per step": 1234567, "95 % interval": "+11.49 … +13.26"}
     for columns in ("30", "70", "120"):
         monkeypatch.setenv("COLUMNS", columns)
         show({}, {"run": {"table": [row]}}, Path("page"), as_json=False)
         words = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).split()
-        assert {"1,234,567", "+11.49", "+13.26", "interval", "bytes", "topk:value_code=4bit"} <= set(words)
+        assert {"1,234,567", "+11.49", "+13.26", "interval", "payload", "topk:value_code=4bit"} <= set(words)

@@ -84,7 +84,7 @@ def test_a_fast_link_does_not_pay() -> None:
 
 def test_dgc_is_said_to_be_measured_against_dense_without_momentum() -> None:
     for words, is_best in (("dgc", True), ("topk", False)):
-        notes = plan(*SMALL, "--algorithms", words)["notes"]
+        notes = plan(*SMALL, "--bandwidth", "10M", "--algorithms", words)["notes"]
         assert any("dense with momentum is not measured" in note for note in notes) is is_best
 
 

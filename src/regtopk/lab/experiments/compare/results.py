@@ -159,7 +159,7 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
     return {
         "measure": result["method"],
         "density": result["density"],
-        "bytes per step": round(result["payload_bytes_per_step"]),
+        "payload per step": round(result["payload_bytes_per_step"]),
         "lr": result["lr"],
         config.kind.metric: result["mean"],
         "± std": result["std"],
