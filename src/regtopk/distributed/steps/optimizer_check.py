@@ -64,6 +64,7 @@ def _warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
 
 
 def _say(text: str) -> None:
+    """Log a warning, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _log.warning(text)
 
