@@ -1,4 +1,4 @@
-"""Train neural networks over slow networks by sending a thousandth of the gradient.
+"""Train neural networks over slow networks by sending about a hundredth of the bytes.
 
 Training needs what is here: the algorithms, `attach` and its kin, the simulator. A new algorithm is written
 with what is in `regtopk.core`.

@@ -261,7 +261,7 @@ class TorchftExchange(UpdatesBase):
                 f"got {rounds.delay}"
             )
         if model.is_sharded:
-            raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
+            raise ArgumentError("model must be plain, got one that fully_shard has sharded")
         steps = Steps(model.parameters, algorithm, Alone(), replace(checked, weight=None), kind)
         _refuse_sums(algorithm, steps.buckets.all)
         maker = QuorumRounds(manager, float(weight), steps, model, rounds)

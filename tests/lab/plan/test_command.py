@@ -82,6 +82,12 @@ def test_a_fast_link_does_not_pay() -> None:
     assert "Compression does not pay with 4 workers at 400 Gbit/s: dense is fastest" in out
 
 
+def test_dgc_is_said_to_be_measured_against_dense_without_momentum() -> None:
+    for words, is_best in (("dgc", True), ("topk", False)):
+        notes = plan(*SMALL, "--bandwidth", "10M", "--algorithms", words)["notes"]
+        assert any("dense with momentum is not measured" in note for note in notes) is is_best
+
+
 def test_a_table_what_is_assumed_and_then_the_answer() -> None:
     code, out, err = invoke(*SMALL)
     assert (code, err) == (0, "")

@@ -104,8 +104,8 @@ class UpdatesBase(Counted):
     def summary(self) -> str:
         """What this rank sent, against dense gradients in every step, and where the time went."""
         self._maker.land_all()
-        steps, norm, rounds = self._steps, self.total.residual_norm, self._rounds.rounds
-        counts = rounds.every, rounds.fragments, self._peer
+        steps, norm = self._steps, self.total.residual_norm
+        counts = self.num_steps, self._rounds.rounds.fragments, self._peer
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
 
     @contextmanager

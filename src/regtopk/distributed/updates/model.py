@@ -220,13 +220,10 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
     for part in inner.modules():
         if isinstance(part, DistributedDataParallel):
             raise ClusterError(
-                "parameters must be a plain model, got a DistributedDataParallel, which averages gradients "
-                "in every backward: hand over the module inside it and train that, or exchange gradients by "
-                "regtopk.attach"
+                "model must be plain, got a DistributedDataParallel, which averages gradients in every "
+                "backward: hand over the module inside it, or exchange gradients by regtopk.attach"
             )
         if is_fsdp(part) and not is_fsdp2(part):
-            raise ClusterError(
-                f"parameters must be a plain model or one of fully_shard (FSDP2), got {type(part).__name__}"
-            )
+            raise ClusterError(f"model must be plain or of fully_shard (FSDP2), got {type(part).__name__}")
     refuse_hooks(inner)
     return inner

@@ -182,14 +182,14 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
         ("number of parameters of the optimizer's groups", mine, saved),
-        ("shapes of start", model.parameters.shapes, shapes_of(new.start)),
-        ("shapes of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
-        ("shapes of buffers", buffers, shapes_of(new.buffers["now"])),
-        ("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
+        ("shape of start", model.parameters.shapes, shapes_of(new.start)),
+        ("shape of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
+        ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
+        ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
     ]
-    for what, expected, found in facts:
-        if expected != found:
-            raise StateError(f"{what} in the saved state must be {expected!r}, got {found!r}")
+    for what, own, found in facts:
+        if own != found:
+            raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")

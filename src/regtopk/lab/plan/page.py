@@ -152,13 +152,12 @@ def summary(plan: LinkPlan, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(plan: LinkPlan, p: Prediction) -> dict[str, Any]:
-    times = ("exchange", "every", "delay", "fragments")
     return {
         "name": p.method.name,
         "density": p.method.density,
         "value_code": p.method.value_code,
         "collective": p.exchange.collective,
-        **{name: getattr(p.method.rounds, name) for name in times},
+        **{name: getattr(p.method.rounds, name) for name in ("exchange", "every", "delay", "fragments")},
         "payload_bytes": p.exchange.payload_bytes,
         "bytes_per_step": p.exchange.bytes_per_step,
         "step_time_s": p.step_time_s,
@@ -188,5 +187,8 @@ def _notes(plan: LinkPlan, machine: Mapping[str, Any]) -> list[str]:
     if plan.best.method not in TORCH:
         said.append(f"The best, on every rank: {as_code(plan.best.method)}")
     if plan.best.method.algorithm == "dgc":
-        said.append("DGC has a momentum of its own: give it SGD without momentum.")
+        said.append(
+            "DGC has a momentum of its own: give it SGD without momentum. Its 'steps' are against dense SGD "
+            "without momentum, too; dense with momentum is not measured."
+        )
     return said

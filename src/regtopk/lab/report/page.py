@@ -13,13 +13,7 @@ from regtopk.lab.runs import Run, parts_of, read_header, read_run, writing_to
 from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 
 # what the columns of a table are called in print, where that is not their key in summary.json
-HEADINGS = {
-    "measure": "",
-    "bytes a step": "bytes per step",
-    "test_loss": "nats per character (smaller is better)",
-    "s a run": "s per run",
-    "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
-}
+HEADINGS = {"measure": "", "test_loss": "nats per character (smaller is better)"}
 # what a reader looks for first stands beside the methods' names
 ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
@@ -98,9 +92,7 @@ def _legend(run: Run) -> str:
         said = "One seed: the spread is not known, and small differences mean nothing."
     elif nums:
         several = f"{min(nums)} to {max(nums)}" if len(nums) > 1 else f"{max(nums)}"
-        said = (
-            f"{several} seeds. Curves are medians and dots means over them; shades and bars are their range."
-        )
+        said = f"{several} seeds. Curves are medians, dots are means; shades and bars show the range."
     if len(keys) < len(styles):
         said += " Grey: the others; the table names them, and so does the pointer."
     return f'<div class="legend"><ul>{"".join(keys)}</ul><p>{said}</p></div>'
