@@ -251,8 +251,8 @@ class TorchftExchange(UpdatesBase):
                 )
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
-        weight = 1.0 if options.get("weight") is None else options["weight"]
-        check_positive("weight", weight)
+        weight = options.get("weight")
+        check_positive("weight", weight := 1.0 if weight is None else weight)
         rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
         pause = rounds.every // rounds.fragments
         if rounds.delay >= pause:
