@@ -395,7 +395,8 @@ def _fail_in_a_round(options: dict[str, Any]) -> None:
         train(pause)
         check(num_before + 2, 1)
         kept = exchange.state_dict()
-        for damage in ({"start": {"weight": torch.zeros(1)}}, {"shared": [{}] * 9}, {"frozen": None}):
+        damages: list[dict[str, Any]] = [{"start": {"weight": torch.zeros(1)}}, {"shared": [{}] * 9}]
+        for damage in (*damages, {"frozen": None}):
             with pytest.raises(StateError):
                 exchange.load_state_dict({**before, **damage})
             assert torch.equal(_flat(exchange.state_dict()["start"]), _flat(kept["start"]))
