@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 examples/train_ddp.py
 
 It goes on from its newest checkpoint, if there is one: delete the folder to start over. Needs
-`pip install 'regtopk[experiments]'`.
+`pip install '.[experiments]'`.
 """
 
 import argparse

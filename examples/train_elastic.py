@@ -7,7 +7,7 @@
              examples/train_elastic.py           # on each of two machines: one may leave and come back
 
 It goes on from its newest checkpoint, on any number of ranks. Delete the folder to start over. With --updates
-it exchanges what AdamW changed, not gradients. Needs `pip install 'regtopk[experiments]'`.
+it exchanges what AdamW changed, not gradients. Needs `pip install '.[experiments]'`.
 """
 
 import argparse

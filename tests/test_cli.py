@@ -18,6 +18,7 @@ from regtopk import ALGORITHMS, __version__
 from regtopk.__main__ import main
 from regtopk.cli import app
 from regtopk.cli.parts import show
+from regtopk.lab.experiments.ranks.config import DEFAULTS
 from tests.processes import ended
 
 QUICK = "--set", "num_iterations=5"
@@ -93,6 +94,7 @@ def test_reproduce_as_json(tmp_path: Path) -> None:
         ("reproduce fig3", "--preset --algorithms --like --data --seeds", "num_points"),
         ("compare", "--split --density fragments delay mix outer_momentum", "--preset collective"),
         ("plan", "0.001,0.01,0.1; of updates 0.01,0.025,0.05", "--split"),
+        ("train", " ".join(each["algorithms"] for each in DEFAULTS.values()), "--split"),
     ],
 )
 def test_help_shows_what_a_command_takes(words: str, own: str, others: str) -> None:
@@ -144,6 +146,8 @@ SEEDS = "seeds must be a number, or different ones like 3,4,5 or 2-6, got '0'"
         ("reproduce fig2 --set lr=1e300 --set record_every=1", "the run diverged"),
         ("compare digits --data /nowhere", "digits come with scikit-learn and take no data, got '/nowhere'"),
         ("compare toy --set task=digits", "task must be given as the command's own argument"),
+        ("train --workers 1", "regtopk: --workers must be an integer of at least 2, got 1"),
+        ("train --set num_workers=1", "regtopk: num_workers must be an integer of at least 2, got 1"),
         ("compare toy --resume --force", "give one of --resume and --force, got both"),
     ],
 )
@@ -216,7 +220,7 @@ def test_a_narrow_terminal_cuts_no_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    row = {"measure": "topk:value_code=4bit", "bytes a step": 1234567, "95 % interval": "+11.49 … +13.26"}
+    row = {"measure": "topk:value_code=4bit", "payload per step": 1234567, "95 % interval": "+11.49 … +13.26"}
     for columns in ("30", "70", "120"):
         monkeypatch.setenv("COLUMNS", columns)
         show({}, {"run": {"table": [row]}}, Path("page"), as_json=False)

@@ -27,7 +27,7 @@ def table_of(name: str, num_rows: int) -> str:
         method = re.sub(":lr=[^:]+", "", row["measure"])
         if method not in shown:
             shown.add(method)
-            size, seeds = f"{row['bytes a step']:,.0f}", row["seeds"]
+            size, seeds = f"{row['payload per step']:,.0f}", row["seeds"]
             cells = [f"`{method}`", row["lr"], size, _accuracy(row), seeds, _gain(row, base)]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines[: 2 + num_rows]) + "\n"

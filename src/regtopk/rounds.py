@@ -1,8 +1,8 @@
 """What workers exchange and how often (`Rounds`), and the local rounds that every kind of driver runs.
 
 `Rounds` are written as words of a method, DiLoCo as "dense:exchange=updates:every=16:outer=nesterov".
-`LocalRounds` decides when what is sent, applied and kept; a `RoundMaker` does it: there is one for ranks, one
-for torchft's replicas and one for the simulator.
+`LocalRounds` decides what is sent, applied and kept, and when. A `RoundMaker` does it: there is one for
+ranks, one for torchft's replicas and one for the simulator.
 """
 
 from abc import ABC, abstractmethod
@@ -180,7 +180,7 @@ class LocalRounds:
     If an update is not finite the round is skipped. The whole model returns to theta_start: a NaN spreads.
 
     Attributes:
-        num_steps: how many steps the optimizer has made.
+        num_steps: how many steps the optimizer has made, those of the peer it has joined included.
         clock: where the schedule stands: behind num_steps, if rounds did not count and were made again.
         sent: of each fragment that is under way, its parameters as they were sent; of others nothing.
     """

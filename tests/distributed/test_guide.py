@@ -90,7 +90,7 @@ def test_the_guides_sharded_model_trains_and_replicas_stay_equal(four_ranks: Ran
     results = four_ranks.run(follow_sharded, blocks(SHARDED, "python sharded"), tmp_path)
     for told, parameters in results:
         of_gradients = "regtopk: 8 steps on 2 workers; this rank:"
-        assert told == f"topk: 4 rounds of 2 steps on 2 workers; this rank: {of_gradients} {of_gradients}"
+        assert told == f"topk: after 8 steps, 4 rounds on 2 workers; this rank: {of_gradients} {of_gradients}"
         assert torch.equal(parameters, results[0][1]) and parameters.isfinite().all()
 
 
@@ -116,7 +116,7 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
 
 def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     diffs, (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
-    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [2, 3]
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4]
     (before, attached), (_, updates) = map(sides_of, diffs)
     loop = attached[attached.index("for x, y") :]
     sources = [before, attached + checkpoint, re.sub(r"^\.\.\. .*$", loop, updates, flags=re.M)]
@@ -124,6 +124,6 @@ def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     here, elsewhere = two_ranks.run(follow_readme, sources, tmp_path)
     assert here[0][0] == ""
     assert here[1][0].startswith("consensus: 8 steps on 2 workers")
-    assert here[2][0].startswith("topk: 4 rounds of 2 steps on 2 workers")
+    assert here[2][0].startswith("topk: after 8 steps, 4 rounds on 2 workers")
     for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
         assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])

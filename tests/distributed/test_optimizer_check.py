@@ -1,4 +1,4 @@
-"""An algorithm with a momentum of its own beside an optimizer that has one, too: said once, with a remedy."""
+"""An optimizer that does not go with the algorithm, two momenta or Adam: said once, with a remedy."""
 
 from typing import Any
 
@@ -12,6 +12,10 @@ from tests.distributed.training import closing, ddp, listening, loss_of, make_ne
 MESSAGE = (
     "dgc keeps a momentum of its own, and the optimizer has one, too (SGD with momentum=0.9): steps become "
     "many times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
+)
+ADAM = (
+    "topk sends an entry rarely, as one large value, which spoils Adam's second moments: exchange updates, "
+    "by regtopk.UpdateExchange, or use torch.optim.SGD"
 )
 
 
@@ -59,3 +63,18 @@ def test_two_momenta_are_said_once_on_rank_0(two_ranks: Ranks) -> None:
     assert first == given == updates == [MESSAGE]
     assert len(adam) == 1 and "AdamW with betas=(0.9, 0.999)" in adam[0] and plain == []
     assert refused[0] == "ArgumentError" and "optimizer" in refused[1] and "str" in refused[1]
+
+
+def attach_with_adam() -> list[list[str]]:
+    topk = regtopk.TopK(density=0.1)
+    loud = [said_of(topk, torch.optim.Adam), said_of(topk, torch.optim.Adam, is_given=True)]
+    for quiet in (regtopk.Dense(), regtopk.EF21(density=0.1)):  # every entry arrives in every step
+        assert said_of(quiet, torch.optim.Adam) == []
+    net = make_net()
+    with listening() as said, closing(regtopk.UpdateExchange(net, torch.optim.Adam(net.parameters()), topk)):
+        assert list(said) == []
+    return loud
+
+
+def test_adam_behind_a_sparse_gradient_is_said_once_on_rank_0(two_ranks: Ranks) -> None:
+    assert two_ranks.run(attach_with_adam) == [[[ADAM], [ADAM]], [[], []]]

@@ -55,11 +55,11 @@ def test_it_trains_in_each_of_its_ways(four_ranks: Ranks, tmp_path: Path) -> Non
     begun, resumed, _, gradients, dense = printed
     assert (
         begun.startswith("0 of 4 steps are done\n4 steps: test loss ")
-        and "topk: 2 rounds of 2 steps on 2 workers" in begun
+        and "topk: after 4 steps, 2 rounds on 2 workers" in begun
     )
     assert (
         resumed.startswith("4 of 10 steps are done\n10 steps: ")
-        and "topk: 5 rounds of 2 steps on 2 workers" in resumed
+        and "topk: after 10 steps, 5 rounds on 2 workers" in resumed
     )
     assert (
         gradients.startswith("3 of 6 steps are done\n6 steps: ") and "topk: 6 steps on 2 workers" in gradients

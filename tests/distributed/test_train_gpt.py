@@ -43,11 +43,12 @@ def test_it_trains_by_updates_goes_on_and_trains_dense(two_ranks: Ranks, tmp_pat
     (tmp_path / "text.txt").write_text("".join(lines))
     printed, silent = two_ranks.run(run_four_times, tmp_path)
     begun, resumed, dense, muon = printed
-    assert begun.startswith("6 steps: test loss ") and "topk: 2 rounds of 3 steps on 2 workers" in begun
-    assert resumed.startswith("goes on after 6 steps, from ") and "\n60 steps: " in resumed
-    assert "topk: 20 rounds of 3 steps on 2 workers" in resumed
-    assert "topk: 20 rounds of 3 steps on 2 workers" in muon
-    assert dense.count("\n") == 1 and silent == ["", "", "", ""]
+    assert begun.startswith("0 of 6 steps are done; ") and "\n6 steps: test loss " in begun
+    assert resumed.startswith("6 of 60 steps are done; ") and "\n60 steps: " in resumed
+    for printed_last, counts in ((begun, "after 6 steps, 3 rounds"), (resumed, "after 60 steps, 21 rounds")):
+        assert f"topk: {counts} on 2 workers" in printed_last  # the last of them in finish()
+    assert "topk: after 60 steps, 21 rounds on 2 workers" in muon
+    assert dense.count("\n") == 2 and silent == ["", "", "", ""]
     losses = [float(out.split("test loss ")[1].split()[0]) for out in printed]
     assert max(losses[1:]) < losses[0] - 0.5 and losses[3] != losses[1], losses
 

@@ -136,20 +136,20 @@ def reshape_buffer(when: str, saved: Any, mine: Any) -> None:
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"every": 2}, "every in the saved state must be 4, got 2"),
-    ({"outer": None}, "class of outer in the saved state must be 'SGD', got 'None'"),
-    ({"outer": partial(nesterov, lr=0.5)}, "lr of outer in the saved state must be 0.7, got 0.5"),
+    ({"every": 2}, "every must be that of the saved state, 2, got 4"),
+    ({"outer": None}, "class of outer must be that of the saved state, 'None', got 'SGD'"),
+    ({"outer": partial(nesterov, lr=0.5)}, "lr of outer must be that of the saved state, 0.5, got 0.7"),
     ({"algorithm": regtopk.TopK(density=0.1)}, "algorithm must be that of the saved state, 'topk'"),
 ]
 NO_UPDATES = "must hold 'updates': this was saved by something else"
 DAMAGES: list[tuple[Any, str]] = [
     (put_nan, "start of '0.bias' in the saved state must be finite, got a NaN or inf"),
-    (lose_a_parameter, "optimizer's groups in the saved state must be [6], got [5]"),
+    (lose_a_parameter, "optimizer's groups must be that of the saved state, [5], got [6]"),
     (lambda saved, mine: saved["updates"].pop("every"), "the saved state is malformed: KeyError: 'every'"),
-    (lambda saved, mine: saved["updates"].update(inner="SGD"), "must be 'AdamW', got 'SGD'"),
-    (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shapes of buffers in the saved"),
-    (partial(reshape_buffer, "now"), "got {'1.running_mean': (3,)"),
-    (partial(reshape_buffer, "start"), "at a round's start in the saved state must be {'1.running_mean'"),
+    (lambda saved, mine: saved["updates"].update(inner="SGD"), "saved state, 'SGD', got 'AdamW'"),
+    (lambda saved, mine: mine["buffers"]["now"].pop("1.running_mean"), "shape of buffers must be that"),
+    (partial(reshape_buffer, "now"), "saved state, {'1.running_mean': (3,)"),
+    (partial(reshape_buffer, "start"), "at a round's start must be that of the saved state, {'1.runn"),
     (lambda saved, mine: saved.pop("updates"), f"a saved UpdateExchange {NO_UPDATES}"),
 ]
 

@@ -40,10 +40,10 @@ def with_buffer(net: nn.Module, size: int) -> nn.Module:
     return net
 
 
-PLAIN = "ClusterError: parameters must be a plain model"
+PLAIN = "ClusterError: model must be plain"
 AVERAGES = (
     f"{PLAIN}, got a DistributedDataParallel, which averages gradients in every backward: hand over the "
-    "module inside it and train that, or exchange gradients by regtopk.attach"
+    "module inside it, or exchange gradients by regtopk.attach"
 )
 HOLDS, ANOTHER = "ArgumentError: optimizer must hold", "was it made from another model?"
 WITHOUT = f"{HOLDS} every parameter that is exchanged, got none with"
@@ -88,7 +88,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"outer": lambda p: nesterov(p[1:])}, f"{OUTER_OF}, got one of 7"),
     ({"net": ddp}, AVERAGES),
     ({"net": lambda: torch.compile(ddp(), backend="eager")}, AVERAGES),
-    ({"net": sharded}, f"{PLAIN} or one of fully_shard (FSDP2), got FullyShardedDataParallel"),
+    ({"net": sharded}, f"{PLAIN} or of fully_shard (FSDP2), got FullyShardedDataParallel"),
     ({"every": lambda: 1 + dist.get_rank()}, f"{SAME} every, got 1 on rank 0, 2 on rank 1"),
     (
         {"net": lambda: with_buffer(nn.Linear(2, 2), 1 + dist.get_rank())},

@@ -19,9 +19,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from regtopk import EF21, RegTopK, TopK
 from regtopk.core import Algorithm, Conversation, Worker
 from regtopk.core.state import ResidualState
-from regtopk.errors import ArgumentError, ClusterError
+from regtopk.errors import ArgumentError, ClusterError, StateError
 from tests.distributed.ranks import fork_process
 from tests.distributed.test_guide import ROOT, blocks
+from tests.distributed.training import listening
 
 pytest.importorskip(
     "torchft",
@@ -402,11 +403,20 @@ def _fail_in_a_round(options: dict[str, Any]) -> None:
         check(num_before + 1, 1)
         train(pause)
         check(num_before + 2, 1)
+        kept = exchange.state_dict()
+        damages: list[dict[str, Any]] = [{"start": {"weight": torch.zeros(1)}}, {"shared": [{}] * 9}]
+        for damage in (*damages, {"frozen": None}):
+            with pytest.raises(StateError):
+                exchange.load_state_dict({**before, **damage})
+            assert torch.equal(_flat(exchange.state_dict()["start"]), _flat(kept["start"]))
+        model.load_state_dict(before["start"])  # as users do, who load all
         exchange.load_state_dict(before)  # as from a disk: all but the residual and what was learned since
         with exchange.agreed():
             assert torch.equal(_flat(dict(model.named_parameters())), _flat(before["start"]))
         assert not _residual(exchange).any() and exchange.num_steps == num_before * pause
-        train(2 * pause + delay)
+        with listening() as warnings:
+            train(2 * pause + delay)
+        assert warnings == []
         after = exchange.state_dict()
         assert after["num_rounds"] == after["num_steps"] // pause == num_before + 2
     finally:

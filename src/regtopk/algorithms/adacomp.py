@@ -40,7 +40,6 @@ class AdaComp(ErrorFeedback):
     bin_other: int = option(500, integer(at_least=1))
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of AdaComp."""
         accumulated = state.residual.add_(grad)
         is_taken = torch.empty_like(accumulated, dtype=torch.bool)
         layers = [layer for layer in worker.layout.layers if layer.numel > 0]

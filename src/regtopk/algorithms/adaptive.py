@@ -80,7 +80,6 @@ class AdaptiveDensity(Algorithm[State]):
             )
 
     def init(self, worker: Worker) -> State:
-        """The algorithm's own state, the density, and, with a budget, what was spent of it."""
         inner: State = self.algorithm.init(worker)
         density = self.algorithm.num_selected(worker) / worker.numel
         more = {"density": worker.weight.new_tensor(self._within_bounds(density))}
@@ -90,7 +89,6 @@ class AdaptiveDensity(Algorithm[State]):
         return extended(inner, _RULES, **more)
 
     def exchange(self, grad: Tensor, state: State, worker: Worker) -> Conversation:
-        """One step of the algorithm at the present density."""
         adaptive: Any = state  # with the fields that `init` adds
         algorithm = replace(self.algorithm, density=float(adaptive.density), k=None)
         conversation = algorithm.exchange(grad, state, worker)

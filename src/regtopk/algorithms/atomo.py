@@ -38,11 +38,9 @@ class Atomo(WithDensity[NoState]):
     seed: int = option(0, integer())
 
     def init(self, worker: Worker) -> NoState:
-        """Nothing is remembered."""
         return NoState()
 
     def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
-        """One step of ATOMO."""
         k = self.num_selected(worker)
         draws = uniform(worker.index, self.seed, worker.step, worker.numel)
         sent = draw_entries(grad.to(worker.weight.dtype), k, draws)

@@ -40,11 +40,9 @@ class AtomoSVD(WithDensity[NoState]):
     seed: int = option(0, integer())
 
     def init(self, worker: Worker) -> NoState:
-        """Nothing is remembered."""
         return NoState()
 
     def exchange(self, grad: Tensor, state: NoState, worker: Worker) -> Conversation:
-        """One step of spectral ATOMO: the entries of vectors, then the atoms of matrices."""
         density = self.num_selected(worker) / worker.numel
         x = grad.to(worker.weight.dtype)
         matrices = [layer for layer in worker.layout.layers if len(layer.shape) > 1 and layer.numel > 0]

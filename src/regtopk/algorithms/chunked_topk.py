@@ -48,7 +48,6 @@ class ChunkedTopK(OwnChoice[ScoredState]):
         return self.promised(promises)
 
     def init(self, worker: Worker) -> ScoredState:
-        """Nothing is carried, and nothing was sent."""
         chunk, k_per_chunk = self._sizes(worker)
         num_whole, rest = divmod(worker.numel, chunk)
         num_sent = num_whole * k_per_chunk + min(k_per_chunk, rest)
@@ -56,7 +55,6 @@ class ChunkedTopK(OwnChoice[ScoredState]):
         return self.with_owed(state, worker)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
-        """One step of chunked Top-k."""
         chunk, k = self._sizes(worker)
         residual = state.residual.mul_(self.decay)
         damped = damped_by(self.score, state, residual, grad, worker)

@@ -50,12 +50,10 @@ class Consensus(Sparsifier[ScoredState]):
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def init(self, worker: Worker) -> ScoredState:
-        """Nothing is carried, and nothing was sent."""
         num_sent = self.num_selected(worker)
         return ScoredState.start(worker, num_sent=0 if self.score is None else num_sent)
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
-        """One step of consensus."""
         k, residual, senders = self.num_selected(worker), state.residual, worker.senders
         damped = damped_by(self.score, state, residual, grad, worker)
         own = find_largest_(residual, grad, -(-k // len(senders)), **damped)

@@ -54,12 +54,10 @@ class DeMo(Sparsifier[DeMoState]):
     sign: bool = option(True, true_or_false)
 
     def init(self, worker: Worker) -> DeMoState:
-        """The momentum starts at zero."""
         self.num_selected(worker)  # refuses a k that does not fit
         return DeMoState(momentum=worker.zeros())
 
     def exchange(self, grad: Tensor, state: DeMoState, worker: Worker) -> Conversation:
-        """One step of DeMo."""
         groups = tiles_of(worker.layout, self.tile)
         density = self.num_selected(worker) / worker.numel
         momentum = state.momentum.mul_(self.decay)

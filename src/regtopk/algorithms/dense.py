@@ -40,7 +40,6 @@ class Dense(Algorithm[NoState | ResidualState]):
         return frozenset({"conserves", "replicates", "unbiased"})
 
     def init(self, worker: Worker) -> NoState | ResidualState:
-        """The residual starts at zero; lossless codes need none."""
         is_exact = is_lossless(self.value_code) and is_lossless(self.sum_code)
         return NoState() if is_exact else ResidualState(worker.zeros())
 

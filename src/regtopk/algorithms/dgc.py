@@ -60,14 +60,12 @@ class DGC(OwnChoice[DGCState]):
         return self.promised(frozenset({"dense_at_full_density", "exact_k", "replicates"}))
 
     def init(self, worker: Worker) -> DGCState:
-        """Nothing is carried, and nothing was sent."""
         num_sent = self.num_selected(worker)
         momentum = worker.zeros()
         state = DGCState.start(worker, num_sent=0 if self.score is None else num_sent, momentum=momentum)
         return self.with_owed(state, worker)
 
     def exchange(self, grad: Tensor, state: DGCState, worker: Worker) -> Conversation:
-        """One step of DGC."""
         k, v = self.num_selected(worker), state.residual
         u = state.momentum.mul_(self.momentum).add_(self._clipped(grad, worker))
         damped = damped_by(self.score, state, v, u, worker)

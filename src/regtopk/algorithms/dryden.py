@@ -33,7 +33,6 @@ class Dryden(ErrorFeedback, WithDensity[ResidualState]):
     promises = frozenset({"conserves", "replicates"})
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of adaptive quantisation."""
         k = self.num_selected(worker)
         accumulated = state.residual.add_(grad)
         is_taken = torch.zeros_like(accumulated, dtype=torch.bool)

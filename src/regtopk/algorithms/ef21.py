@@ -50,7 +50,6 @@ class EF21(Sparsifier[EF21State]):
     eta: float = option(1.0, within("(0, 1]"))
 
     def init(self, worker: Worker) -> EF21State:
-        """All estimates start at zero."""
         self.num_selected(worker)  # refuses a k that does not fit
         aggregate = worker.weight.new_zeros(*worker.batch_shape[:-1], worker.numel)
         if self.eta == 1:
@@ -58,7 +57,6 @@ class EF21(Sparsifier[EF21State]):
         return EF21MomentumState(worker.zeros(), aggregate, worker.zeros())
 
     def exchange(self, grad: Tensor, state: EF21State, worker: Worker) -> Conversation:
-        """One step of EF21."""
         k = self.num_selected(worker)
         if isinstance(state, EF21MomentumState):
             # Two roundings, not a fused one: the same bits wherever an entry lies in memory.

@@ -72,7 +72,6 @@ class FairTopK(Sparsifier[FairTopKState]):
             raise ArgumentError(f"trial must be even, got {self.trial}")
 
     def init(self, worker: Worker) -> FairTopKState:
-        """k is the given one, and nothing was reported."""
         k = self.num_selected(worker)
         low, high = self._range(worker)
         if not low <= k <= high:
@@ -91,7 +90,6 @@ class FairTopK(Sparsifier[FairTopKState]):
         )
 
     def exchange(self, grad: Tensor, state: FairTopKState, worker: Worker) -> Conversation:
-        """One step of fairness-aware Top-k."""
         if worker.report is not None:
             self._learn_(state, worker.report, worker)
         is_neighbour = int(state.num_reports) >= self.trial

@@ -28,7 +28,6 @@ class GlobalTopK(ErrorFeedback, Sparsifier[ResidualState]):
     promises = frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of the oracle."""
         k = self.num_selected(worker)
         accumulated = state.residual + grad  # a new tensor: a cluster that refuses to peek changes nothing
         aggregate = yield from Peek(accumulated, worker.weight)

@@ -39,7 +39,6 @@ class GradientDropping(ErrorFeedback, Sparsifier[ResidualState]):
     sample: float = option(0.001, within("(0, 1]"))
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of gradient dropping."""
         k, numel = self.num_selected(worker), worker.numel
         num_samples = min(numel, math.ceil(max(self.sample * numel, _FEWEST_SAMPLED / (k / numel))))
         sample = {"num_samples": num_samples, "start": worker.step}

@@ -33,7 +33,6 @@ class GTopK(ErrorFeedback, Sparsifier[ResidualState]):
     promises = frozenset({"dense_at_full_density", "exact_k", "replicates"})
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of gTop-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.value_code)
         total = yield from SparseSum(sent, worker.weight)

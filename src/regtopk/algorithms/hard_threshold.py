@@ -47,7 +47,6 @@ class HardThreshold(ErrorFeedback, Sparsifier[ResidualState]):
             )
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of error feedback with a hard threshold."""
         threshold = self.threshold or 1 / (2 * math.sqrt(self.num_selected(worker)))
         sent = take_above_(state.residual, grad, threshold, worker.numel, code=self.value_code)
         return (yield from SparseSum(sent, worker.weight))

@@ -42,7 +42,6 @@ class MIPDStyle(ErrorFeedback, Sparsifier[ResidualState]):
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates"})
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of MIPD-style Top-k."""
         k = self.num_selected(worker)
         accumulated = state.residual.mul_(self.decay).add_(grad)
         layers = [layer for layer in worker.layout.layers if layer.numel > 0]

@@ -42,7 +42,6 @@ class RandomCandidates(ErrorFeedback, Sparsifier[ResidualState]):
     seed: int = option(0, integer())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step: Top-k of the candidates as a vector of their own."""
         k = self.num_selected(worker)
         num_candidates = min(worker.numel, self.factor * k)
         drawn = random_subset(worker.numel, num_candidates, self.seed, worker.step, grad.device)

@@ -30,7 +30,6 @@ class RandomK(ErrorFeedback, Sparsifier[ResidualState]):
     seed: int = option(0, integer())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of Random-k."""
         k = self.num_selected(worker)
         indices = random_subset(worker.numel, k, self.seed, worker.step, grad.device)
         values = take_at_(state.residual, grad, indices, code=self.value_code)

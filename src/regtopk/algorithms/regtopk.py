@@ -64,11 +64,9 @@ class RegTopK(OwnChoice[ScoredState]):
         return PosteriorScore(mu=self.mu, damping=self.damping, reference=self.reference, q=self.q)
 
     def init(self, worker: Worker) -> ScoredState:
-        """Nothing is carried, and nothing was sent."""
         return ScoredState.start(worker, num_sent=self.num_selected(worker))
 
     def exchange(self, grad: Tensor, state: ScoredState, worker: Worker) -> Conversation:
-        """One step of RegTop-k."""
         k, residual = self.num_selected(worker), state.residual
         damped = damped_by(self.score, state, residual, grad, worker)
         sent = take_largest_(residual, grad, k, code=self.sent_code, **damped)

@@ -40,7 +40,6 @@ class ScaleCom(ErrorFeedback, Sparsifier[ResidualState]):
         return frozenset({"conserves", "dense_at_full_density", "exact_k", "replicates", "shared_support"})
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of ScaleCom."""
         k, leader = self.num_selected(worker), worker.senders[0]
         accumulated = state.residual.clone()
         own = find_largest_(accumulated, grad, k)

@@ -69,7 +69,6 @@ class SIDCo(Sparsifier[SIDCoState]):
     fit: Fit = option("exponential", one_of("exponential", "pareto", "gamma"))
 
     def init(self, worker: Worker) -> SIDCoState:
-        """Nothing is carried; one stage."""
         zero = worker.zeros(1, dtype=torch.int64)
         return SIDCoState(
             residual=worker.zeros(),
@@ -81,7 +80,6 @@ class SIDCo(Sparsifier[SIDCoState]):
         )
 
     def exchange(self, grad: Tensor, state: SIDCoState, worker: Worker) -> Conversation:
-        """One step of SIDCo."""
         k = self.num_selected(worker)
         accumulated = state.residual.add_(grad)
         eta = self.threshold(accumulated.abs(), state.num_stages, k / worker.numel)

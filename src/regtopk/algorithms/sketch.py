@@ -57,7 +57,6 @@ class Sketch(ErrorFeedback, Sparsifier[ResidualState]):
     seed: int = option(0, integer())
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of SketchedSGD."""
         k = self.num_selected(worker)
         columns = self.columns or _COLUMNS_PER_ENTRY * k
         accumulated = state.residual.add_(grad)

@@ -43,7 +43,6 @@ class SparseLoCo(ErrorFeedback, Sparsifier[ResidualState]):
     tile: int = option(64, integer(at_least=1))
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One exchange."""
         groups = tiles_of(worker.layout, self.tile)
         density = self.num_selected(worker) / worker.numel
         residual = state.residual.mul_(self.decay)

@@ -34,7 +34,6 @@ class Strom(ErrorFeedback):
     tau: float = option(0.01, within("[1.2e-38, 3.4e38]"))  # it travels as a float32
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of Strom's method."""
         taken = take_above_(state.residual, grad, self.tau, worker.numel)
         sent = send_instead_(state.residual, taken, self.tau * taken.values.sign(), code="sign")
         return (yield from SparseSum(sent, worker.weight))

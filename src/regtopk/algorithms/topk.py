@@ -33,11 +33,9 @@ class TopK(ErrorFeedback, OwnChoice[ResidualState]):
         )
 
     def init(self, worker: Worker) -> ResidualState:
-        """Nothing is carried, and nothing is owed."""
         return self.with_owed(super().init(worker), worker)
 
     def exchange(self, grad: Tensor, state: ResidualState, worker: Worker) -> Conversation:
-        """One step of Top-k."""
         k = self.num_selected(worker)
         sent = take_largest_(state.residual, grad, k, code=self.sent_code)
         return (yield from self.sum_sent(sent, state, worker))

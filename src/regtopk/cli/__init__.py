@@ -24,7 +24,6 @@ from regtopk.lab.report import write_report
 from regtopk.lab.runs import RunWriter, read_header, versions
 
 app = typer.Typer(
-    help="Train over slow networks by sending a thousandth of the gradient.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,7 +51,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train over slow networks by sending a thousandth of the gradient."""
+    """Train over slow networks by sending about a hundredth of the bytes."""
 
 
 @app.command("list")
@@ -106,8 +105,6 @@ def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run
     typer.echo(f"{write_report(folder)}")
 
 
-app.add_typer(
-    reproduce, name="reproduce", help="Run one of the paper's experiments; write records and a page."
-)
+app.add_typer(reproduce, name="reproduce", help="Run one of the paper's experiments; write a page.")
 for _command in (train, compare, doctor, plan):
     app.command()(_command)

@@ -61,7 +61,11 @@ def run(
     if "task" in (request.base or ()) and any(word.startswith("task=") for word in settings or ()):
         raise ArgumentError("task must be given as the command's own argument, got it with --set")
     given = [f"{name}={value}" for name, value in chosen.items()]
-    config = parse_settings(request.experiment.config, [*given, *(settings or ())], request.base)
+    try:
+        config = parse_settings(request.experiment.config, [*given, *(settings or ())], request.base)
+    except ArgumentError as error:
+        name, _, rule = str(error).partition(" ")
+        raise ArgumentError(f"{FLAGS[name]} {rule}") if name in FLAGS and name in chosen else error from None
     typed = ["regtopk", *request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
     folder = out or default_folder(request.name, resume=resume, force=force)
     try:
@@ -150,9 +154,7 @@ def reproduction(experiment: Experiment[Any]) -> Any:
         return Request(experiment, name, words)
 
     def with_preset(
-        preset: Annotated[str, typer.Option(help=f"Protocol: {', '.join(presets)}.")] = next(
-            iter(presets), ""
-        ),
+        preset: Annotated[str, typer.Option(help=f"Protocol: {', '.join(presets)}.")] = (*presets, "")[0],
     ) -> Request:
         check_choice("preset", preset, presets)
         return Request(experiment, f"{name}-{preset}", [*words, "--preset", preset], presets[preset])
@@ -175,5 +177,9 @@ def compare(task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}
 
 @runs(TRAIN.config, TRAINED, unused=SIMULATED)
 def train() -> Request:
-    """Train with real processes, by a method and dense; write records, figures and a page."""
+    """Train with real processes, by a method and dense; write records, figures and a page.
+
+    If you name no method, it is what we advise: consensus:value_code=4bit for digits, and for gpt
+    topk:value_code=4bit:impute=0.35:exchange=updates:every=2:fragments=2
+    """
     return Request(TRAIN, "train", ["train"])

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -69,9 +69,7 @@ def progress_bar(label: str) -> Iterator[ShowProgress]:
         yield show_fraction
 
 
-def show(
-    content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_json: bool, notes: Sequence[str] = ()
-) -> None:
+def show(content: Any, summaries: Mapping[str, Any], page: Path | None, *, as_json: bool) -> None:
     """Print the JSON; or one table (a column per method, a row per measure), notes, and where the page is."""
     if as_json:
         typer.echo(json.dumps(content, indent=2))
@@ -97,8 +95,8 @@ def show(
         console.width = max(console.width, _FILE_WIDTH)
     _fit(table, console)
     console.print(table)
-    for line in (*notes, *([] if page is None else [page])):
-        typer.echo(f"{line}")
+    notes = [note for summary in summaries.values() for note in summary.get("notes", [])]
+    typer.echo("\n".join([*notes, *([] if page is None else [f"{page}"])]))
 
 
 def _fit(table: Table, console: Console) -> None:

@@ -36,13 +36,9 @@ def plan(
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of a worker's link: 100Mbit/s, 1.5G, 12.5MB/s.")],
     step_time: Annotated[str, typer.Option(help="One worker's step without communication: 85ms.")],
     latency: Annotated[str, typer.Option(help="One way, half a ping: 50us, 10ms.")] = "0",
-    exchange: Annotated[
-        str, typer.Option(help="gradients, or updates: what every worker's own optimizer changed.")
-    ] = "gradients",
+    exchange: Annotated[str, typer.Option(help="gradients; or updates, as for AdamW.")] = "gradients",
     every: Annotated[int | None, typer.Option(help="Steps from one exchange of updates to the next.")] = None,
-    density: Annotated[
-        str | None, typer.Option(help="Shares of entries to send.", show_default=SHOWN_DENSITIES)
-    ] = None,
+    density: Annotated[str | None, typer.Option(help="Shares sent.", show_default=SHOWN_DENSITIES)] = None,
     algorithms: Annotated[
         str | None, typer.Option(help="Methods as compare takes them: topk,topk:exchange=updates:every=2.")
     ] = None,
@@ -53,7 +49,7 @@ def plan(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the methods' steps on a link: what is best, from which bandwidth on, and whether it pays."""
+    """Predict the methods' steps on a link: what is best, whether it pays, and below which bandwidth."""
     check_choice("device", device, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
     densities = None if density is None else _densities(density)
     labels = None if algorithms is None else algorithms.split(",")
@@ -91,7 +87,7 @@ def plan(
     where = ", ".join(f"{name} {value}" for name, value in costs.machine.items() if value is not None)
     assumed, *notes = summary["notes"]
     answer = [assumed, page.verdict(found), *notes, f"Measured costs: {path} ({where})"]
-    show(summary, {"plan": {"table": page.table(found)}}, written, as_json=as_json, notes=answer)
+    show(summary, {"plan": {"table": page.table(found), "notes": answer}}, written, as_json=as_json)
 
 
 def _densities(text: str) -> list[float]:

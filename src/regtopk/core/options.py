@@ -6,6 +6,7 @@ An algorithm declares an option with its check, and the check runs when the algo
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from difflib import get_close_matches
@@ -88,7 +89,9 @@ def check_choice(name: str, choice: Any, choices: Iterable[str]) -> None:
 
 def did_you_mean(word: Any, words: Iterable[str]) -> str:
     """A question that names the closest of some words, in brackets; nothing if none is close."""
-    close = get_close_matches(str(word), words, n=1, cutoff=0.5)
+    digits = re.findall(r"\d", str(word))  # are no slips: "8bit" is not "4bit"
+    alike = [each for each in words if not digits or re.findall(r"\d", each) == digits]
+    close = get_close_matches(str(word), alike, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

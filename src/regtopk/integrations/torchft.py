@@ -22,7 +22,8 @@ from regtopk.distributed.options import names_typos
 from regtopk.distributed.state.buckets import Bucket
 from regtopk.distributed.state.layout import into
 from regtopk.distributed.state.parameters import NamedParameters
-from regtopk.distributed.state.shards import copied
+from regtopk.distributed.state.saved import malformed
+from regtopk.distributed.state.shards import copied, shapes_of
 from regtopk.distributed.steps.handshake import compare
 from regtopk.distributed.steps.step import Step, Steps, Take, Vectors
 from regtopk.distributed.transport.collectives import Alone, BareCollectives
@@ -31,7 +32,7 @@ from regtopk.distributed.updates.inner import Inner
 from regtopk.distributed.updates.model import LocalModel
 from regtopk.distributed.updates.rank_rounds import RankRounds
 from regtopk.distributed.updates.saved import LoadedModel, load_into
-from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError
+from regtopk.errors import ArgumentError, ClusterError, MissingExtraError, RegtopkError, StateError
 from regtopk.rounds import LocalRounds, Rounds
 
 try:
@@ -68,7 +69,7 @@ class QuorumRounds(RankRounds):
     def join(self, rounds: LocalRounds) -> None:
         """Make rounds until one counts: with nothing to send, for the others' state."""
         while not self._is_committed:
-            clock, _ = self.gather(0, 0)
+            clock, _ = self.gather(0, self._num_seen)
             rounds.exchange(self._rounds.due(clock)[0])
             if isinstance(self._problem, RegtopkError):  # the replicas differ; all else may pass
                 raise self._problem
@@ -83,7 +84,7 @@ class QuorumRounds(RankRounds):
         self._has_senders = False  # whether anybody has something to send
         with self._reporting():
             self._has_senders = self._manager.errored() is None and self._compare()
-        # as they are sent; then what all replicas made of them
+        # as they are sent: kept as long as a round beside training may read them
         self._buffers = {name: buffer.clone() for name, buffer in self._model.buffers.named.items()}
         return self._rounds.next_send(self._turn_at), self._num_steps
 
@@ -159,7 +160,7 @@ class QuorumRounds(RankRounds):
             self.begin_from(self._given)
         if not bool(weights.any()):
             return False
-        if self._is_new:  # it goes on from what those have learned who send
+        if self._is_new:  # it takes what the senders have learned
             self._num_steps = int(num_steps[weights > 0].max())
         steps.regroup(group, weights / weights.sum())
         return True
@@ -176,7 +177,7 @@ class QuorumRounds(RankRounds):
                     if step.is_finite:
                         step.exchange(into(model.update))
                         if self._is_last(fragment):
-                            self._buffers = model.buffers.joined(steps.rank, steps.device, self._buffers)
+                            self._joined = model.buffers.joined(steps.rank, steps.device, self._buffers)
             self._is_committed = bool(self._manager.should_commit())
             if step is not None and not self._is_committed:
                 step.take_back()
@@ -195,7 +196,7 @@ class QuorumRounds(RankRounds):
             return None
         self._is_new = False
         if self._has_senders and is_finite and self._is_last(fragment):
-            self._model.buffers.put(self._buffers)
+            self._model.buffers.put(self._joined)
         return is_finite if self._has_senders else None
 
     @contextmanager
@@ -244,15 +245,6 @@ class TorchftExchange(UpdatesBase):
         algorithm: Algorithm[Any],
         **options: Unpack[UpdateOptions],
     ) -> None:
-        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
-        pause = rounds.every // rounds.fragments
-        if rounds.delay >= pause:
-            raise ArgumentError(
-                f"delay must be less than every // fragments, {pause}, as one round is under way at a time, "
-                f"got {rounds.delay}"
-            )
-        weight = 1.0 if checked.weight is None else checked.weight
-        check_positive("weight", weight)
         for name, value in options.items():
             if name in _MANAGED and value is not None:
                 raise ArgumentError(
@@ -260,8 +252,17 @@ class TorchftExchange(UpdatesBase):
                 )
         if getattr(manager, "_use_async_quorum", False):
             raise ArgumentError("manager must have use_async_quorum=False, got True")
+        weight = options.get("weight")
+        check_positive("weight", weight := 1.0 if weight is None else weight)
+        rounds, model, checked, kind = self._prepared(parameters, optimizer, algorithm, options)
+        pause = rounds.every // rounds.fragments
+        if rounds.delay >= pause:
+            raise ArgumentError(
+                f"delay must be less than every // fragments, {pause}, as one round is under way at a time, "
+                f"got {rounds.delay}"
+            )
         if model.is_sharded:
-            raise ArgumentError("parameters must be a plain model, got one that fully_shard has sharded")
+            raise ArgumentError("model must be plain, got one that fully_shard has sharded")
         steps = Steps(model.parameters, algorithm, Alone(), replace(checked, weight=None), kind)
         _refuse_sums(algorithm, steps.buckets.all)
         maker = QuorumRounds(manager, float(weight), steps, model, rounds)
@@ -282,8 +283,21 @@ class TorchftExchange(UpdatesBase):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, on every replica: parameters, buffers and both optimizers are set too."""
+        with malformed():
+            _check_shapes(self._maker.state_dict(), state_dict)
         self._maker.begin_from(state_dict)
         self._rounds.begin(state_dict["num_steps"], state_dict["turn_at"])
+
+
+def _check_shapes(own: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in ("start", "frozen"):
+        if shapes_of(saved[name]) != shapes_of(own[name]):
+            raise StateError(
+                f"{name} of the saved state must have the shapes {shapes_of(own[name])}, got "
+                f"{shapes_of(saved[name])}"
+            )
+    if list(map(shapes_of, saved["shared"])) != list(map(shapes_of, own["shared"])):
+        raise StateError(f"shared of the saved state must have {len(own['shared'])} buckets of this model's")
 
 
 def _refuse_sums(algorithm: Algorithm[Any], buckets: list[Bucket]) -> None:

@@ -18,7 +18,7 @@ from regtopk.distributed.options import ExchangeOptions, Options, known_options,
 from regtopk.distributed.state.parameters import is_fsdp, uncompiled
 from regtopk.distributed.transport.collectives import is_one_process
 from regtopk.distributed.updates.buffers import How
-from regtopk.distributed.updates.exchange import UpdateExchange
+from regtopk.distributed.updates.exchange import TIMES, UpdateExchange
 from regtopk.distributed.updates.model import Anchors
 from regtopk.errors import ArgumentError, ClusterError
 from regtopk.rounds import Rounds
@@ -125,7 +125,7 @@ class ExchangeInTrainer:
 
 def _checked(options: dict[str, Any]) -> Options:
     """What all kinds of exchange share. A value that breaks its rule is refused, with one process too."""
-    times = {name: value for name, value in options.items() if name in ("every", "delay", "fragments", "mix")}
+    times = {name: value for name, value in options.items() if name in TIMES}
     Rounds("updates", **times).check_times()
     check_choice("buffers", options.get("buffers", "mean"), get_args(How))
     check_choice("anchors", options.get("anchors", "device"), get_args(Anchors))

@@ -49,11 +49,10 @@ class Method:
             return cls(label, label)
         options = {key: _value(text) for key, text in cls(label, name).words}
         own: dict[str, Any] = {key: options.pop(key) for key in OWN if key in options}
-        known = {f.name for f in fields(ALGORITHMS[name])} if name in ALGORITHMS else set()
-        told = set(Rounds._fields) - (
-            set() if "exchange" in options else known
-        )  # every may be the algorithm's
-        rounds: dict[str, Any] = {key: options.pop(key) for key in list(options) if key in told}
+        known = [f.name for f in fields(ALGORITHMS[name])] if name in ALGORITHMS else []
+        # without `exchange`, a word such as every is the algorithm's if it has such an option
+        told = [key for key in Rounds._fields if "exchange" in options or key not in known]
+        rounds: dict[str, Any] = {key: options.pop(key) for key in told if key in options}
         return cls(label, name, options, **own, rounds=Rounds(**rounds))
 
     @classmethod
@@ -118,8 +117,8 @@ class Method:
         return replace(self, label="") == replace(other, label="")
 
     @property
-    def _known(self) -> set[str]:
-        return {f.name for f in fields(ALGORITHMS[self.algorithm])}
+    def _known(self) -> list[str]:
+        return [f.name for f in fields(ALGORITHMS[self.algorithm])]
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of the algorithm's class. An adapted algorithm is still a `Method` among them."""

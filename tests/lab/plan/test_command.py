@@ -102,6 +102,12 @@ def test_a_fast_link_does_not_pay() -> None:
     assert "Compression does not pay with 4 workers at 400 Gbit/s: dense is fastest" in out
 
 
+def test_dgc_is_said_to_be_measured_against_dense_without_momentum() -> None:
+    for words, is_best in (("dgc", True), ("topk", False)):
+        notes = plan(*SMALL, "--bandwidth", "10M", "--algorithms", words)["notes"]
+        assert any("dense with momentum is not measured" in note for note in notes) is is_best
+
+
 def test_a_table_what_is_assumed_and_then_the_answer() -> None:
     code, out, err = invoke(*SMALL)
     assert (code, err) == (0, "")
@@ -150,7 +156,7 @@ def test_a_page(tmp_path: Path) -> None:
         ("--density 0.1,2", "density must be numbers in (0, 1], separated by commas, got '0.1,2'"),
         ("--device abacus", "device must be one of cpu"),
         ("--exchange weights", "exchange must be one of gradients, updates, got 'weights'"),
-        ("--every 2", "--every needs --exchange updates, got --every 2"),
+        ("--every 2", "every must be given with exchange 'updates' alone, got 2"),
         ("--exchange updates --every 0", "every must be an integer of at least 1, got 0"),
         ("--algorithms topk:k=3", "a planned method has a density, and no k, index_code or residual_dtype"),
         ("--algorithms topk:value_code=int8", "value_code of a planned method must be one of float32, 4bit"),

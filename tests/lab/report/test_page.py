@@ -163,7 +163,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_page_says_what_it_ran_on_and_has_the_answers_first(tmp_path: Path) -> None:
     dense = {"measure": "dense", "density": None, "lr": 1.0}
-    row = {"measure": "topk", "density": 0.5, "lr": 1.0, "bytes a step": 3, "accuracy": 90.0, "± std": 1.0}
+    row = {"measure": "topk", "density": 0.5, "lr": 1.0, "payload per step": 3, "accuracy": 9.0, "± std": 1.0}
     page = page_of(tmp_path, HEADER, {"table": [dense, row], "hardware": ["A <GPU>"], "minutes": 2.6})
     assert "A &lt;GPU&gt;; 2.6 minutes of finished runs." in page
     expected = ["", "accuracy", "± std", "density", "lr", "payload per step"]

@@ -95,7 +95,7 @@ def attach(
             a model that is not wrapped is left as it is.
         algorithm: what is run; the same on every rank.
         optimizer: the one that trains the model. If given, what does not go with the algorithm (DGC beside
-            momentum) is logged now, otherwise in the first step.
+            momentum, Adam) is logged now, otherwise in the first step.
         grad_scaler: the torch.amp.GradScaler in use: residuals are then kept unscaled.
         replicate_group: the old name of `process_group`, for one release.
         options: see `regtopk.ExchangeOptions`.

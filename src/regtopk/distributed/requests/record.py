@@ -121,16 +121,16 @@ def summarise(
     num_workers: int,
     title: str,
     residual_norm: float,
-    every: int | None = None,
+    num_steps: int | None = None,
     num_parts: int = 1,
     peer: str = "rank",
 ) -> str:
     """A few lines of text: bytes sent and received, against dense, and where the time went.
 
-    A round of updates has `every` optimizer steps; None: the steps exchange gradients. `num_parts` steps of
-    the ledger make one of the whole model.
+    `num_steps` are the optimizer's, between which there were rounds of updates; None: each exchanged
+    gradients. `num_parts` steps of the ledger make one of the whole model.
     """
-    noun, vectors = ("step", "gradients") if every is None else ("round", "updates")
+    noun, vectors = ("step", "gradients") if num_steps is None else ("round", "updates")
     total, steps, first = ledger.total, max(ledger.num_steps, 1) / num_parts, ledger.first_step
     sent, received = (
         f"{_size(moved / steps)} per {noun}, {_size(moved)} in all"
@@ -143,11 +143,10 @@ def summarise(
         dense += f", of bfloat16 {times / 2:.1f}"
     phases = [f"{name[:-2]} {1e3 * getattr(total, name) / steps:.2f}" for name in PHASES]
     done = counted((ledger.num_steps - total.num_skipped) // num_parts, noun)
-    if every is not None:
-        done += f" of {counted(every, 'step')}"
+    after = "" if num_steps is None else f"after {counted(num_steps, 'step')}, "
     since = f" since {noun} {first // num_parts}, when the ranks changed" if first else ""
     lines = [
-        f"{title}: {done} on {counted(num_workers, 'worker')}{since}; this rank:",
+        f"{title}: {after}{done} on {counted(num_workers, 'worker')}{since}; this rank:",
         f"  sent      {sent}; {total.num_entries / steps:.0f} entries per {noun}",
         f"  received  {received}",
         f"  dense     {dense}",

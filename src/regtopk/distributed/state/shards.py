@@ -111,7 +111,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copied(thing: Any, other: Callable[[Any], Any] = deepcopy) -> Any:
-    """A copy on the CPU, of a DTensor of this rank's part; `other` makes that of what is no tensor."""
+    """A copy on the CPU, of a DTensor of this rank's part; `other` copies what is no tensor."""
     kind = type(thing)
     if isinstance(thing, Tensor):
         return local(thing).detach().to("cpu", copy=True)

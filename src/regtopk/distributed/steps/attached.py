@@ -1,4 +1,4 @@
-"""What must not meet in one training: two exchanges of one model, and two momenta."""
+"""What must not meet in one training: two exchanges of one model, two momenta, and Adam with pulses."""
 
 import logging
 from typing import Any
@@ -14,6 +14,7 @@ from regtopk.errors import ArgumentError, ClusterError
 
 OPTIMIZERS: "WeakSet[Optimizer]" = WeakSet()  # whose updates are exchanged
 _log = logging.getLogger("regtopk")
+_WITHOUT_PULSES = ("dense", "ef21")  # algorithms whose aggregate has every entry in every step
 
 
 def refuse_updates(model: nn.Module) -> None:
@@ -35,29 +36,27 @@ def warn_of_two_momenta(algorithm: Algorithm[Any], optimizer: Optimizer | None) 
         for name in ("momentum", "betas")
         if group.get(name) and (name == "momentum" or group[name][0])
     ]
-    if found and (not dist.is_initialized() or dist.get_rank() == 0):
-        _log.warning(
-            "%s keeps a momentum of its own, and the optimizer has one, too (%s with %s): steps become many "
-            "times too long. Use torch.optim.SGD without momentum, or an algorithm without one, such as TopK",
-            algorithm.name,
-            type(optimizer).__name__,
-            found[0],
+    if found:
+        _say(
+            f"{algorithm.name} keeps a momentum of its own, and the optimizer has one, too "
+            f"({type(optimizer).__name__} with {found[0]}): steps become many times too long. Use "
+            "torch.optim.SGD without momentum, or an algorithm without one, such as TopK"
         )
 
 
 def watch_optimizer(model: nn.Module, algorithm: Algorithm[Any], optimizer: Optimizer | None) -> None:
-    """Warn of two momenta, now or, if no optimizer is given, when one first trains the model."""
+    """Warn of two momenta and of Adam, now or, without an optimizer, when one first trains the model."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    warn_of_two_momenta(algorithm, optimizer)
-    if optimizer is not None or not _has_own_momentum(algorithm):
+    if optimizer is not None:
+        _warn(algorithm, optimizer)
         return
     watched = WeakSet([model])  # emptied when the model is gone, or an optimizer was found
 
     def look(optimizer: Optimizer, *_: Any) -> None:
         if any(_trains(optimizer, each) for each in watched):
             watched.clear()  # torch does not let a hook remove itself
-            warn_of_two_momenta(algorithm, optimizer)
+            _warn(algorithm, optimizer)
 
     finalize(model, register_optimizer_step_pre_hook(look).remove)
 
@@ -66,6 +65,23 @@ def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer has a parameter of a model."""
     own = set(map(id, model.parameters()))
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _warn(algorithm: Algorithm[Any], optimizer: Optimizer) -> None:
+    """Say what does not go with an algorithm that exchanges gradients."""
+    warn_of_two_momenta(algorithm, optimizer)
+    name, is_adam = getattr(algorithm, "name", "dense"), any("betas" in g for g in optimizer.param_groups)
+    if is_adam and name not in _WITHOUT_PULSES and not _has_own_momentum(algorithm):
+        _say(
+            f"{name} sends an entry rarely, as one large value, which spoils {type(optimizer).__name__}'s "
+            "second moments: exchange updates, by regtopk.UpdateExchange, or use torch.optim.SGD"
+        )
+
+
+def _say(text: str) -> None:
+    """Log a warning, on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(text)
 
 
 def _has_own_momentum(algorithm: Algorithm[Any]) -> bool:

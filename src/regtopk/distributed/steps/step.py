@@ -173,6 +173,7 @@ class Steps:
         self.settle()
         self.buckets.begin_from(shared)
         self._num_steps = num_steps
+        self._forget()
 
     def _forget(self) -> None:
         """Ranks, or what they exchange, have changed."""

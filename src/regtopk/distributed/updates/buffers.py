@@ -1,7 +1,7 @@
 """Buffers of a model, such as batch norm's running means: ranks change them apart, a round joins them."""
 
 from functools import reduce
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class ModelBuffers:
     """
 
     def __init__(self, module: nn.Module | None, how: How) -> None:
-        check_choice("buffers", how, ("mean", "rank0", "local"))
+        check_choice("buffers", how, get_args(How))
         self.how = how
         self._module = module
         self._shapes = {name: buffer.shape for name, buffer in self.named.items()}

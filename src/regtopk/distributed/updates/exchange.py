@@ -110,8 +110,8 @@ class UpdatesBase(Counted):
     def summary(self) -> str:
         """What this rank sent, against dense gradients in every step, and where the time went."""
         self._maker.land_all()
-        steps, norm, rounds = self._steps, self.total.residual_norm, self._rounds.rounds
-        counts = rounds.every, rounds.fragments, self._peer
+        steps, norm = self._steps, self.total.residual_norm
+        counts = self.num_steps, self._rounds.rounds.fragments, self._peer
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
 
     @contextmanager
@@ -273,7 +273,6 @@ class UpdateExchange(UpdatesBase, ExchangeBase):
         self._rounds.load(model.num_steps, sent, is_start=not model.parameters)
         self._steps.go_on_from(progress)
         update_checkpoint.load_into(self._model, model)
-        self._model.notice.taken()
 
     @torch.no_grad()
     def finish(self) -> None:

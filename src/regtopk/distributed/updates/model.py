@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class LocalModel:
         fragments: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        check_choice("anchors", anchors, ("device", "cpu"))
+        check_choice("anchors", anchors, get_args(Anchors))
         source = _plain(source)
         self._module = source if isinstance(source, nn.Module) else None
         has_units = any(map(is_fsdp2, self._module.modules())) if self._module is not None else False
@@ -221,13 +221,10 @@ def _plain(source: nn.Module | NamedParameters) -> nn.Module | list[tuple[str, n
     for part in inner.modules():
         if isinstance(part, DistributedDataParallel):
             raise ClusterError(
-                "parameters must be a plain model, got a DistributedDataParallel, which averages gradients "
-                "in every backward: hand over the module inside it and train that, or exchange gradients by "
-                "regtopk.attach"
+                "model must be plain, got a DistributedDataParallel, which averages gradients in every "
+                "backward: hand over the module inside it, or exchange gradients by regtopk.attach"
             )
         if is_fsdp(part) and not is_fsdp2(part):
-            raise ClusterError(
-                f"parameters must be a plain model or one of fully_shard (FSDP2), got {type(part).__name__}"
-            )
+            raise ClusterError(f"model must be plain or of fully_shard (FSDP2), got {type(part).__name__}")
     refuse_hooks(inner)
     return inner

@@ -5,7 +5,7 @@ When a fragment is sent, when it is applied and what is kept is decided in regto
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -172,4 +172,7 @@ def _fly(
                 tensor.record_stream(stream)
         flight.set_result((meet(), stream.record_event()))
     except BaseException as error:  # raised where the rank next looks
+        if sent is not None:
+            with suppress(RuntimeError):  # the first error tells more
+                torch.cuda.synchronize(tensors[0].device)  # nothing may still write
         flight.set_exception(error)

@@ -20,7 +20,6 @@ Where a tuple stands, torch.distributed.checkpoint keeps what is in it as one.
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,7 +55,11 @@ def add_to(
     saved: dict[str, Any], model: LocalModel, rounds: LocalRounds, skipped: list[bool]
 ) -> dict[str, Any]:
     """A rank's state dict with what belongs to updates."""
-    sent = dict(chain(*map(zip, model.fragments, rounds.sent)))  # nothing of fragments that are not under way
+    sent = {
+        name: tensor
+        for names, tensors in zip(model.fragments, rounds.sent, strict=True)
+        for name, tensor in zip(names, tensors, strict=False)  # none of a fragment that is not under way
+    }
     mine = {
         "num_steps": rounds.clock,
         "optimizer": copied(model.inner.state_dict()),
@@ -157,6 +160,7 @@ def load_into(model: LocalModel, new: LoadedModel) -> None:
         shard_state(optimizer)
     if model.outer is not None:
         model.outer.load_state_dict(deepcopy(new.outer_state))
+    model.notice.taken()
 
 
 def shard_state(optimizer: Optimizer) -> None:
@@ -179,14 +183,14 @@ def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: Load
     mine, saved = ([len(group["params"]) for group in each] for each in groups)
     facts += [
         ("number of parameters of the optimizer's groups", mine, saved),
-        ("shapes of start", model.parameters.shapes, shapes_of(new.start)),
-        ("shapes of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
-        ("shapes of buffers", buffers, shapes_of(new.buffers["now"])),
-        ("shapes of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
+        ("shape of start", model.parameters.shapes, shapes_of(new.start)),
+        ("shape of parameters", model.parameters.shapes, shapes_of(new.parameters or new.start)),
+        ("shape of buffers", buffers, shapes_of(new.buffers["now"])),
+        ("shape of buffers at a round's start", {name: buffers.get(name) for name in begun}, begun),
     ]
-    for what, expected, found in facts:
-        if expected != found:
-            raise StateError(f"{what} in the saved state must be {expected!r}, got {found!r}")
+    for what, own, found in facts:
+        if own != found:
+            raise StateError(f"{what} must be that of the saved state, {found!r}, got {own!r}")
     for name, tensor in new.start.items():
         if not bool(torch.isfinite(tensor).all()):
             raise StateError(f"start of {name!r} in the saved state must be finite, got a NaN or inf")

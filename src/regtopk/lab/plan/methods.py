@@ -91,7 +91,7 @@ def planned_methods(
     if exchange == "updates":
         densities, labels = densities or UPDATES_DENSITIES, _update_labels(labels, every)
     elif every is not None:
-        raise ArgumentError(f"--every needs --exchange updates, got --every {every}")
+        raise ArgumentError(f"every must be given with exchange 'updates' alone, got {every}")
     parsed = [Method.parse(label) for label in labels or CHOSEN]
     ours = [method for words in parsed for method in _ways(words, densities or DENSITIES)]
     return list(dict.fromkeys([*TORCH, *ours]))

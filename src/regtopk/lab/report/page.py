@@ -13,15 +13,7 @@ from regtopk.lab.runs import Run, parts_of, read_header, read_run, writing_to
 from regtopk.lab.runs.run import FIGURE_PNG, FIGURE_SVG, PAGE
 
 # what the columns of a table are called in print, where that is not their key in summary.json
-HEADINGS = {
-    "measure": "",
-    "bytes a step": "payload per step",
-    "received a step": "received per step",
-    "ring / received": "bfloat16 ring / received",
-    "test_loss": "nats per character (smaller is better)",
-    "s a run": "s per run",
-    "compress, %": "exchange, %",  # share of the time that selecting, coding and summing take
-}
+HEADINGS = {"measure": "", "test_loss": "nats per character (smaller is better)"}
 # what a reader looks for first stands beside the methods' names
 ANSWERS = ("speed-up", "step", "steps", "accuracy", "test_loss", "risk", "distance", "± std")
 
@@ -100,9 +92,7 @@ def _legend(run: Run) -> str:
         said = "One seed: the spread is not known, and small differences mean nothing."
     elif nums:
         several = f"{min(nums)} to {max(nums)}" if len(nums) > 1 else f"{max(nums)}"
-        said = (
-            f"{several} seeds. Curves are medians and dots means over them; shades and bars are their range."
-        )
+        said = f"{several} seeds. Curves are medians, dots are means; shades and bars show the range."
     if len(keys) < len(styles):
         said += " Grey: the others; the table names them, and so does the pointer."
     return f'<div class="legend"><ul>{"".join(keys)}</ul><p>{said}</p></div>'
@@ -143,7 +133,7 @@ def _table(run: Run) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     said = run.summary.get("notes", [])
     if "hardware" in run.summary:
-        minutes = f"{run.summary['minutes']:.2g} minutes of finished runs."
+        minutes = f"{run.summary['minutes']:,.1f} minutes of finished runs."
         said = [f"{', '.join(run.summary['hardware'])}; {minutes}"]
     return f'<div class="wide">{table}</div>' + "".join(f"<p>{escape(note)}</p>" for note in said)
 

@@ -74,7 +74,7 @@ def test_equal_bytes_received_are_equal(tmp_path: Path, budget: dict[str, Any]) 
     assert results["topk"]["payload_bytes_per_step"] == pytest.approx(most / 3, rel=0.07)
     density = {method: r["density"] for method, r in results.items()}
     assert density["topk"] < density[methods[-1]] < density["topk:returned=0.1"]
-    assert all(row["received a step"] and row["ring / received"] for row in summary["table"])
+    assert all(row["received per step"] and row["bfloat16 ring / received"] for row in summary["table"])
     assert "bytes a worker has received" in write_report(tmp_path).read_text(encoding="utf-8")
 
 

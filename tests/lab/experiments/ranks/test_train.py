@@ -79,6 +79,7 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["train", *words, "--out", str(tmp_path / "run")])
     assert answer.exit_code == 0, answer.stderr
     assert "digits read right, %" in answer.stdout and "of which collective" in answer.stdout
+    assert "regtopk plan says what they cost on your link." in answer.stdout
     records = records_in(tmp_path / "run")
     curves = {
         method: [(r["step"], r["loss"], r["accuracy"]) for r in records if r["method"] == method]

@@ -55,9 +55,8 @@ def finished_curves(config: CompareConfig, records: Sequence[Record]) -> dict[Ke
     """The runs that reached their last step; of a step that was recorded twice, the later record counts."""
     found: dict[Key, dict[int, dict[int, Record]]] = {}
     for r in records:
-        found.setdefault(key_of(config, r["method"], r["density"]), {}).setdefault(r["seed"], {})[
-            r["step"]
-        ] = r
+        by_seed = found.setdefault(key_of(config, r["method"], r["density"]), {})
+        by_seed.setdefault(r["seed"], {})[r["step"]] = r
     finished: dict[Key, Curves] = {}
     for key, by_seed in found.items():
         for seed, curve in sorted(by_seed.items()):
@@ -172,9 +171,9 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
     return {
         "measure": result["method"],
         "density": result["density"],
-        "bytes a step": round(result["payload_bytes_per_step"]),
-        "received a step": received and round(received),
-        "ring / received": result["bfloat16_ring_over_received"],
+        "payload per step": round(result["payload_bytes_per_step"]),
+        "received per step": received and round(received),
+        "bfloat16 ring / received": result["bfloat16_ring_over_received"],
         "lr": result["lr"],
         config.kind.metric: result["mean"],
         "± std": result["std"],
@@ -182,8 +181,8 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
         BASES[config.kind.base]: found and found["mean"],
         "95 % interval": interval,
         "diverged": counted(len(result["diverged"]), "seed") if result["diverged"] else None,
-        "s a run": result["seconds_a_run"],
-        "compress, %": 100 * result["compress_share"],
+        "s per run": result["seconds_a_run"],
+        "exchange, %": 100 * result["compress_share"],  # of the time: selecting, coding and summing
     }
 
 

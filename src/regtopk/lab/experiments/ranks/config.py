@@ -38,10 +38,8 @@ class TrainConfig(CompareConfig):
     Args:
         task: what to learn: digits (scikit-learn's), or gpt, the next character of a text. Sizes of gpt are
             --set num_layers=2 --set width=64 --set context=64 --set batch_size=4.
-        algorithms: what to train with, as NAME[:OPTION=VALUE]... in the words of regtopk compare, such as
-            topk:value_code=4bit:exchange=updates:every=2:lr=0.008, with commas between several. Dense DDP is
-            always trained too. If not given, what we advise: consensus:value_code=4bit of gradients for
-            digits, topk:value_code=4bit:impute=0.35:exchange=updates:every=2:fragments=2 for gpt.
+        algorithms: methods in the words of regtopk compare, such as topk:lr=0.008, with commas between them;
+            if not given, what we advise. Dense DDP is always trained too.
         densities: share of the entries that a worker sends, k / J in (0, 1].
         lr: learning rate of the optimizer. If not given, 0.4 for digits, 0.004 for gpt. An lr among the words
             of a method is the method's alone, and dense keeps this one.

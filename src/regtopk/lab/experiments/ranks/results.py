@@ -11,6 +11,7 @@ from regtopk.lab.experiments.ranks.config import TrainConfig
 from regtopk.lab.runs import Panel, Record
 
 DIGITS_READ = "test digits read right, %"
+ON_ONE_MACHINE = "On one machine bytes cost nothing: regtopk plan says what they cost on your link."
 
 
 def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
@@ -40,8 +41,8 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
     rows = [
         (words, name, 1.0),
         ("training loss", "training_loss", 1.0),
-        ("sent a step, kB", "sent_bytes_a_step", 1e-3),
-        ("received a step, kB", "received_bytes_per_step", 1e-3),
+        ("sent per step, kB", "sent_bytes_a_step", 1e-3),
+        ("received per step, kB", "received_bytes_per_step", 1e-3),
         ("sent in all, MB", "sent_bytes", 1e-6),
         ("times less sent", "times_less_than_dense", 1.0),
         ("step, ms", "step_s", 1e3),
@@ -51,7 +52,7 @@ def summarise(config: TrainConfig, records: Sequence[Record]) -> Summary:
         {"measure": label, **{method: unit * x for method, x in measures[of].items()}}
         for label, of, unit in rows
     ]
-    return {"task": config.task, **measures, "table": table}
+    return {"task": config.task, **measures, "table": table, "notes": [ON_ONE_MACHINE]}
 
 
 def panels(config: TrainConfig) -> Sequence[Panel]:

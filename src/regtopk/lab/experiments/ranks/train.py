@@ -174,12 +174,9 @@ def _make_record(config: TrainConfig, method: Method, trainings: Sequence[RankTr
 TRAIN = WholeExperiment(
     name="train",
     title="Real training: processes, messages and bytes",
-    about=(
-        "Processes on this machine train a network: by DistributedDataParallel as it is (dense), and by each "
-        "method. Bytes are what each worker sends: the method's messages, counted, and a ring all_reduce for "
-        "dense. Times are medians. Processes of one machine talk through memory, so times do not show what "
-        "sending less is worth on a network."
-    ),
+    about="Processes on this machine train a network: by DistributedDataParallel as it is (dense), and by "
+    "each method. Bytes are what each worker sends: the method's messages, counted, and a ring all_reduce "
+    "for dense. Times are medians.",
     config=TrainConfig,
     run=run,
     summarise=summarise,
