@@ -121,6 +121,6 @@ def test_values_are_checked_at_the_call(option: str, value: Any) -> None:
 def test_one_process_is_refused_what_many_are() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(ArgumentError, match=r"weight must be .* got -1 on rank 0"):
-        ExchangeInTrainer("attach", TOPK, "updates", {"weight": -1})._make(model, None, None)
+        ExchangeInTrainer("attach", TOPK, "updates", {"weight": -1})._make(model, [], None)
     one = ExchangeInTrainer("attach", TOPK, "updates", {"every": 2, "weight": 0.5})
-    assert one._make(model, None, None).num_workers == 1
+    assert one._make(model, [], None).num_workers == 1
