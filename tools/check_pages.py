@@ -18,7 +18,12 @@ ROOT = Path(__file__).parents[1]
 INDEX, REFERENCE = ROOT / "docs" / "README.md", ROOT / "docs" / "api.md"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*/*.md")]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-IN_THE_TEXT = {"__version__", "ALGORITHMS", "RegtopkError"}  # names without an entry of the reference
+IN_THE_TEXT = {
+    "recipes",
+    "__version__",
+    "ALGORITHMS",
+    "RegtopkError",
+}  # names without an entry of the reference
 
 
 def text_of(page: Path) -> str:

@@ -78,7 +78,10 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
         ("topk:lr=0", "lr must be positive and finite, got 0"),
         ("topk:index_code=zip", "index_code must be"),
         ("topk:residual_dtype=int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
-        ("consensus:impute=0.3", "must be one of density, k, value_code, returned, sum_code, score, seed, got"),
+        (
+            "consensus:impute=0.3",
+            "must be one of density, k, value_code, returned, sum_code, score, seed, got",
+        ),
         ("adaptive:algorithm=consensus:impute=0.3", "option of consensus must be one of .*, got 'impute'"),
     ],
 )
