@@ -23,7 +23,7 @@ IN_THE_TEXT = {
     "__version__",
     "ALGORITHMS",
     "RegtopkError",
-}  # names without an entry of the reference
+}  # without an entry of their own
 
 
 def text_of(page: Path) -> str:

@@ -83,7 +83,7 @@ def test_a_round_ends_when_all_have_stepped_in_any_order() -> None:
                 it.train_until(last, order)
                 assert it.exchange.num_steps == last and it.exchange.num_rounds == last // 2
                 assert is_same_on_all_ranks(flat_parameters(it.net)) == (last % 2 == 0)
-            assert "topk: 2 rounds of 2 steps on 4 workers" in it.exchange.summary()
+            assert "topk: after 4 steps, 2 rounds on 4 workers" in it.exchange.summary()
             ends.append(it.result()[:2])
     assert same(*ends)
 
@@ -283,8 +283,8 @@ def test_states_of_other_optimizers_are_refused() -> None:
                 refusal(lambda: one.load_state_dict(saved)),
                 refusal(lambda: it.exchange.load_state_dict(one.state_dict())),
             ]
-        assert said[0][1] == "optimizer in the saved state must be 'AdamW', got 'Muon, AdamW'"
-        assert said[1][1] == "optimizer in the saved state must be 'Muon, AdamW', got 'AdamW'"
+        assert said[0][1] == "optimizer must be that of the saved state, 'Muon, AdamW', got 'AdamW'"
+        assert said[1][1] == "optimizer must be that of the saved state, 'AdamW', got 'Muon, AdamW'"
         assert same(it.result(), before)
 
 

@@ -80,7 +80,7 @@ def test_text_that_is_no_method_is_its_own_name() -> None:
         ("topk:residual_dtype=int8", "residual_dtype must be one of float32, bfloat16, got 'int8'"),
         (
             "consensus:impute=0.3",
-            "must be one of density, k, value_code, returned, sum_code, score, seed, got",
+            "must be one of density, k, value_code, returned, sum_code, score, ",
         ),
         ("adaptive:algorithm=consensus:impute=0.3", "option of consensus must be one of .*, got 'impute'"),
     ],
