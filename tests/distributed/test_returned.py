@@ -7,16 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import regtopk
-from regtopk.core.requests import FromOwners, ToOwners
+from regtopk.core.requests import FromOwners
 from regtopk.core.sparse import SparseGradient
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.distributed.transport.collectives import Collectives
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded
-from tests.distributed.test_damage import FlipsABit, answer
+from tests.distributed.test_damage import answer
 from tests.distributed.test_fsdp import train
 from tests.distributed.test_updates import is_same_on_all_ranks
+from tests.distributed.training import refusal
 
 J = 403  # of no number of ranks a multiple
 WEIGHTS = {4: [0.25] * 4, 3: [0.5, 0.25, 0.25], 5: [0.5, 0.125, 0.125, 0.125, 0.125]}
@@ -127,19 +128,22 @@ def test_sharded_models_train_with_it() -> None:
     assert is_same_on_all_ranks(train(model))
 
 
-def pieces_for(num_owners: int) -> SparseGradient:
-    places = torch.arange(0, 500, 7).expand(num_owners, -1)
-    counts = torch.full((num_owners,), places.shape[-1])
-    return SparseGradient(places, places.float() + 1, 500, counts)
+def overflow() -> str:
+    """The gradients are finite, but on rank 1 they overflow together with the residual."""
+    vector = nn.Parameter(torch.zeros(J))
+    exchange = regtopk.Exchange([vector], ALGORITHM)
+
+    def step() -> None:
+        vector.grad = torch.full((J,), 3e38 if dist.get_rank() == 1 else 1.0)
+        exchange.step()
+
+    step()
+    return ": ".join(refusal(step))
 
 
-def refuse_damage() -> str:
-    return answer(FlipsABit, ToOwners(pieces_for(2), torch.tensor(0.5)))
-
-
-def test_a_damaged_message_to_an_owner_is_refused(two_ranks: Ranks) -> None:
-    owner, _ = two_ranks.run(refuse_damage, timeout_s=30)
-    assert owner == "WireFormatError: message of rank 1 is refused: checksum must be that of the words"
+def test_a_message_that_no_owner_can_add_up_is_refused_by_all_at_once(four_ranks: Ranks) -> None:
+    for said in four_ranks.run(overflow, timeout_s=30):  # the group's own limit is longer
+        assert said.startswith("WireFormatError: message of rank ") and "values must be finite" in said
 
 
 def owner_with_nan() -> str:

@@ -4,7 +4,7 @@ Imputation infers what workers hold of an entry that only others sent (docs/impu
 send it is taken to hold rho times the mean of those that did.
 
 Sums may also come back in part (docs/returned.md): every entry has an owner, who adds what workers send of it
-to what it owes. The largest of what owners owe come back. So bytes per worker do not grow with the workers.
+to what it owes, and sends back the largest of that. So bytes per worker do not grow with the workers.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from regtopk.core import (
     take_largest_,
     within,
 )
-from regtopk.core.owners import for_owners_, num_owned
+from regtopk.core.owners import for_owners_, num_owned, num_returned
 from regtopk.core.state import StateT
 from regtopk.errors import ArgumentError
 
@@ -38,7 +38,7 @@ class OwnChoice(Sparsifier[StateT]):
 
     With ``returned``, o_m being what owner m owes on its entries, zero at first, and A the number of owners:
 
-    o_m := o_m + sum_n w_n (s_n * a_n), send back the max(1, round(returned J / A)) largest of |o_m|
+    o_m := o_m + sum_n w_n (s_n * a_n), send back the ceil(round(returned J) / A) largest of |o_m|
     g = what all owners send back, o_m := o_m - what m sent back
 
     Args:
@@ -85,7 +85,7 @@ class OwnChoice(Sparsifier[StateT]):
         if self.returned is not None:
             pieces = for_owners_(state.residual, sent, worker.num_owners, self.value_code)
             own = yield from ToOwners(pieces, worker.weight)
-            num = max(1, round(self.returned * worker.numel / worker.num_owners))
+            num = num_returned(self.returned, worker.numel, worker.num_owners)
             back = take_largest_(state.owed, own, num, code=self.value_code)
             return (yield from FromOwners(back, worker.numel))
         if self.impute == 0:

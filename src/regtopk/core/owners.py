@@ -18,6 +18,11 @@ def num_owned(numel: int, num_owners: int) -> int:
     return -(-numel // num_owners)
 
 
+def num_returned(returned: float, numel: int, num_owners: int) -> int:
+    """How many entries an owner sends back: its share of max(1, round(returned J)), rounded up."""
+    return -(-max(1, round(returned * numel)) // num_owners)
+
+
 def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: str) -> SparseGradient:
     """What is sent, (..., k), uncoded, as a message for each owner, (..., A, m), in a value code.
 

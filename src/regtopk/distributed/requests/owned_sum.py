@@ -41,7 +41,7 @@ def to_owners(rank: Rank, request: ToOwners) -> Tensor:
         pieces, status = decode_rows(rows, sparse.numel, max(found), *codes)
         weighted = rank.of_active(rank.weights_like(total)).unsqueeze(-1) * pieces.values
         kernels.sum_sparse_in_rank_order(pieces.indices, weighted, sparse.numel, out=total)
-        rank.check_later(status)
+        rank.check_after_answer(status)
         return total.masked_fill_((status != 0).any(), torch.nan)
 
 
@@ -54,6 +54,7 @@ def _rows(sparse: SparseGradient) -> Iterator[SparseGradient]:
 def from_owners(rank: Rank, request: FromOwners, sums: SumBuffer) -> Tensor:
     """What all owners send back of their entries, as one vector, (J,)."""
     (rows,) = gather_sparse(rank, [request.sparse])
+    rank.release_withheld()
     with rank.timer.phase("decode_s"):
         owners = torch.arange(len(rank.active), device=rows.indices.device).unsqueeze(-1)
         places, values, counts = map(rank.of_active, (rows.indices, rows.values, rows.counts))

@@ -94,11 +94,13 @@ class Rank:
         self.record = StepRecord()
         self.timer = Timer(torch.device("cpu"))
         self._statuses: list[Tensor] = []  # of messages that were used before anybody looked
+        self._withheld: list[Tensor] = []
         self._weights: Tensor | None = None  # the weights where they were last needed
 
     def begin(self, device: torch.device) -> None:
         """Start counting a new step."""
-        self.record, self.timer, self._statuses = StepRecord(), Timer(device), []
+        self.record, self.timer = StepRecord(), Timer(device)
+        self._statuses, self._withheld = [], []
 
     def encoded(self, sparse: SparseGradient) -> Tensor:
         """This rank's message; nothing at all from a rank of weight zero."""
@@ -127,6 +129,15 @@ class Rank:
     def check_later(self, status: Tensor) -> None:
         """Keep the status of the active ranks' messages, (N,) or (..., N), for `raise_refusals`."""
         self._statuses.append(self.by_rank(status))
+
+    def check_after_answer(self, status: Tensor) -> None:
+        """Keep a status until this rank has answered for it: to raise before would leave others waiting."""
+        self._withheld.append(self.by_rank(status))
+
+    def release_withheld(self) -> None:
+        """This rank has answered."""
+        self._statuses += self._withheld
+        self._withheld = []
 
     def raise_refusals(self) -> None:
         """Raise what is wrong with a message since the last call. The host waits for the device here."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from regtopk.core.codes import full_message_bytes
-from regtopk.core.owners import num_owned
+from regtopk.core.owners import num_owned, num_returned
 from regtopk.core.regions import region_bytes, sender_code, split_of
 from regtopk.distributed.steps.agreement import AGREEMENT_BYTES
 from regtopk.lab.plan.link import Move, all_gather, all_reduce, all_to_all
@@ -206,7 +206,7 @@ def _sparse_sum(method: PlannedMethod, k: int, numel: int, N: int) -> PlannedExc
 def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: int) -> list[PlannedExchange]:
     """Entries to their owners, who tell sizes first, and the largest of what these owe to everybody."""
     owned, code = num_owned(numel, N), method.value_code
-    counts = ceil(k / N), max(1, round(returned * numel / N))
+    counts = ceil(k / N), num_returned(returned, numel, N)
     codes = {"dtype": torch.float32, "value_code": code, "index_code": INDEX_CODE}
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
     coding = Work(f"sparse {code}", {"calls": N, "entries": 2 * k, "numel": owned})

@@ -55,7 +55,11 @@ def frontier_of(run: Run) -> Frontier | None:
     if not points:
         return None
     num_bytes = {point.method: point.num_bytes for point in points}
-    budget = num_bytes.get(run.summary.get("base", "")) if config.get("like") else None
+    budget = (
+        num_bytes.get(run.summary.get("base", ""))
+        if config.get("like") or config.get("like_received")
+        else None
+    )
     if budget is None and max(num_bytes.values()) < LEAST_SPREAD * min(num_bytes.values()):
         return None
     kept = best_lr_of(run)
