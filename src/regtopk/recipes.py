@@ -4,7 +4,7 @@
 >>> print(recipe)
 >>> exchange = regtopk.UpdateExchange(model, [muon, adamw], recipe.algorithm, **recipe.options)
 
-docs/transformers.md and docs/returned.md say what was measured of it. The second recipe with `returned` is not.
+docs/transformers.md and docs/returned.md say what was measured of it; the second one with `returned` is not.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Sums that come back in part, on ranks: what owners owe is kept through everything that happens to a run."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded
 from tests.distributed.test_damage import answer
 from tests.distributed.test_fsdp import train
+from tests.distributed.test_fsdp_dcp import Job
 from tests.distributed.test_updates import is_same_on_all_ranks
 from tests.distributed.training import refusal
 
@@ -126,6 +128,33 @@ def test_sharded_models_train_with_it() -> None:
     model = sharded(mesh["shard"])
     regtopk.attach(model, ALGORITHM, process_group=mesh["replicate"])
     assert is_same_on_all_ranks(train(model))
+
+
+def mass(job: Job) -> tuple[float, float]:
+    """The sum over all entries of the weighted residuals, and of what owners owe."""
+    buckets, weight = job.exchange._steps.buckets.all, job.exchange.weights[job.exchange.rank]
+    states: list[Any] = [bucket.state for bucket in buckets]
+    residual = sum(weight * state.residual.double().sum() for state in states)
+    found = torch.stack([torch.as_tensor(residual), sum(state.owed.double().sum() for state in states)])
+    dist.all_reduce(found)
+    return float(found[0]), float(found[1])
+
+
+@on_ranks(4)
+def test_a_sharded_checkpoint_keeps_what_is_owed_on_every_mesh(tmp_path: Path) -> None:
+    algorithm = regtopk.TopK(density=0.3, returned=0.02)
+    job = Job("attach", (2, 2), algorithm)
+    job.train(range(5))
+    job.save(tmp_path / "saved")
+    residual, owed = mass(job)
+    assert abs(owed) > 0.01
+    for shape, is_same in (((2, 2), True), ((4, 1), False), ((1, 4), False)):
+        other = Job("attach", shape, algorithm)
+        other.load(tmp_path / "saved")
+        if is_same:
+            assert mass(other) == (residual, owed)
+        else:
+            assert mass(other)[1] == 0 and abs(mass(other)[0] - residual - owed) < 1e-6
 
 
 def overflow() -> str:

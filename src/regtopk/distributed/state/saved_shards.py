@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regtopk.core.owners import num_owned, owed_by
 from regtopk.distributed.state.buckets import Buckets
 from regtopk.distributed.state.saved import merge_state_dicts
 from regtopk.distributed.state.shards import like, local
@@ -87,6 +88,7 @@ def _place(shard: list[int]) -> str:
 def take_apart(saved: dict[str, Any], sharding: Sharding) -> dict[str, Any]:
     """A rank's state dict as DCP is to save it."""
     ((replica, worker),) = saved["workers"].items()
+    _spread_owed(saved, worker, int(replica))
     _by_parameter(worker, sharding)
     tree: dict[str, Any] = {}
     for slot in _slots(saved, replica, sharding):
@@ -132,8 +134,12 @@ def put_together(load: Load, sharding: Sharding, buckets: Buckets, shard: list[i
     for slot in filled:
         slot.holder[slot.key] = local(reduce(getitem, slot.path, tree))
     for replica, state in states.items():
-        _fit(state, state["workers"][replica], buckets, shard)
-        _by_vector(state["workers"][replica], sharding, buckets)
+        worker = state["workers"][replica]
+        is_other = _fit(state, worker, buckets, shard)
+        _by_vector(worker, sharding, buckets)
+        for fields in worker["entries"].values():
+            owed = fields.pop("owed", 0)  # what this part owed as an owner, if it is still the same part
+            fields |= {"residual": fields["residual"] + owed} if is_other and "residual" in fields else {}
     return merge_state_dicts(list(states.values()))
 
 
@@ -170,15 +176,34 @@ def _rests(load: Load, replicas: list[str], part: int) -> dict[str, dict[str, An
     return {n: tree["replicas"][n]["rest"][str(part)][0] for n in replicas}
 
 
-def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard: list[int]) -> None:
-    """Make a part of the model into another: what belonged to the old one as a whole starts anew."""
+def _spread_owed(saved: dict[str, Any], worker: dict[str, Any], rank: int) -> None:
+    """What this rank owes as an owner, also as a part of its residual: on other shards others will own it."""
+    for names, others in zip(saved["groups"], worker["groups"], strict=True):
+        if "owed" in others:
+            like_these = [worker["entries"][name]["residual"] for name in names]
+            sizes = [each.numel() for each in like_these]
+            parts = owed_by(rank, others["owed"], saved["weights"], sum(sizes)).float().split(sizes)
+            for name, part, each in zip(names, parts, like_these, strict=True):
+                worker["entries"][name]["owed"] = part.view(each.shape)
+
+
+def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard: list[int]) -> bool:
+    """Make a part of the model into another: what belonged to the old one as a whole starts anew.
+
+    Returns whether it is another one.
+    """
     parameters = [[name, list(shape)] for name, shape in buckets.parameters.shapes.items()]
     groups = [list(bucket.names) for bucket in buckets.all]
     if (state["shard"], state["parameters"], state["groups"]) == (shard, parameters, groups):
-        return
+        return False
     state |= {"shard": shard, "parameters": parameters, "groups": groups}
     worker |= {"total": {}, "first_step": state["num_steps"], "padding": {}}
+    num_owners = sum(weight > 0 for weight in state["weights"])
     worker["groups"] = tuple(buckets.make(bucket.names).other_fields() for bucket in buckets.all)
+    for bucket, others in zip(buckets.all, worker["groups"], strict=True):
+        if "owed" in others:  # of as many owners as there were: nothing yet
+            others["owed"] = others["owed"].new_zeros(num_owned(bucket.layout.numel, num_owners))
+    return True
 
 
 def _by_parameter(worker: dict[str, Any], sharding: Sharding) -> None:
