@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import regtopk
 from tests.distributed.ranks import Ranks, on_ranks
@@ -286,6 +287,47 @@ def test_states_of_other_optimizers_are_refused() -> None:
         assert said[0][1] == "optimizer must be that of the saved state, 'Muon, AdamW', got 'AdamW'"
         assert said[1][1] == "optimizer must be that of the saved state, 'AdamW', got 'Muon, AdamW'"
         assert same(it.result(), before)
+
+
+@on_ranks(2)
+def test_two_of_one_class_in_another_order_are_refused() -> None:
+    saved: dict[str, Any] = {}
+    for order in (1, -1):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        several = [torch.optim.AdamW(layer.parameters()) for layer in net][::order]
+        with closing(regtopk.UpdateExchange(net, several, TOPK)) as exchange:
+            if order == 1:
+                saved = exchange.state_dict()
+            else:
+                said = refusal(lambda: exchange.load_state_dict(saved))[1]  # noqa: B023
+                assert said.startswith("parameters of each optimizer must be that of the saved state, [['0.w")
+
+
+@pytest.mark.parametrize("way", ["clipped", "cleared"])
+@on_ranks(2)
+def test_a_scalers_own_record_of_what_it_skips_counts(way: str) -> None:
+    """Gradients may be clipped after unscale_, or be gone, when the others' steps are looked at."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3)
+    first, second = (torch.optim.SGD([p], lr=0.1) for p in (net.weight, net.bias))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    bias = net.bias.detach().clone()
+    with closing(regtopk.UpdateExchange(net, [first, second], TOPK, every=2, grad_scaler=scaler)) as exchange:
+        scaler.scale(net(torch.ones(2, 3)).sum()).backward()
+        assert net.bias.grad is not None
+        net.bias.grad[0] = torch.inf
+        order = [first, second] if way == "clipped" else [second, first]
+        if way == "clipped":
+            for optimizer in order:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(net.parameters(), 1.0)
+        for optimizer in order:
+            scaler.step(optimizer)
+            if way == "cleared":
+                optimizer.zero_grad()
+        scaler.update()
+        assert (exchange.num_steps, scaler.get_scale()) == (1, 512)
+        assert torch.equal(net.bias, bias)
 
 
 # Sharded models.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from regtopk.distributed.state.shards import local
 from regtopk.errors import ArgumentError, ClusterError
 
 Inner = Optimizer | Sequence[Optimizer]
@@ -17,7 +18,8 @@ Inner = Optimizer | Sequence[Optimizer]
 class InnerOptimizers:
     """The optimizers that together train exactly the parameters that are exchanged.
 
-    A step is a step of each, in any order. One that the GradScaler skips is not waited for, unless all are.
+    A step is a step of each, in any order. One that the GradScaler skips is not waited for. If it skips all,
+    no step is counted.
     Their state dict is that of one optimizer that has all their groups.
     """
 
@@ -96,7 +98,11 @@ class InnerOptimizers:
         scaler = self._grad_scaler
         if scaler is None or not scaler.is_enabled():
             return False
-        return any(bool(found) for found in scaler._check_inf_per_device(optimizer).values())
+        known = scaler._per_optimizer_states.get(id(optimizer), {}).get("found_inf_per_device")
+        if known:  # it has looked already; gradients may be clipped or gone since
+            return any(bool(found) for found in known.values())
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return not all(bool(torch.isfinite(local(grad)).all()) for grad in grads)
 
     @property
     def _missing(self) -> str:

@@ -31,7 +31,7 @@ from regtopk.distributed.state.parameters import is_dtensor
 from regtopk.distributed.state.saved import kept_ranks, malformed, refuse_missing
 from regtopk.distributed.state.shards import copied, like, local, shapes_of
 from regtopk.distributed.updates.model import LocalModel
-from regtopk.distributed.updates.optimizers import describe_outer, weighted_mean
+from regtopk.distributed.updates.optimizers import describe_outer, names_in, weighted_mean
 from regtopk.errors import StateError
 from regtopk.rounds import LocalRounds, Rounds
 
@@ -73,6 +73,7 @@ def add_to(
     updates = {
         **{time: getattr(rounds.rounds, time) for time in _TIMES},
         "inner": model.inner.kinds,
+        **({"held": _held(model)} if len(model.inner.all) > 1 else {}),
         "outer": describe_outer(model.outer),
         "start": copied(model.start),
         "outer_state": ({} if model.outer is None else copied(model.outer.state_dict()),),
@@ -171,12 +172,19 @@ def shard_state(optimizer: Optimizer) -> None:
                 state[key] = like(saved, p)
 
 
+def _held(model: LocalModel) -> list[list[str | None]]:
+    """The parameters of each group: two optimizers of one class may be given in another order."""
+    return names_in(model.inner.param_groups, model.parameters.whole)
+
+
 def _check(model: LocalModel, rounds: Rounds, updates: dict[str, Any], new: LoadedModel) -> None:
     """Refuse a state of another optimizer, of other shapes, or with a NaN."""
     outer, buffers = describe_outer(model.outer), shapes_of(model.buffers.saved()["now"])
     begun = shapes_of(new.buffers["start"])
     facts: list[tuple[str, Any, Any]] = [(time, getattr(rounds, time), updates[time]) for time in _TIMES]
     facts += [("optimizer", model.inner.kinds, updates["inner"])]
+    if "held" in updates:
+        facts += [("parameters of each optimizer", _held(model), updates["held"])]
     for option in outer.keys() & updates["outer"].keys():  # torch adds some from version to version
         facts += [(f"{option} of outer", outer[option], updates["outer"][option])]
     groups = model.inner.param_groups, new.optimizer["param_groups"]
