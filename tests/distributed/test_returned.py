@@ -130,6 +130,30 @@ def test_sharded_models_train_with_it() -> None:
     assert is_same_on_all_ranks(train(model))
 
 
+@on_ranks(2)
+def test_a_run_may_begin_or_cease_to_have_sums_come_back_in_part() -> None:
+    for before, after in ((ALGORITHM, regtopk.TopK(density=0.05)), (regtopk.TopK(density=0.05), ALGORITHM)):
+        vector = nn.Parameter(torch.zeros(J))
+        exchange, other = (regtopk.Exchange([vector], algorithm) for algorithm in (before, after))
+        vector.grad = grads_of(0, dist.get_rank())
+        exchange.step()
+        other.load_state_dict(exchange.state_dict())
+        sums = [kept_by(each.state_dict()) for each in (exchange, other)]
+        assert torch.equal(*sums) and bool(sums[0].any())
+
+
+def kept_by(saved: dict[str, Any]) -> Tensor:
+    """sum_n w_n e_n and what owners owe, of both ranks."""
+    rank = dist.get_rank()
+    worker = saved["workers"][str(rank)]
+    entries: Tensor = saved["weights"][rank] * worker["entries"]["0"]["residual"].double()
+    if "owed" in worker["groups"][0]:
+        owed = worker["groups"][0]["owed"].double()
+        entries[rank::2] += owed[: len(entries[rank::2])]
+    dist.all_reduce(entries)
+    return entries
+
+
 def mass(job: Job) -> tuple[float, float]:
     """The sum over all entries of the weighted residuals, and of what owners owe."""
     buckets, weight = job.exchange._steps.buckets.all, job.exchange.weights[job.exchange.rank]

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.options import check_number
-from regtopk.core.owners import num_owned, owed_by
+from regtopk.core.owners import owed_by
 from regtopk.core.state import OnResize
 from regtopk.core.worker import Report, check_weights
 from regtopk.distributed.requests.rank import Rank
@@ -130,10 +130,11 @@ def loaded(buckets: Buckets, saved: Any, *, keeps_buckets: bool) -> Progress:
         new, is_same_cut = [buckets.make(part) for part in parts], parts == saved_parts
         is_same_cluster = saved["weights"] == weights and not saved.get("lost")
         needed = [rank] if is_same_cluster else kept_ranks(saved)
-        _check_workers(buckets.rank, saved, needed, new, is_same_cut=is_same_cut)
+        refuse_missing(saved, needed, rank, len(weights))
         rules = {field: rule for bucket in new for field, rule in bucket.state.rules().items()}
-        if "owned" in rules.values() and not (is_same_cluster and is_same_cut):
-            saved = _with_nothing_owed(saved, needed, rules, buckets.parameters.shapes)
+        if not (is_same_cluster and is_same_cut and "owned" in rules.values()):
+            saved = _with_nothing_owed(saved, needed, buckets.parameters.shapes)
+        _check_workers(saved, needed, new, is_same_cut=is_same_cut)
         worker = saved["workers"][str(rank)] if is_same_cluster else _resized(saved, weights, rank, rules)
         for i, bucket in enumerate(new):
             bucket.load(worker["entries"], worker["groups"][i] if is_same_cut else {})
@@ -218,21 +219,23 @@ def _resized(
 
 
 def _with_nothing_owed(
-    saved: dict[str, Any], needed: list[int], rules: dict[str, OnResize], shapes: dict[str, tuple[int, ...]]
+    saved: dict[str, Any], needed: list[int], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """The same state, but what ranks owe as owners is in their residuals: others will own the entries."""
     workers, weights = dict(saved["workers"]), saved["weights"]
     for n in needed:
         worker = workers[str(n)]
+        if not any("owed" in others for others in worker["groups"]):
+            continue
         entries: Entries = {name: dict(parts) for name, parts in worker["entries"].items()}
-        for names, others in zip(saved["groups"], worker["groups"], strict=True):
+        groups = tuple(dict(others) for others in worker["groups"])
+        for names, others in zip(saved["groups"], groups, strict=True):
+            owed = others.pop("owed", None)
             sizes = [math.prod(shapes[name]) for name in names]
-            for owed in (tensor for field, tensor in others.items() if rules.get(field) == "owned"):
-                parts = owed_by(n, owed, weights, sum(sizes)).split(sizes)
-                for name, part in zip(names, parts, strict=True):
-                    residual = entries[name]["residual"].double()
-                    entries[name]["residual"] = residual + part.view(shapes[name])
-        workers[str(n)] = {**worker, "entries": entries}
+            parts = () if owed is None else owed_by(n, owed, weights, sum(sizes)).split(sizes)
+            for name, part in zip(names, parts, strict=False):
+                entries[name]["residual"] = entries[name]["residual"].double() + part.view(shapes[name])
+        workers[str(n)] = {**worker, "entries": entries, "groups": groups}
     return {**saved, "workers": workers}
 
 
@@ -285,11 +288,9 @@ def _check_facts(buckets: Buckets, saved: dict[str, Any]) -> None:
 
 
 def _check_workers(
-    rank: Rank, saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
+    saved: dict[str, Any], needed: list[int], buckets: list[Bucket], *, is_same_cut: bool
 ) -> None:
     """The ranks this one needs are there, and hold what the buckets ask for."""
-    refuse_missing(saved, needed, rank.index, rank.num_workers)
-    num_owners = sum(weight > 0 for weight in saved["weights"])
     for n in needed:
         worker = saved["workers"][str(n)]
         for i, bucket in enumerate(buckets):
@@ -299,15 +300,14 @@ def _check_workers(
                 where = f"parameter {layer.name!r} of rank {n}"
                 _check_fields(worker["entries"].get(layer.name, {}), of_vector, shapes, where)
             if is_same_cut:
-                _check_others(bucket, worker["groups"][i], num_owners, f"bucket {i} of rank {n}")
+                _check_others(bucket, worker["groups"][i], f"bucket {i} of rank {n}")
 
 
-def _check_others(bucket: Bucket, saved: dict[str, Tensor], num_owners: int, where: str) -> None:
+def _check_others(bucket: Bucket, saved: dict[str, Tensor], where: str) -> None:
     """The fields that belong to a whole bucket; only those of the last selection may change in length."""
-    expected, rules = bucket.other_fields(), bucket.state.rules()
+    fields = bucket.other_fields().items()
+    expected = {field: tensor for field, tensor in fields if field in saved or field != "owed"}  # none: zero
     shapes = {field: tuple(tensor.shape) for field, tensor in expected.items()}
-    size = num_owned(bucket.layout.numel, num_owners)
-    shapes |= {field: (size,) for field in expected if rules[field] == "owned"}
     has_selection = all(field in expected and field in saved for field in _SELECTION)
     if has_selection:
         shapes |= dict.fromkeys(_SELECTION, tuple(saved["indices"].shape))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regtopk.core.owners import num_owned, owed_by
+from regtopk.core.owners import owed_by
 from regtopk.distributed.state.buckets import Buckets
 from regtopk.distributed.state.saved import merge_state_dicts
 from regtopk.distributed.state.shards import like, local
@@ -198,11 +198,8 @@ def _fit(state: dict[str, Any], worker: dict[str, Any], buckets: Buckets, shard:
         return False
     state |= {"shard": shard, "parameters": parameters, "groups": groups}
     worker |= {"total": {}, "first_step": state["num_steps"], "padding": {}}
-    num_owners = sum(weight > 0 for weight in state["weights"])
-    worker["groups"] = tuple(buckets.make(bucket.names).other_fields() for bucket in buckets.all)
-    for bucket, others in zip(buckets.all, worker["groups"], strict=True):
-        if "owed" in others:  # of as many owners as there were: nothing yet
-            others["owed"] = others["owed"].new_zeros(num_owned(bucket.layout.numel, num_owners))
+    fresh = [buckets.make(bucket.names).other_fields() for bucket in buckets.all]
+    worker["groups"] = tuple({f: t for f, t in others.items() if f != "owed"} for others in fresh)
     return True
 
 
