@@ -65,7 +65,9 @@ def run(
         config = parse_settings(request.experiment.config, [*given, *(settings or ())], request.base)
     except ArgumentError as error:
         name, _, rule = str(error).partition(" ")
-        raise ArgumentError(f"{FLAGS[name]} {rule}") if name in FLAGS and name in chosen else error from None
+        if name in FLAGS and name in chosen:  # it was typed as an option
+            raise ArgumentError(f"{FLAGS[name]} {rule}") from None
+        raise
     typed = ["regtopk", *request.words, *as_typed(chosen, settings or ()), *(["--resume"] if resume else [])]
     folder = out or default_folder(request.name, resume=resume, force=force)
     try:
@@ -115,8 +117,12 @@ def _option(config: type, name: str) -> Any:
     default: Any = next(f.default for f in fields(config) if f.name == name)
     kind: Any = type(default) if isinstance(default, (bool, int, float)) else str
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default or "")
-    flag, text = FLAGS.get(name, f"--{name.replace('_', '-')}"), escape(_described(config, name))
-    return Annotated[kind | None, typer.Option(flag, help=text, show_default=shown or False)]
+    text = escape(_described(config, name))
+    return Annotated[kind | None, typer.Option(_flag(name), help=text, show_default=shown or False)]
+
+
+def _flag(setting: str) -> str:
+    return FLAGS.get(setting, f"--{setting.replace('_', '-')}")
 
 
 def _described(config: type, name: str) -> str:
@@ -130,8 +136,7 @@ def _described(config: type, name: str) -> str:
 
 def as_typed(chosen: Mapping[str, Any], settings: Sequence[str]) -> list[str]:
     """Settings as one types them."""
-    flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in chosen}
-    pairs = [[flags[k]] if v is True else [flags[k], str(v)] for k, v in chosen.items()]
+    pairs = [[_flag(k)] if v is True else [_flag(k), str(v)] for k, v in chosen.items()]
     return [*chain(*pairs), *chain(*(["--set", setting] for setting in settings))]
 
 

@@ -1,4 +1,4 @@
-"""A stated model of the link between workers: what a step takes, without a clock."""
+"""A stated model of a link: what a step takes, without a clock. `regtopk.lab.plan.link` assumes more."""
 
 from dataclasses import MISSING, dataclass
 

@@ -1,6 +1,6 @@
 """What a rank's manifest holds: its part's files, and facts of the whole save, should other parts be lost.
 
-It is one JSON object: "format", the fields of `Manifest`, and a checksum of all these words.
+It is one JSON object: "format", the fields of `Manifest`, which `folder` fills, and a checksum of all these.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The steps of an exchange: from every rank's gradients to the aggregate, and all that changes on the way.
 
-A step with a NaN is skipped: `agreement` finds it on all ranks, `Step.exchange` writes NaN, `driver` gives
-states back where the host has gone on, and `Steps` counts it. Local rounds: `regtopk.rounds.LocalRounds`.
+A step with a NaN is skipped: `agreement` finds it on all ranks, `Step.exchange` (or `gradients.fsdp`) writes
+NaN, `driver` gives states back where the host went on, and `Steps` counts it. Rounds: `LocalRounds._skip`.
 """
 
 import logging

@@ -43,7 +43,7 @@ def write_run(
         "plan",
         title="Is compression worth it on this link?",
         about="Curves: how much sooner than DDP without a hook each method reaches a loss, in its best way. "
-        "Where no record says how many steps it needs, as many as dense are assumed: (per step).",
+        "Where no record says how many steps a method needs, its curve is per step, and says so.",
         command=command,
         config=summary["inputs"],
         panels=[by_bandwidth, by_workers],
