@@ -1,6 +1,7 @@
 """Gradients of many workers over flat buffers, against torch's own, one worker at a time."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from regtopk.lab.experiments.data.examples import Examples
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.flat import FlatWeights, flatten
+from regtopk.lab.experiments.networks.gpt import GPT
 from regtopk.lab.experiments.networks.norm import record_statistics
 
 
@@ -49,6 +51,28 @@ def test_every_worker_of_every_model_has_its_own_gradient(has_own_weights: bool)
             grad, loss = plain_grad(networks[model], examples, rows[model, worker])
             torch.testing.assert_close(grads[model, worker], grad, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(losses[model, worker], loss)
+
+
+@pytest.mark.parametrize("has_own_weights", [False, True])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 2e-3)])
+def test_a_network_of_many_models_computes_what_each_of_them_does(
+    dtype: torch.dtype, error: float, has_own_weights: bool
+) -> None:
+    """But for the order in which products of a batch add."""
+    torch.manual_seed(0)
+    text = torch.randint(40, (60, 17))
+    x, y = text[:, :-1], text[:, 1:]
+    examples, network = Examples(x, y, x, y, text[:, 0], 40), GPT(40, 16, width=32, num_layers=2, num_heads=2)
+    shape = (2, 3, 1) if has_own_weights else (2, 1)
+    models = flatten(network) * (1 + 0.1 * torch.rand(shape))
+    sizes: dict[str, Any] = {"num_models": 2, "num_workers": 3, "batch_size": 5, "dtype": dtype}
+    sizes["has_own_weights"] = has_own_weights
+    one_by_one, stacked = (Engine(network, examples, **sizes, is_stacked=flag) for flag in (False, True))
+    for rows in torch.randint(60, (2, 2, 3, 5)):
+        (grads, losses), (expected, own_losses) = (e.grads(models, rows) for e in (stacked, one_by_one))
+        torch.testing.assert_close(losses, own_losses)
+        assert float(((grads - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < error
+    assert stacked.evaluate(models.flatten(0, -2)[:2]) == one_by_one.evaluate(models.flatten(0, -2)[:2])
 
 
 def test_weights_are_views_with_channels_last_and_norms_stay_in_float32() -> None:

@@ -1,11 +1,11 @@
 """Forward and backward passes of N workers on one device.
 
-A worker's mini-batch is too small to fill a GPU. So all workers' passes are captured once as one CUDA graph,
-in which they are parallel branches; a step is then a single launch. On a CPU the same code runs plainly.
+A worker's mini-batch is too small to fill a GPU. So all workers' passes are captured once as one CUDA graph;
+a step is then a single launch. In it they are parallel branches, or, where the network can be that of many
+models, one pass. On a CPU the same code runs plainly, worker by worker.
 """
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Engine:
         has_own_weights: whether every worker has weights of its own (local steps).
         num_branches: how many workers run side by side on a GPU; 0: no graph, one after another.
         is_compiled: let torch.compile fuse the network's small operations first.
+        is_stacked: let the network compute for all workers at once, its parameters (R N, ...).
     """
 
     def __init__(
@@ -46,24 +47,28 @@ class Engine:
         has_own_weights: bool = False,
         num_branches: int = 8,
         is_compiled: bool = False,
+        is_stacked: bool = False,
     ) -> None:
         device = examples.train.device
         self.examples = examples
         num_in_all = num_models * num_workers
-        num_owners = num_in_all if has_own_weights else num_models
+        num_owners = num_in_all if has_own_weights or is_stacked else num_models
         self._weights = FlatWeights(network, num_owners, dtype, device)
         self.layout = self._weights.layout
-        copies = [copy.deepcopy(network).to(device) for _ in range(num_owners)]
-        self._networks = [self._weights.bind(one, row) for row, one in enumerate(copies)]
-        self._apply: list[Callable[[Tensor], Tensor]] = [
-            torch.compile(one, dynamic=False) if is_compiled else one for one in copies
-        ]
+        self._is_stacked = is_stacked
+        owners: list[int | slice] = [slice(None)] if is_stacked else list(range(num_owners))
+        self._networks = [self._weights.bind(copy.deepcopy(network).to(device), row) for row in owners]
+        self._evaluated = self._weights.bind(copy.deepcopy(network).to(device), 0)
+        for one in self._networks if is_compiled else ():
+            for block in getattr(one, "blocks", [one]):  # blocks are alike, so the first one's code is theirs
+                block.compile(dynamic=False)
         self._shape = num_models, num_workers
         self._rows = torch.zeros(num_in_all, batch_size, dtype=torch.int64, device=device)
         # rows without gaps, as a cluster's residuals are: selection reads both in the widest loads only if
         # they lie alike
         self._grads = torch.zeros(num_in_all, self.layout.numel, device=device)
-        self._grad_views = [list(self._weights.views(row).values()) for row in self._grads]
+        grads = [self._grads] if is_stacked else list(self._grads)
+        self._grad_views = [list(self._weights.views(own).values()) for own in grads]
         self._losses = torch.empty(num_in_all, device=device)
         num_streams = min(num_branches, num_in_all) if device.type == "cuda" else 0
         self._streams = [torch.cuda.Stream() for _ in range(num_streams)]
@@ -74,6 +79,8 @@ class Engine:
 
         Weights are (R, J), or (R, N, J) where workers have their own. Rows (R, N, B) are training examples.
         """
+        if self._is_stacked and params.dim() == 2:
+            params = params.unsqueeze(1).expand(*self._shape, -1)
         self._weights.load_(params)
         self._rows.copy_(rows.view_as(self._rows))
         if not self._streams:
@@ -91,14 +98,14 @@ class Engine:
 
     def _evaluate(self, params: Tensor) -> dict[str, float]:
         self._weights.load_(params)
-        network, apply, examples = self._networks[0], self._apply[0], self.examples
+        network, examples = self._evaluated, self.examples
         stride = max(1, len(examples.train) // NUM_RECORDED)
         record_statistics(network, self._read(examples.train[::stride][:NUM_RECORDED]))
         num_right = torch.zeros((), device=params.device, dtype=torch.float64)
         loss = torch.zeros_like(num_right)
         parts = examples.test.split(NUM_RECORDED), examples.test_targets.split(NUM_RECORDED)
         for x, y in zip(*parts, strict=True):
-            scores = apply(self._read(x)).float().flatten(0, -2)
+            scores = network(self._read(x)).float().flatten(0, -2)
             num_right += (scores.argmax(-1) == y.flatten()).sum()
             loss += F.cross_entropy(scores, y.flatten()) * len(x)
         network.train()
@@ -121,6 +128,9 @@ class Engine:
         chosen = self._rows.flatten()
         x = self._read(self.examples.train[chosen]).split(self._rows.shape[1])
         y = self.examples.train_targets[chosen].split(self._rows.shape[1])
+        if self._is_stacked:
+            self._workers_at_once(torch.stack(x), torch.stack(y))
+            return
         if not self._streams:
             for worker in range(len(x)):
                 self._one_worker(worker, x[worker], y[worker])
@@ -137,11 +147,21 @@ class Engine:
     def _one_worker(self, worker: int, x: Tensor, y: Tensor) -> None:
         owner = worker * len(self._networks) // len(self._grads)
         with torch.enable_grad():
-            scores = self._apply[owner](x).float()
+            scores = self._networks[owner](x).float()
             loss = F.cross_entropy(scores.flatten(0, -2), y.flatten())
             grads = torch.autograd.grad(loss, list(self._networks[owner].parameters()))
         torch._foreach_copy_(self._grad_views[worker], list(grads))
         self._losses[worker].copy_(loss.detach())
+
+    def _workers_at_once(self, x: Tensor, y: Tensor) -> None:
+        network = self._networks[0]
+        with torch.enable_grad():
+            scores = network(x).float()
+            loss = F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="none")
+            losses = loss.view(len(x), -1).mean(-1)
+            grads = torch.autograd.grad(losses.sum(), list(network.parameters()))
+        torch._foreach_copy_(self._grad_views[0], list(grads))
+        self._losses.copy_(losses.detach())
 
     def _read(self, inputs: Tensor) -> Tensor:
         """As a network takes them: images in its precision, channels first in shape and last in memory."""

@@ -30,8 +30,8 @@ class FlatWeights:
         if self.low is not self.full:
             self.low.copy_(self.full)
 
-    def bind(self, network: nn.Module, row: int) -> nn.Module:
-        """Make the network's parameters views of a row."""
+    def bind(self, network: nn.Module, row: int | slice) -> nn.Module:
+        """Make the network's parameters views of a row, or of several as (W, ...)."""
         norms = {id(p) for part in network.modules() if isinstance(part, NORMS) for p in part.parameters()}
         for layer, parameter in zip(self.layout.layers, network.parameters(), strict=True):
             source = self.full if id(parameter) in norms else self.low
@@ -39,9 +39,9 @@ class FlatWeights:
         return network
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat vector, parameter by parameter, in their own shapes."""
+        """A flat vector (..., J), parameter by parameter, in their own shapes."""
         return {
-            layer.name: _in_own_shape(flat[layer.start : layer.start + layer.numel], layer.shape)
+            layer.name: _in_own_shape(flat[..., layer.start : layer.start + layer.numel], layer.shape)
             for layer in self.layout.layers
         }
 
@@ -75,4 +75,5 @@ def _channels_last(parameter: Tensor) -> Tensor:
 
 def _in_own_shape(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A conv's weight is (out, in, height, width) to torch."""
-    return part.view(shape).permute(0, 3, 1, 2) if len(shape) == 4 else part.view(shape)
+    own = part.unflatten(-1, shape)
+    return own.permute(0, 3, 1, 2) if len(shape) == 4 else own

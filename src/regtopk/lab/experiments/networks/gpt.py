@@ -1,11 +1,25 @@
-"""A small GPT (Radford et al., 2019) that predicts the next character."""
+"""A small GPT (Radford et al., 2019) that predicts the next character.
+
+Its parameters may be those of W models, (W, ...): the input then has a part for each, (W, B, T).
+"""
 
 import math
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regtopk.lab.experiments.networks.norm import LayerNorm
+
+
+class Linear(nn.Linear):
+    """A linear layer of one model, or of W models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """weight x + bias."""
+        if self.weight.dim() == 2:
+            return super().forward(x)
+        return torch.baddbmm(self.bias.unsqueeze(1), x.flatten(1, -2), self.weight.mT).view(*x.shape[:-1], -1)
 
 
 class GptBlock(nn.Module):
@@ -19,11 +33,11 @@ class GptBlock(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norm1 = LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width)  # queries, keys and values
-        self.attention_out = nn.Linear(width, width)
+        self.attention_in = Linear(width, 3 * width)  # queries, keys and values
+        self.attention_out = Linear(width, width)
         self.norm2 = LayerNorm(width)
-        self.hidden_in = nn.Linear(width, 4 * width)
-        self.hidden_out = nn.Linear(4 * width, width)
+        self.hidden_in = Linear(width, 4 * width)
+        self.hidden_out = Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x + attention(norm(x)), then x + perceptron(norm(x))."""
@@ -34,10 +48,10 @@ class GptBlock(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         x = x.to(self.attention_in.weight.dtype)
-        heads = self.attention_in(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, heads, width / heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        heads = self.attention_in(x).flatten(0, -3).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # of (B, heads, T, width / heads)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.attention_out(mixed.transpose(1, 2).reshape(x.shape))
         return out
 
 
@@ -69,5 +83,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the next character (B, T, num_tokens) after each of tokens (B, T), T <= context."""
-        x = self.token(tokens).float() + self.position.weight[: tokens.shape[1]].float()
-        return F.linear(self.norm(self.blocks(x)).to(self.token.weight.dtype), self.token.weight)
+        embedding, position = self.token.weight, self.position.weight[..., : tokens.shape[-1], :].float()
+        if embedding.dim() == 2:
+            x = self.token(tokens).float() + position
+            return F.linear(self.norm(self.blocks(x)).to(embedding.dtype), embedding)
+        first = torch.arange(len(tokens), device=tokens.device).view(-1, 1, 1) * embedding.shape[1]
+        x = F.embedding(tokens + first, embedding.flatten(0, 1)).float() + position.unsqueeze(1)
+        last = self.norm(self.blocks(x)).to(embedding.dtype)
+        return torch.bmm(last.flatten(1, 2), embedding.mT).unflatten(1, tokens.shape[1:])

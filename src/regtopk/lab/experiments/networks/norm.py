@@ -54,12 +54,15 @@ class GroupNorm(nn.GroupNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm whose parameters may be of a higher precision than its input."""
+    """Layer norm of one model, or of W, whose parameters may be of a higher precision than its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)  # as in GroupNorm
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        if weight.dim() == 1:
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        normed = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+        return torch.addcmul(bias[:, None, None], normed, weight[:, None, None])
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ class DeepTask(NetworkTask):
     is_loss_averaged = True
     network_settings: ClassVar[tuple[str, ...]] = ("precision",)
     is_compiled: ClassVar[bool] = False  # whether torch.compile fuses small operations on a GPU
+    is_stacked: ClassVar[bool] = False  # whether the network computes for all workers at once on a GPU
 
     def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
         super().__init__(config, seeds, examples)
@@ -50,6 +51,7 @@ class DeepTask(NetworkTask):
 
     def _engine(self, has_own_weights: bool) -> Engine:
         if has_own_weights not in self._engines:
+            is_on_gpu = self.config.device == "cuda"
             self._engines[has_own_weights] = Engine(
                 self.make_network(self.config, self.examples, seed=0),
                 self.examples,
@@ -59,7 +61,8 @@ class DeepTask(NetworkTask):
                 dtype=DTYPES[self.config.precision],
                 has_own_weights=has_own_weights,
                 num_branches=NUM_BRANCHES * len(self.seeds),
-                is_compiled=self.is_compiled and self.config.device == "cuda",
+                is_compiled=self.is_compiled and is_on_gpu,
+                is_stacked=self.is_stacked and is_on_gpu,
             )
         return self._engines[has_own_weights]
 
@@ -71,6 +74,8 @@ class Gpt(DeepTask):
     metric_words = "test loss, nats per character"
     is_better_higher = False
     has_blocks = True
+    is_compiled = True
+    is_stacked = True
     base = "dense"
     contents = "text_sha256"
     network_settings = ("num_layers", "width", "context", "precision")
