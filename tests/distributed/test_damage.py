@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum
+from regtopk.core.requests import Broadcast, DenseSum, Gather, Peek, Request, SenderSum, SparseSum, ToOwners
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.options import Collective, Options
 from regtopk.distributed.requests.rank import Rank, SumBuffer
@@ -45,6 +45,15 @@ class Boasts(Collectives):
         return super().broadcast(torch.full_like(tensor, TOO_LONG) if self.rank == 1 else tensor, source)
 
 
+class BoastsToOne(Collectives):
+    """A rank 1 that announces to rank 0 alone far more than it sends."""
+
+    def all_to_all_counted(self, parts: Any, counts: Any, limits: Any) -> Any:
+        if self.rank == 1:
+            counts = [[TOO_LONG, *others] for _, *others in counts]
+        return super().all_to_all_counted(parts, counts, limits)
+
+
 def answer(
     network: Callable[[dist.ProcessGroup], Collectives],
     request: Request,
@@ -53,9 +62,9 @@ def answer(
     group: dist.ProcessGroup | None = None,
 ) -> str:
     """What a rank says to a request that must fail."""
-    weights = torch.full((2,), 0.5, dtype=torch.float64)
-    options = Options(index_code=index_code, collective=collective)
-    rank = Rank(network(group_or_default(group)), weights, options)
+    collectives = network(group_or_default(group))
+    weights = torch.full((collectives.num_workers,), 1 / collectives.num_workers, dtype=torch.float64)
+    rank = Rank(collectives, weights, Options(index_code=index_code, collective=collective))
     try:
         driver.answer(rank, [request], [SumBuffer()])
         rank.raise_refusals()
@@ -98,10 +107,21 @@ BOASTS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("case", BOASTS)
 def test_sizes_that_cannot_be_are_refused_before_memory_is_taken(two_ranks: Ranks, case: str) -> None:
-    said = two_ranks.run(answer, Boasts, *BOASTS[case], timeout_s=30)
+    assert are_refused(two_ranks.run(answer, Boasts, *BOASTS[case], timeout_s=30))
+
+
+def test_a_size_that_cannot_be_is_refused_by_those_too_whom_it_is_not_for(four_ranks: Ranks) -> None:
+    places, count = torch.arange(12).view(4, 3), torch.tensor([3, 2, 3, 0])
+    request = ToOwners(SparseGradient(places, torch.ones(4, 3), J // 4, count), WEIGHT)
+    assert four_ranks.run(answer, Collectives, request, timeout_s=30) == ["nothing"] * 4
+    assert are_refused(four_ranks.run(answer, BoastsToOne, request, timeout_s=30))
+
+
+def are_refused(said: list[str]) -> bool:
+    """Whether all ranks refuse what rank 1 announces."""
     start = f"ClusterError: rank 1 announces {TOO_LONG} bytes or entries, but there can be 0 to "
     end = ": it runs another program, or its memory is damaged; restart all ranks from the last checkpoint"
-    assert all(words.startswith(start) and words.endswith(end) for words in said), said
+    return all(words.startswith(start) and words.endswith(end) for words in said)
 
 
 def answers_in_a_subgroup() -> list[str]:

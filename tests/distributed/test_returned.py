@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from regtopk.distributed.transport.collectives import Collectives
 from regtopk.simulate import Cluster
 from tests.distributed.ranks import Ranks, on_ranks
 from tests.distributed.sharding import grid, sharded
+from tests.distributed.test_alike import make_step
 from tests.distributed.test_damage import answer
 from tests.distributed.test_fsdp import train
 from tests.distributed.test_fsdp_dcp import Job
 from tests.distributed.test_updates import is_same_on_all_ranks
-from tests.distributed.training import refusal
+from tests.distributed.training import refusal, steps_of
 
 J = 403  # of no number of ranks a multiple
 WEIGHTS = {4: [0.25] * 4, 3: [0.5, 0.25, 0.25], 5: [0.5, 0.125, 0.125, 0.125, 0.125]}
@@ -128,6 +130,25 @@ def test_sharded_models_train_with_it() -> None:
     model = sharded(mesh["shard"])
     regtopk.attach(model, ALGORITHM, process_group=mesh["replicate"])
     assert is_same_on_all_ranks(train(model))
+
+
+def step_of(sizes: dict[str, int]) -> tuple[list[Tensor], list[str]]:
+    """The aggregates of units of these sizes, and the trips over the network that a step takes."""
+    steps, rank = steps_of(ALGORITHM, sizes), dist.get_rank()
+    grads = {name: grads_of(len(name), rank)[:size] for name, size in sizes.items()}
+    with patch.object(Collectives, "_send", autospec=True, side_effect=Collectives._send) as sent:
+        make_step(steps, grads)
+    return list(grads.values()), [call.args[1] for call in sent.call_args_list]
+
+
+@on_ranks(4)
+def test_units_travel_together() -> None:
+    sizes = {"a": 400, "bb": 90, "ccc": 400, "dddd": 33}
+    together, trips = step_of(sizes)
+    assert trips == ["all_gather", "all_to_all", "all_to_all", "all_gather"]  # the first is the agreement
+    for (name, size), aggregate in zip(sizes.items(), together, strict=True):
+        (alone,), its_trips = step_of({name: size})
+        assert torch.equal(alone, aggregate) and bool(alone.any()) and its_trips == trips
 
 
 @on_ranks(2)

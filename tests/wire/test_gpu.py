@@ -52,6 +52,7 @@ def test_the_gpu_makes_the_same_bytes_without_waiting(
         dense, dense_status = wire.decode_segment(segments, k, value_code)
         message_bytes(found.counts, numel, dtype=torch.float32, value_code=value_code, index_code=index_code)
     assert torch.equal(messages.cpu(), wire.encode(expected, index_code))
+    assert torch.equal(wire.encode_rows(sent, index_code)[0], messages.flatten())
     assert torch.equal(segments.cpu(), wire.encode_segment(expected.values, value_code))
     wire.raise_for_status(torch.cat([status, dense_status]))
     assert torch.equal(found.indices.cpu(), indices) and torch.equal(found.values.cpu(), expected.values)

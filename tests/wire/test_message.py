@@ -57,6 +57,11 @@ def test_rows_of_different_counts(
     rows = torch.zeros(3, max(m.numel() for m in messages) + 4 * num_zeros, dtype=torch.uint8)
     for row, message in zip(rows, messages, strict=False):
         row[: message.numel()] = message
+    padding = torch.full((k - some,), torch.nan, dtype=dtype)  # which is not sent
+    values = torch.stack([sparse.values, torch.cat([shorter.values, padding])])
+    padded = SparseGradient(sparse.indices.expand(2, k), values, numel, torch.tensor([k, some]), code)
+    joined, sizes = wire.encode_rows(padded, index_code)
+    assert torch.equal(joined, torch.cat(messages)) and sizes.tolist() == [m.numel() for m in messages]
     found, status = wire.decode_rows(rows, numel, k + room, index_code, code, dtype)
     assert status[:2].tolist() == [0, 0] and status[2] != 0
     assert found.counts.tolist() == [k, some, 0]
@@ -138,7 +143,9 @@ def test_unary_bits_stay_below_their_bound(numel: int, capacity: int, index_code
 
 
 @pytest.mark.parametrize("index_code", INDEX_CODES)
-@pytest.mark.parametrize("indices", [[1, 1, 2], [2, 1, 3], [-1, 0, 1], [1, 2, 10], [0, 2**50, 3]])
+@pytest.mark.parametrize(
+    "indices", [[1, 1, 2], [2, 1, 3], [-1, 0, 1], [1, 2, 10], [0, 2**50, 3], [0, 1, 2**50], [9, 8, 7]]
+)
 def test_indices_that_do_not_ascend_within_j_are_refused(indices: list[int], index_code: str) -> None:
     message = wire.encode(SparseGradient(torch.tensor(indices), torch.ones(3), 10), index_code)
     with pytest.raises(WireFormatError, match="refused: the sender's indices must be below J, ascending"):

@@ -129,17 +129,23 @@ def index_layout(count: Tensor, numel: int, index_code: str, indices: Tensor | N
 
 
 def _unary_of_gaps(count: Tensor, numel: int, width: Tensor, indices: Tensor | None) -> Tensor:
+    most = ((numel - count) >> width) * (count > 0)
     if indices is None:
-        return ((numel - count) >> width) * (count > 0)
+        return most
     is_valid = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
     gaps = indices.diff(dim=-1, prepend=indices.new_full((*indices.shape[:-1], 1), -1)) - 1
-    return ((gaps >> width[..., None]) * is_valid).sum(-1)
+    found = ((gaps >> width[..., None]) * is_valid).sum(-1)
+    return found.minimum(most).clamp(min=0)  # indices that break the contract take no memory
+
+
+def scale_words(count: IntOrTensor, code: str) -> IntOrTensor:
+    """32-bit words of the scales of `count` values; 0 if the code has no blocks."""
+    return NUM_SCALES.get(code, 0) * ((count + BLOCK - 1) // BLOCK)
 
 
 def value_words(count: IntOrTensor, code: str) -> IntOrTensor:
     """32-bit words of `count` values under a wire code, scales included."""
-    num_scales = NUM_SCALES.get(code, 0) * ((count + BLOCK - 1) // BLOCK)
-    return num_scales + num_words(count * VALUE_BITS[code])
+    return scale_words(count, code) + num_words(count * VALUE_BITS[code])
 
 
 def message_bytes(

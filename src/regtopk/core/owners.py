@@ -1,7 +1,8 @@
 """Owners of entries: who adds up an entry where sums come back in part.
 
 Entry j belongs to worker j mod A of the A workers that have weight, and is entry j // A of what it owns. So
-every owner has as many entries of each layer as any other, and about as many bytes to receive.
+every owner has as many entries of each layer as any other, and about as many bytes to receive. The rule is
+`owners_of`, and `entries_of` is its inverse.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,16 @@ from torch import Tensor
 
 from regtopk.core.codes import quantise
 from regtopk.core.sparse import SparseGradient
+
+
+def owners_of(indices: Tensor, num_owners: int) -> tuple[Tensor, Tensor]:
+    """Who owns entries of the vector, and at which place of what it owns."""
+    return indices % num_owners, indices // num_owners
+
+
+def entries_of(owners: Tensor | int, places: Tensor, num_owners: int) -> Tensor:
+    """Where entries that owners have at some places are in the vector."""
+    return places * num_owners + owners
 
 
 def num_owned(numel: int, num_owners: int) -> int:
@@ -28,7 +39,7 @@ def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: s
 
     The residual gets back what the code loses.
     """
-    owner = sent.indices % num_owners
+    owner, _ = owners_of(sent.indices, num_owners)
     order = owner.argsort(dim=-1, stable=True)
     count = owner.new_zeros(*owner.shape[:-1], num_owners).scatter_add_(-1, owner, torch.ones_like(owner))
     first = count.cumsum(-1) - count
@@ -39,24 +50,15 @@ def for_owners_(residual: Tensor, sent: SparseGradient, num_owners: int, code: s
     indices, values = indices.where(is_valid, 0), values.where(is_valid, 0)
     coded = quantise(values, code, count)
     residual.scatter_add_(-1, indices.flatten(-2), (values - coded).flatten(-2))
-    size = num_owned(sent.numel, num_owners)
-    return SparseGradient(indices // num_owners, coded, size, count, code)
-
-
-def join_owned(parts: Tensor, numel: int) -> Tensor:
-    """What all owners have, (..., A, L), as one vector, (..., J)."""
-    return parts.transpose(-1, -2).flatten(-2)[..., :numel]
+    _, places = owners_of(indices, num_owners)
+    return SparseGradient(places, coded, num_owned(sent.numel, num_owners), count, code)
 
 
 def owed_by(rank: int, owed: Tensor, weights: Sequence[float], numel: int) -> Tensor:
     """What a rank owes, (L,), as a part of its residual, (J,) float64: over its weight."""
     owners = [n for n, weight in enumerate(weights) if weight > 0]
-    entries = owed.new_zeros(owed.shape[-1], len(owners), dtype=torch.float64)
+    part = owed.new_zeros(len(owners) * owed.shape[-1], dtype=torch.float64)
     if rank in owners:
-        entries[:, owners.index(rank)] = owed.double() / weights[rank]
-    return entries.flatten()[:numel]
-
-
-def entries_of(owners: Tensor, places: Tensor, num_owners: int) -> Tensor:
-    """Where entries that owners have at some places are in the vector."""
-    return places * num_owners + owners
+        places = torch.arange(owed.shape[-1], device=owed.device)
+        part[entries_of(owners.index(rank), places, len(owners))] = owed.double() / weights[rank]
+    return part[:numel]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.codes import quantise
-from regtopk.core.owners import entries_of, join_owned
+from regtopk.core.owners import entries_of
 from regtopk.core.regions import dense_regions
 from regtopk.core.requests import (
     DenseSum,
@@ -91,18 +91,21 @@ class SimulatedDriver:
     def _to_owners(self, request: ToOwners) -> Tensor:
         sparse, size = request.sparse, request.sparse.numel
         places, values = sparse.without_padding()  # (..., N, A, m)
-        owners = torch.arange(num := places.shape[-2], device=places.device).unsqueeze(-1)
-        indices = entries_of(owners, places, num).flatten(-2)
+        num = places.shape[-2]
+        starts = size * torch.arange(num, device=places.device).unsqueeze(-1)
         values = (request.weight.unsqueeze(-1) * values).flatten(-2)
-        total = kernels.sum_sparse_in_rank_order(indices, values, num * size)
+        total = kernels.sum_sparse_in_rank_order((starts + places).flatten(-2), values, num * size)
         owned = total.new_zeros(*self.worker.batch_shape, size)
-        owned[..., self._owners, :] = total.unflatten(-1, (size, num)).transpose(-1, -2)
+        owned[..., self._owners, :] = total.unflatten(-1, (num, size))
         return owned
 
     def _from_owners(self, request: FromOwners) -> Tensor:
-        sparse = request.sparse
-        owned = to_dense(sparse.indices, sparse.values, sparse.numel)[..., self._owners, :]
-        return _received(join_owned(owned, request.numel))
+        sparse, num = request.sparse, len(self._owners)
+        places, values = (t[..., self._owners, :] for t in (sparse.indices, sparse.values))
+        owners = torch.arange(num, device=places.device).unsqueeze(-1)
+        indices = entries_of(owners, places, num).flatten(-2)
+        total = to_dense(indices, values.flatten(-2), num * sparse.numel)
+        return _received(total[..., : request.numel])
 
     @property
     def _owners(self) -> list[int]:

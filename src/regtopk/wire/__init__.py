@@ -6,6 +6,8 @@ and its meaning in the specification and in tests/wire/slow_decoder.py.
 """
 
 from regtopk.wire.frame import raise_for_status
-from regtopk.wire.message import decode, decode_rows, decode_segment, encode, encode_segment
+from regtopk.wire.message import decode, decode_rows, decode_segment, encode, encode_rows, encode_segment
 
-__all__ = ["decode", "decode_rows", "decode_segment", "encode", "encode_segment", "raise_for_status"]
+__all__ = [
+    "decode", "decode_rows", "decode_segment", "encode", "encode_rows", "encode_segment", "raise_for_status",
+]  # fmt: skip

@@ -34,13 +34,14 @@ def unpack(words: Tensor, width: int) -> Tensor:
     return (groups & ((1 << width) - 1)).flatten(-2)
 
 
-def pack_fields(fields: Tensor, width: int) -> Tensor:
-    """Integers (..., m) int64 of `width` bits each, 0..32, back to back, as words."""
-    if width == 32:
-        return fields.to(torch.int32)
-    place = torch.arange(width, dtype=torch.int32, device=fields.device)
-    bits = (fields.to(torch.int32).unsqueeze(-1) >> place) & 1
-    return pack(bits.to(torch.uint8).flatten(-2), 1)
+def add_fields_(words: Tensor, bit: Tensor, fields: Tensor) -> None:
+    """Write integers (..., m) int64 below 2^32, each from its own bit (..., m) on, where words are zero.
+
+    Words (..., w) are int64. What lies past them goes to the last two.
+    """
+    word, shifted = (bit >> 5).clamp(0, words.shape[-1] - 2), fields << (bit & 31)
+    words.scatter_add_(-1, word, shifted & 0xFFFFFFFF)
+    words.scatter_add_(-1, word + 1, shifted >> 32)
 
 
 def read_fields(words: Tensor, start: Tensor, width: Tensor, num: int) -> Tensor:

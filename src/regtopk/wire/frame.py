@@ -83,17 +83,16 @@ def reasons(bits: int) -> str:
 
 
 def make_frame(
-    is_ascending: Tensor, is_finite: Tensor, numel: int, count: int, index_code: str, value_code: str
+    is_ascending: Tensor, is_finite: Tensor, numel: int, count: int | Tensor, kinds: int | Tensor
 ) -> Tensor:
     """The frame's words (..., 8), its checksum still zero.
 
     Rows whose indices do not ascend, or whose values are not finite, are marked in the place of the count:
     receivers refuse them. The sender does not do so itself: it would have to wait for its device.
     """
-    kinds = kinds_of(index_code, value_code)
     frame = torch.zeros(*is_finite.shape, 4, dtype=torch.int64, device=is_finite.device)
     # Filled in by slices: a tensor from a list, or a number for a single entry, waits for the device.
-    frame[..., :1] = MAGIC | kinds << 32
+    frame[..., :1] = MAGIC | (kinds if isinstance(kinds, int) else kinds.unsqueeze(-1)) << 32
     frame[..., 1:2] = numel
     frame[..., 2] = torch.where(is_ascending, count, _COUNT_OF_BAD_INDICES).where(
         is_finite, _COUNT_OF_BAD_VALUES
@@ -106,17 +105,21 @@ def kinds_of(index_code: str, value_code: str) -> int:
     return VERSION | INDEX_IDS[index_code] << 8 | VALUE_IDS[value_code] << 16
 
 
-def seal(sections: list[Tensor]) -> Tensor:
-    """A frame and the sections behind it as bytes (..., num_bytes), with their checksum."""
+def seal(sections: list[Tensor], is_sent: Tensor | None = None) -> Tensor:
+    """A frame and the sections behind it as bytes (..., num_bytes), with their checksum.
+
+    Where not all words are sent, those that are not must be zero. Rows are then joined to one, (num_bytes,).
+    """
     words = torch.cat(sections, dim=-1)
-    words[..., 6:8] = reinterpret(_checksum(words).unsqueeze(-1), torch.int32)
-    return reinterpret(words, torch.uint8)
+    place = torch.arange(words.shape[-1], device=words.device) if is_sent is None else is_sent.cumsum(-1) - 1
+    words[..., 6:8] = reinterpret(_checksum(words, place).unsqueeze(-1), torch.int32)
+    return reinterpret(words if is_sent is None else words[is_sent], torch.uint8)
 
 
-def _checksum(words: Tensor) -> Tensor:
+def _checksum(words: Tensor, place: Tensor) -> Tensor:
     """sum of (2 i + 3) word_i modulo 2^64, without the two words of the checksum: (...,) int64."""
-    weight = 2 * torch.arange(words.shape[-1], device=words.device) + 3
-    weight[6:8] = 0
+    weight = 2 * place + 3
+    weight[..., 6:8] = 0
     return (words * weight).sum(-1)
 
 
@@ -153,7 +156,7 @@ def check_frame(words: Tensor, numel: int, capacity: int, index_code: str, value
         numel=found_numel == numel,
         count=is_counted | has_bad_indices | has_bad_values,
         length=size <= words.shape[-1],
-        checksum=checksum == _checksum(words),
+        checksum=checksum == _checksum(words, torch.arange(words.shape[-1], device=words.device)),
         indices_sent=~has_bad_indices,
         values_sent=~has_bad_values,
     )

@@ -22,29 +22,30 @@ from regtopk.core.codes import IndexLayout, index_layout, num_words
 from regtopk.wire import bits
 
 
-def pack_indices(indices: Tensor, numel: int, index_code: str) -> tuple[str, Tensor, Tensor]:
-    """The code used ("bitmap" where that is smaller), and the words of its fields and of its unary bits.
+def pack_indices(
+    indices: Tensor, layout: IndexLayout, size: int, index_code: str, is_valid: Tensor | None = None
+) -> Tensor:
+    """The words, (..., size) int32, of the fields and of the unary bits behind them, followed by zeros.
 
-    Indices, (..., k), are ascending, distinct and without padding. With "rice", whose length depends on them,
-    one number is read back from the device, and there must be no leading dimensions.
+    Indices, (..., k), are ascending and distinct where they are valid; None: all are. The layout is one for
+    all rows, or has a column for each, (..., 1).
     """
-    count, is_rice = indices.shape[-1], index_code == "rice"
-    is_bitmap, width, unary_bits = layout_of_count(count, numel, index_code)
+    place = torch.arange(indices.shape[-1], device=indices.device)
     numbers = indices
-    if is_rice:
+    if index_code == "rice":
         before = indices.new_full((*indices.shape[:-1], 1), -1)
         numbers = indices.diff(dim=-1, prepend=before) - 1
-    fields = bits.pack_fields(numbers & ((1 << width) - 1), width)
-    high = (numbers >> width).cumsum(-1) if is_rice else numbers >> width
-    position = high if is_bitmap else high + torch.arange(count, device=indices.device)
-    size = 32 * num_words(unary_bits)
-    ones = torch.zeros(*indices.shape[:-1], size, dtype=torch.uint8, device=indices.device)
-    if size > 0:  # a broken contract must not write out of bounds; the frame then says so
-        ones.scatter_(-1, position.clamp(0, size - 1), 1)
-    unary = bits.pack(ones, 1)
-    if is_rice:  # made for the longest that there can be
-        unary = unary[: num_words(int(position[-1]) + 1) if count > 0 else 0]
-    return "bitmap" if is_bitmap else index_code, fields, unary
+    fields, high = numbers & ((1 << layout.width) - 1), numbers >> layout.width
+    ones = torch.ones_like(indices)
+    if is_valid is not None:
+        fields, ones = fields * is_valid, ones * is_valid
+    # Two words more: a broken contract must not write out of bounds. The frame then says so.
+    words = torch.zeros(*indices.shape[:-1], size + 2, dtype=torch.int64, device=indices.device)
+    bits.add_fields_(words, (place * layout.width).expand_as(fields), fields)
+    if index_code != "raw32":
+        high = high.cumsum(-1) if index_code == "rice" else high
+        bits.add_fields_(words, 32 * layout.field_words + high + place * ~layout.is_bitmap, ones)
+    return words[..., :size].to(torch.int32)
 
 
 def unpack_indices(
@@ -124,7 +125,7 @@ def are_in_order(indices: Tensor, numel: int, is_valid: Tensor | None = None) ->
 
 
 @lru_cache(maxsize=1024)
-def layout_of_count(count: int, numel: int, index_code: str) -> tuple[bool, int, int]:
-    """Whether so many indices are a bitmap, the bits of a field, and the unary bits."""
+def layout_of_count(count: int, numel: int, index_code: str) -> tuple[IndexLayout, int]:
+    """The layout of so many indices, and the words they take; not for "rice"."""
     layout = index_layout(torch.tensor(count), numel, index_code)
-    return bool(layout.is_bitmap), int(layout.width), int(layout.unary_bits)
+    return layout, int(layout.field_words + num_words(layout.unary_bits))

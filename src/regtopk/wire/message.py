@@ -6,6 +6,7 @@ its device and without reading anything back: what is wrong is returned as a sta
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,17 @@ from torch import Tensor
 
 from regtopk import kernels
 from regtopk.core.blocks import NUM_SCALES
-from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, check_index_code, num_words, value_words, wire_code
+from regtopk.core.codes import (
+    HEADER_WORDS,
+    VALUE_BITS,
+    IndexLayout,
+    check_index_code,
+    index_layout,
+    num_words,
+    scale_words,
+    value_words,
+    wire_code,
+)
 from regtopk.core.sparse import SparseGradient
 from regtopk.errors import ArgumentError, WireFormatError
 from regtopk.wire import frame
@@ -30,9 +41,9 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
     """One worker's message, or a batch of equally long ones, as bytes (..., num_bytes) uint8.
 
     The values must lie on the grid of their code. With padding or "rice" the lengths of a batch would differ:
-    then there must be no leading dimensions, and one number is read back from the device. Indices that are
-    not ascending and distinct, and values that are not finite (residual + gradient may overflow), are marked
-    in the frame, and every receiver refuses the message.
+    then there must be no leading dimensions (`encode_rows` takes such), and numbers are read back from the
+    device. Indices that are not ascending and distinct, and values that are not finite (residual + gradient
+    may overflow), are marked in the frame, and every receiver refuses the message.
     """
     check_index_code(index_code, sparse.numel)
     if sparse.indices.dim() > 1 and (sparse.count is not None or index_code == "rice"):
@@ -48,7 +59,7 @@ def encode(sparse: SparseGradient, index_code: str = "elias-fano") -> Tensor:
         raise ArgumentError(f"sparse must hold at most J = {sparse.numel} entries, got {indices.shape[-1]}")
     settings = sparse.numel, index_code, wire_code(values.dtype, sparse.code)
     if index_code == "rice":
-        return _encode(*settings, indices, values)[0]
+        return encode_rows(replace(sparse, indices=indices[None], values=values[None], count=None), "rice")[0]
     (message,) = kernels.repeat(_encode, settings, (), (indices, values))
     return message
 
@@ -60,17 +71,21 @@ def _encode(
     is_short = math.prod(indices.shape[:-1]) <= kernels.MAX_ROWS["cuda"]
     if programs is not None and index_code == "elias-fano" and is_short:
         return (_encode_by(programs, numel, value_code, indices, values),)
-    used_code, fields, unary = pack_indices(indices, numel, index_code)
+    count = indices.shape[-1]
+    layout, size = layout_of_count(count, numel, index_code)
+    kinds = frame.kinds_of("bitmap" if layout.is_bitmap else index_code, value_code)
     is_ascending, is_finite = are_in_order(indices, numel), torch.isfinite(values).all(-1)
-    start = frame.make_frame(is_ascending, is_finite, numel, indices.shape[-1], used_code, value_code)
-    return (frame.seal([start, pack_values(values, value_code), fields, unary]),)
+    start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
+    packed = pack_indices(indices, layout, size, index_code)
+    return (frame.seal([start, pack_values(values, value_code), packed]),)
 
 
 def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, values: Tensor) -> Tensor:
     """The same message, written by a device's own programs."""
     *batch, k = indices.shape
-    is_bitmap, width, unary_bits = layout_of_count(k, numel, "elias-fano")
-    sizes = is_bitmap, width, num_words(k * width), num_words(unary_bits)
+    layout, size = layout_of_count(k, numel, "elias-fano")
+    is_bitmap, num_field_words = bool(layout.is_bitmap), int(layout.field_words)
+    sizes = is_bitmap, int(layout.width), num_field_words, size - num_field_words
     kinds = frame.kinds_of("bitmap" if is_bitmap else "elias-fano", value_code)
     known = {**frame.NUMBERS, "KINDS": kinds, "numel": numel}
     value_words = pack_values(values, value_code)
@@ -80,12 +95,46 @@ def _encode_by(programs: Any, numel: int, value_code: str, indices: Tensor, valu
     return reinterpret(words, torch.uint8).view(*batch, -1)
 
 
+def encode_rows(sparse: SparseGradient, index_code: str = "elias-fano") -> tuple[Tensor, Tensor]:
+    """The messages of rows (N, m) with a count for each, as bytes one after another, and their sizes (N,).
+
+    They are what `encode` makes of each row, in as many operations as of one. Two numbers are read back.
+    """
+    check_index_code(index_code, sparse.numel)
+    (indices, values), count, numel = sparse.without_padding(), sparse.counts, sparse.numel
+    value_code = wire_code(values.dtype, sparse.code)
+    layout = index_layout(count, numel, index_code, indices)
+    index_words = layout.field_words + num_words(layout.unary_bits)
+    is_ascending, is_finite = are_in_order(indices, numel, sparse.is_valid), torch.isfinite(values).all(-1)
+    kind, bitmap_kind = (frame.kinds_of(code, value_code) for code in (index_code, "bitmap"))
+    kinds = torch.where(layout.is_bitmap, bitmap_kind, kind)
+    start = frame.make_frame(is_ascending, is_finite, numel, count, kinds)
+    value_words = pack_values(values, value_code, count)
+    columns, size = IndexLayout(*(part.unsqueeze(-1) for part in layout)), int(index_words.max())
+    packed = pack_indices(indices, columns, size, index_code, sparse.is_valid)
+    num_scales, value_bits = scale_words(indices.shape[-1], value_code), count * VALUE_BITS[value_code]
+    is_sent = torch.cat(
+        [
+            torch.arange(capacity, device=count.device) < num.unsqueeze(-1)
+            for capacity, num in (
+                (HEADER_WORDS, torch.full_like(count, HEADER_WORDS)),
+                (num_scales, scale_words(count, value_code)),
+                (value_words.shape[-1] - num_scales, num_words(value_bits)),
+                (size, index_words),
+            )
+        ],
+        dim=-1,
+    )
+    return frame.seal([start, value_words, packed], is_sent), 4 * is_sent.sum(-1)
+
+
 def encode_segment(values: Tensor, code: str = "float32") -> Tensor:
     """Dense values (..., m) on the grid of a code, without indices, as bytes (..., num_bytes)."""
     value_code = wire_code(values.dtype, code)
     size = values.shape[-1]
     is_finite = torch.isfinite(values).all(-1)
-    start = frame.make_frame(torch.ones_like(is_finite), is_finite, size, size, "dense", value_code)
+    kinds = frame.kinds_of("dense", value_code)
+    start = frame.make_frame(torch.ones_like(is_finite), is_finite, size, size, kinds)
     return frame.seal([start, pack_values(values, value_code)])
 
 

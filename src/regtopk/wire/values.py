@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regtopk.core.blocks import BLOCK, NUM_SCALES, dequantise, to_symbols
-from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, num_words
+from regtopk.core.codes import HEADER_WORDS, VALUE_BITS, num_words, scale_words
 from regtopk.wire import bits
 
 _NUMBERS = {
@@ -18,8 +18,11 @@ _NUMBERS = {
 }
 
 
-def pack_values(values: Tensor, code: str) -> Tensor:
-    """Values (..., m) on the grid of a wire code, as words; lossless for those."""
+def pack_values(values: Tensor, code: str, count: Tensor | None = None) -> Tensor:
+    """Values (..., m) on the grid of a wire code, as words; lossless for those.
+
+    Entries from ``count`` on, (...,), are zero and not sent: their words are for the caller to leave out.
+    """
     if code == "none":
         return values.new_empty(*values.shape[:-1], 0, dtype=torch.int32)
     if code in _NUMBERS:
@@ -27,9 +30,9 @@ def pack_values(values: Tensor, code: str) -> Tensor:
         if VALUE_BITS[code] == 16:
             numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % 2))
         return bits.reinterpret(numbers, torch.int32)
-    symbols, scales = to_symbols(values, code)
-    scale_words = bits.reinterpret(scales.flatten(-2), torch.int32)
-    return torch.cat([scale_words, bits.pack(symbols, VALUE_BITS[code])], dim=-1)
+    symbols, scales = to_symbols(values, code, count)
+    packed_scales = bits.reinterpret(scales.flatten(-2), torch.int32)
+    return torch.cat([packed_scales, bits.pack(symbols, VALUE_BITS[code])], dim=-1)
 
 
 def unpack_values(
@@ -50,8 +53,7 @@ def unpack_values(
         values = bits.reinterpret(section, _NUMBERS[code])[..., :capacity].masked_fill(is_padding, 0)
         return values.to(dtype), torch.isfinite(values).all(-1)
     scales = _take_scales(words, start, count, capacity, code)
-    num_scales = NUM_SCALES[code] * ((count.unsqueeze(-1) + BLOCK - 1) // BLOCK)
-    section = bits.take_words(words, start + num_scales, num)
+    section = bits.take_words(words, start + scale_words(count, code).unsqueeze(-1), num)
     symbols = bits.unpack(section, VALUE_BITS[code])[..., :capacity]
     values = dequantise(symbols, scales, code).masked_fill(is_padding, 0)
     lo, hi = scales[..., 0], scales[..., -1]

@@ -1,7 +1,6 @@
 """Sums that come back in part: messages to the owners of entries, and what these send back to all."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,53 +13,73 @@ from regtopk.core.requests import FromOwners, ToOwners
 from regtopk.core.sparse import SparseGradient
 from regtopk.distributed.requests.gather import gather_sparse
 from regtopk.distributed.requests.rank import Rank, SumBuffer
-from regtopk.wire import decode_rows, encode
+from regtopk.wire import decode_rows, encode_rows
 
 
-def to_owners(rank: Rank, request: ToOwners) -> Tensor:
-    """sum_n w_n x_n on the entries that this rank owns, (L,), added in rank order from zero.
+def to_owners(rank: Rank, asked: Sequence[tuple[ToOwners, SumBuffer]]) -> list[Tensor]:
+    """sum_n w_n x_n of each on the entries that this rank owns, (L,), added in rank order from zero.
 
-    After a bad message the sum is NaN, so what comes back of it is refused by all ranks.
+    All messages for an owner travel together. After a bad one the sum is NaN, so what comes back of it is
+    refused by all ranks.
     """
-    sparse, counts = request.sparse, [0] * rank.num_workers
-    messages = [torch.empty(0, dtype=torch.uint8, device=sparse.values.device)] * rank.num_workers
+    vectors = [request.sparse for request, _ in asked]
     with rank.timer.phase("encode_s"):
-        for n, row in zip(rank.active, () if rank.is_idle else _rows(sparse), strict=False):
-            messages[n], counts[n] = encode(row, rank.index_code), row.indices.shape[-1]
+        sent = [_messages(rank, sparse) for sparse in vectors]
     with rank.timer.phase("collective_s"):
-        limits = longest_message_bytes(sparse.numel), sparse.numel
-        received, found = rank.collectives.all_to_all_counted(messages, counts, limits)
-    rank.count_all_to_all(messages, received)
-    rank.record.num_entries += sum(counts)
+        messages, counts = zip(*sent, strict=True)
+        limits = [(longest_message_bytes(sparse.numel), sparse.numel) for sparse in vectors]
+        received = rank.collectives.all_to_all_counted(messages, counts, limits)
+    for own, num_entries, (theirs, _) in zip(messages, counts, received, strict=True):
+        rank.count_all_to_all(own, theirs)
+        rank.record.num_entries += sum(num_entries)
+    with rank.timer.phase("decode_s"):
+        return [_sum(rank, sparse, *found) for sparse, found in zip(vectors, received, strict=True)]
+
+
+def _messages(rank: Rank, sparse: SparseGradient) -> tuple[list[Tensor], list[int]]:
+    """A message for each rank, and how many entries it holds; nothing for and from ranks of weight zero."""
+    messages = [torch.empty(0, dtype=torch.uint8, device=sparse.values.device)] * rank.num_workers
+    counts = [0] * rank.num_workers
+    if not rank.is_idle:
+        joined, sizes = encode_rows(sparse, rank.index_code)
+        sizes, num_entries = torch.stack([sizes, sparse.counts]).tolist()
+        for n, message, count in zip(rank.active, joined.split(sizes), num_entries, strict=True):
+            messages[n], counts[n] = message, count
+    return messages, counts
+
+
+def _sum(rank: Rank, sparse: SparseGradient, messages: list[Tensor], counts: list[int]) -> Tensor:
+    """The sum of the messages of all ranks, (L,); zeros on a rank of weight zero."""
     total = sparse.values.new_zeros(sparse.numel)
     if rank.is_idle:
         return total
-    with rank.timer.phase("decode_s"):
-        rows = pad_sequence([received[n] for n in rank.active], batch_first=True)
-        codes = rank.index_code, sparse.code, sparse.values.dtype
-        pieces, status = decode_rows(rows, sparse.numel, max(found), *codes)
-        weighted = rank.of_active(rank.weights_like(total)).unsqueeze(-1) * pieces.values
-        kernels.sum_sparse_in_rank_order(pieces.indices, weighted, sparse.numel, out=total)
-        rank.check_after_answer(status)
-        return total.masked_fill_((status != 0).any(), torch.nan)
+    rows = pad_sequence([messages[n] for n in rank.active], batch_first=True)
+    codes = rank.index_code, sparse.code, sparse.values.dtype
+    pieces, status = decode_rows(rows, sparse.numel, max(counts), *codes)
+    weighted = rank.of_active(rank.weights_like(total)).unsqueeze(-1) * pieces.values
+    kernels.sum_sparse_in_rank_order(pieces.indices, weighted, sparse.numel, out=total)
+    rank.check_after_answer(status)
+    return total.masked_fill_((status != 0).any(), torch.nan)
 
 
-def _rows(sparse: SparseGradient) -> Iterator[SparseGradient]:
-    """The message for each owner, without padding."""
-    for indices, values, count in zip(sparse.indices, sparse.values, sparse.counts.tolist(), strict=True):
-        yield replace(sparse, indices=indices[:count], values=values[:count], count=None)
-
-
-def from_owners(rank: Rank, request: FromOwners, sums: SumBuffer) -> Tensor:
-    """What all owners send back of their entries, as one vector, (J,)."""
-    (rows,) = gather_sparse(rank, [request.sparse])
+def from_owners(rank: Rank, asked: Sequence[tuple[FromOwners, SumBuffer]]) -> list[Tensor]:
+    """What all owners send back of their entries, each as one vector, (J,)."""
+    gathered = gather_sparse(rank, [request.sparse for request, _ in asked])
     rank.release_withheld()
     with rank.timer.phase("decode_s"):
-        owners = torch.arange(len(rank.active), device=rows.indices.device).unsqueeze(-1)
-        places, values, counts = map(rank.of_active, (rows.indices, rows.values, rows.counts))
-        # the empty place of an owner that has one entry less is zero, wherever it is added
-        indices = entries_of(owners, places, len(rank.active)).clamp(max=request.numel - 1)
-        total = sums.zeros_for(SparseGradient(indices, values, request.numel))
-        kernels.add_in_rank_order_(total, indices, values, torch.ones_like(values[:, 0]))
-        sums.keep(total, indices, counts)
-        return total
+        return [
+            _whole(rank, rows, request.numel, sums)
+            for (request, sums), rows in zip(asked, gathered, strict=True)
+        ]
+
+
+def _whole(rank: Rank, rows: SparseGradient, numel: int, sums: SumBuffer) -> Tensor:
+    """Every owner's entries, (N, m), as one vector, (J,)."""
+    owners = torch.arange(len(rank.active), device=rows.indices.device).unsqueeze(-1)
+    places, values, counts = map(rank.of_active, (rows.indices, rows.values, rows.counts))
+    # the empty place of an owner that has one entry less is zero, wherever it is added
+    indices = entries_of(owners, places, len(rank.active)).clamp(max=numel - 1)
+    total = sums.zeros_for(SparseGradient(indices, values, numel))
+    kernels.add_in_rank_order_(total, indices, values, torch.ones_like(values[:, 0]))
+    sums.keep(total, indices, counts)
+    return total

@@ -29,9 +29,13 @@ from regtopk.distributed.steps.alike import Alike, Rows
 from regtopk.errors import OracleError
 from regtopk.kernels import Support
 
-_ANSWERS: dict[type, Callable[[Rank, Any], Any]] = {
-    DenseSum: dense_sum,
+_TOGETHER: dict[type, Callable[[Rank, list[tuple[Any, SumBuffer]]], Sequence[Any]]] = {
+    SparseSum: sparse_sums,
     ToOwners: to_owners,
+    FromOwners: from_owners,
+}
+_ONE_BY_ONE: dict[type, Callable[[Rank, Any], Any]] = {
+    DenseSum: dense_sum,
     Gather: gather,
     Broadcast: broadcast,
 }
@@ -131,18 +135,17 @@ def converse(rank: Rank, conversations: Sequence[Conversation], sums: Sequence[S
 def answer(rank: Rank, requests: Sequence[Request], sums: Sequence[SumBuffer]) -> list[Any]:
     """What the cluster makes of requests, at most one of each bucket: all ranks must make the same kinds."""
     rank.raise_refusals()
-    pairs = [(asked, own) for asked, own in zip(requests, sums, strict=True) if isinstance(asked, SparseSum)]
-    totals = iter(sparse_sums(rank, pairs))
-    return [
-        next(totals) if isinstance(asked, SparseSum) else _answer(rank, asked, own)
-        for asked, own in zip(requests, sums, strict=True)
-    ]
+    found: dict[int, Any] = {}
+    for kind, answers in _TOGETHER.items():
+        places = [place for place, asked in enumerate(requests) if isinstance(asked, kind)]
+        if places:
+            totals = answers(rank, [(requests[place], sums[place]) for place in places])
+            found |= zip(places, totals, strict=True)
+    return [found[n] if n in found else _answer(rank, asked) for n, asked in enumerate(requests)]
 
 
-def _answer(rank: Rank, request: Request, sums: SumBuffer) -> Any:
-    if isinstance(request, FromOwners):
-        return from_owners(rank, request, sums)
-    for kind, found in _ANSWERS.items():
+def _answer(rank: Rank, request: Request) -> Any:
+    for kind, found in _ONE_BY_ONE.items():
         if isinstance(request, kind):
             return found(rank, request)
     raise OracleError(

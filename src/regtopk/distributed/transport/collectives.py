@@ -4,6 +4,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -85,21 +86,31 @@ class Collectives:
         return self.all_to_all(parts, [theirs[self.rank] for theirs in everyone])
 
     def all_to_all_counted(
-        self, parts: Sequence[Tensor], counts: Sequence[int], limits: Sequence[int]
-    ) -> tuple[list[Tensor], list[int]]:
-        """`all_to_all` of parts of any length, and of a count for each; ranks hear only what they receive.
+        self, parts: Sequence[Sequence[Tensor]], counts: Sequence[Sizes], limits: Sequence[Sizes]
+    ) -> list[tuple[list[Tensor], list[int]]]:
+        """Several `all_to_all` in one, each of parts of any length with a count for each part.
 
-        A length or count beyond its limit is refused by the rank that receives it, before memory is taken.
+        Ranks hear only of what they receive. A rank with a length or count beyond the two limits announces it
+        to all, so that all refuse together, before memory is taken for it. What is damaged between two ranks
+        is refused by the receiver alone.
         """
-        pairs = zip((part.numel() for part in parts), counts, strict=True)
-        device = parts[0].device
-        told = list(torch.tensor(list(pairs), device=device))
-        found = [pair.tolist() for pair in self.all_to_all(told, [2] * self.num_workers)]
-        for rank, pair in zip(self.ranks, found, strict=True):
-            for size, limit in zip(pair, limits, strict=True):
-                check_size(rank, size, limit)
-        lengths, counts = zip(*found, strict=True)
-        return self.all_to_all(parts, list(lengths)), list(counts)
+        sizes = [[part.numel() for part in each] for each in parts]
+        told = torch.tensor([sizes, counts]).permute(2, 1, 0)  # for each rank, of each: length and count
+        is_impossible = ((told < 0) | (told > torch.tensor(limits))).flatten(1).any(1)
+        if bool(is_impossible.any()):
+            told = told[is_impossible][:1].expand_as(told)
+        rows = told.flatten(1).to(parts[0][0].device)
+        found = torch.stack(self.all_to_all(list(rows), [rows.shape[1]] * self.num_workers)).tolist()
+        for rank, numbers in zip(self.ranks, found, strict=True):
+            for number, limit in zip(numbers, chain(*limits), strict=True):
+                check_size(rank, number, limit)
+        joined = [torch.cat(theirs) for theirs in zip(*parts, strict=True)]
+        received = self.all_to_all(joined, [sum(numbers[::2]) for numbers in found])
+        by_rank = [theirs.split(numbers[::2]) for theirs, numbers in zip(received, found, strict=True)]
+        return [
+            ([theirs[place] for theirs in by_rank], [numbers[2 * place + 1] for numbers in found])
+            for place in range(len(parts))
+        ]
 
     def all_to_all(self, parts: Sequence[Tensor], sizes: list[int]) -> list[Tensor]:
         """parts[r] goes to rank r; returns what all ranks had for this one, of these sizes, in rank order."""

@@ -93,7 +93,10 @@ class PlannedExchange(NamedTuple):
 
     @property
     def received_bytes_per_step(self) -> float:
-        """What collectives bring a worker in a step, which is what they send from it."""
+        """What collectives bring a worker in a step, and send from it.
+
+        These are the same: planned workers are alike, and what one sends another receives.
+        """
         return self.num_parts * sum(move.sent_bytes for move in self.moves) / self.every
 
 
@@ -209,7 +212,7 @@ def _owned_sum(method: PlannedMethod, returned: float, k: int, numel: int, N: in
     counts = ceil(k / N), num_returned(returned, numel, N)
     codes = {"dtype": torch.float32, "value_code": code, "index_code": INDEX_CODE}
     piece, message = (full_message_bytes(count, owned, **codes) for count in counts)
-    coding = Work(f"sparse {code}", {"calls": N, "entries": 2 * k, "numel": owned})
+    coding = Work(f"sparse {code}", {"calls": 1, "entries": 2 * k, "numel": owned})
     moves = [all_to_all(2 * SIZE_BYTES, N), all_to_all(piece, N)]
     selection = Work(f"select {code}", {"calls": 1, "entries": counts[1], **numel_units(owned)})
     summing = Work(f"sparse {code}", {"calls": 1, "entries": (1 + N) * counts[1], "numel": numel})
