@@ -94,9 +94,8 @@ HITS = {"previous": [0.89, 0.97, 1.00, 1.00, 0.79], "current": [0.69, 0.75, 0.88
 @pytest.mark.parametrize("reading", READINGS)
 def test_of_different_entries_a_large_mu_sends_the_most_probable(reading: Reading) -> None:
     choices = [RegTopK(k=K, mu=mu, q=0.0, reference=reading) for mu in (1.0, 4.0, 1000.0)]
-    found = [
-        DIFFERENT.hits(choice, reading) for choice in (TopK(k=K), *choices, RegTopK(k=K, reference=reading))
-    ]
+    algorithms: list[TopK | RegTopK] = [TopK(k=K), *choices, RegTopK(k=K, reference=reading)]
+    found = [DIFFERENT.hits(algorithm, reading) for algorithm in algorithms]
     assert found == pytest.approx(HITS[reading], abs=0.01)
     assert DIFFERENT.hits(RegTopK(k=K, mu=1e-30, q=0.0, reference=reading), reading) == found[0]
     (other,) = {*READINGS} - {reading}
