@@ -1,13 +1,16 @@
 """Check the pages of the documentation; `make docs` runs it: python -m tools.check_pages.
 
-The index names every page, the reference every public name, and links lead somewhere. The pages that are
-made from the code or from records are up to date.
+The index names every page, the reference every public name, and links lead somewhere. A link to a Python file
+whose text is a name, such as [`TopK`](../src/regtopk/algorithms/topk.py), finds that name in the file. The
+pages that are made from the code or from records are up to date.
 """
 
+import ast
 import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -48,6 +51,32 @@ def broken_links(page: Path) -> Iterator[str]:
             yield target
 
 
+@cache
+def names_in(file: Path) -> set[str]:
+    """What a Python file defines: classes, functions and constants; methods and fields as `Class.name`."""
+    names: set[str] = set()
+
+    def add(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                add(node.body, f"{node.name}.")
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    add(ast.parse(file.read_text(encoding="utf-8")).body, "")
+    return names
+
+
+def unknown_names(page: Path) -> Iterator[str]:
+    """Links whose text is a name that their Python file does not define."""
+    for name, target in re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", text_of(page)):
+        file = page.parent / target
+        if not name.endswith(".py") and file.exists() and name not in names_in(file):
+            yield f"{name} in {target}"
+
+
 def federated_rows() -> Iterator[str]:
     """How docs/federated.md must show the accuracies that were recorded."""
     results = ROOT / "benchmarks" / "results"
@@ -68,6 +97,8 @@ def problems() -> Iterator[str]:
     for page in PAGES:
         for target in broken_links(page):
             yield f"{page.relative_to(ROOT)}: the link {target} leads nowhere"
+        for name in unknown_names(page):
+            yield f"{page.relative_to(ROOT)}: there is no {name}"
     linked = {(INDEX.parent / path).resolve() for path in re.findall(r"\]\(([\w/.-]+\.md)\)", text_of(INDEX))}
     for page in sorted(set(PAGES) - {INDEX} - linked):
         yield f"docs/README.md does not name {page.relative_to(ROOT)}"
