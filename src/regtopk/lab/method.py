@@ -24,7 +24,7 @@ ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
 START = 0.01  # the density that an adaptive method starts from, unless told
 OWN = ("lr", "index_code", "optimizer", "residual_dtype")  # words that are no options of an algorithm
 Option = int | float | bool | str | None
-Point = tuple[str, ...]  # of a grid: one value for each option, as written
+GridPoint = tuple[str, ...]  # of a grid: one value for each option, as written
 
 
 @dataclass(frozen=True)
@@ -147,17 +147,11 @@ class Method:
 
 @dataclass(frozen=True)
 class Grid:
-    """The methods that words with alternatives stand for.
+    """The methods that words with alternatives stand for."""
 
-    Args:
-        label: the words as written.
-        lists: the values of each option, in the order written and lr first.
-        methods: one for each point, in the order of the lists. Every one has a learning rate.
-    """
-
-    label: str
-    lists: Mapping[str, Sequence[str]]
-    methods: Mapping[Point, Method]
+    label: str  # the words as written
+    lists: Mapping[str, Sequence[str]]  # the values of each option, in the order written and lr first
+    methods: Mapping[GridPoint, Method]  # in the order of the lists; every one has a learning rate
 
     @classmethod
     def parse(cls, label: str, lrs: Sequence[float]) -> "Grid":
@@ -170,8 +164,8 @@ class Grid:
         methods = {}
         for point in product(*lists.values()):
             chosen = dict(zip(lists, point, strict=True))
-            words = [read.algorithm, *(f"{key}={chosen[key]}" for key, _ in read.words)]
-            method = Method.parse(":".join(words))
+            words = (f"{key}={chosen[key]}" for key, _ in read.words)
+            method = Method.parse(":".join([read.algorithm, *words]))
             methods[point] = replace(method, lr=method.lr or float(chosen["lr"]))
         return cls(label, lists, methods)
 
@@ -180,20 +174,19 @@ class Grid:
         """Whether the words leave the density open."""
         return any(method.takes_density for method in self.methods.values())
 
-    def settings(self, point: Point) -> dict[str, Option]:
+    def settings(self, point: GridPoint) -> dict[str, Option]:
         """What tells a point from the others: the values of the options that have several."""
         chosen = zip(self.lists.items(), point, strict=True)
         return {key: _value(key, text) for (key, texts), text in chosen if len(texts) > 1}
 
-    def at_edge(self, point: Point) -> list[str]:
+    def at_edge(self, point: GridPoint) -> list[str]:
         """The options whose value here is the smallest or the largest of several numbers."""
-        found = []
-        for key, value in self.settings(point).items():
-            values = [_value(key, text) for text in self.lists[key]]
-            numbers = [x for x in values if isinstance(x, (int, float)) and not isinstance(x, bool)]
-            if len(numbers) == len(values) and value in (min(numbers), max(numbers)):
-                found.append(key)
-        return found
+        lists: dict[str, list[Any]] = {
+            key: [_value(key, text) for text in texts] for key, texts in self.lists.items()
+        }
+        numbers = {key: values for key, values in lists.items() if {*map(type, values)} <= {int, float}}
+        chosen = self.settings(point).items()
+        return [key for key, x in chosen if key in numbers and x in (min(numbers[key]), max(numbers[key]))]
 
 
 def _value(key: str, text: str) -> Option:

@@ -13,7 +13,7 @@ from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.compare.search import find_best
 from regtopk.lab.experiments.experiment import ShowProgress, silent
 from regtopk.lab.experiments.ranks.config import TrainConfig
-from regtopk.lab.method import Grid, Point
+from regtopk.lab.method import Grid, GridPoint
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import read_records
 
@@ -45,10 +45,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_one_option_after_another_is_searched_from_the_middle_and_no_point_twice() -> None:
     grid = Grid.parse("topk:density=0.1|0.2|0.3|0.4", (1.0, 2.0, 3.0))
 
-    def tried(num_runs: int) -> tuple[Point, list[str]]:
-        points: list[Point] = []
+    def tried(num_runs: int) -> tuple[GridPoint, list[str]]:
+        points: list[GridPoint] = []
 
-        def cost_of(point: Point) -> float:
+        def cost_of(point: GridPoint) -> float:
             points.append(point)
             return float(point[1]) - float(point[0])  # best with the largest lr and the smallest density
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt, Row
+from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.tasks import Problem, Task
 from regtopk.lab.method import Grid, Method
 from regtopk.rounds import GRADIENTS
@@ -59,7 +59,7 @@ class ByteProbe:
         return math.exp(low)
 
 
-def rows_of(config: CompareConfig, problem: Problem) -> list[Row]:
+def rows_of(config: CompareConfig, problem: Problem) -> list[GridAt]:
     """Every method at every density, or at the largest density within the budget of bytes.
 
     A method without an open density runs once. The budget is of a step. After H steps without an exchange, a
@@ -67,7 +67,7 @@ def rows_of(config: CompareConfig, problem: Problem) -> list[Row]:
     """
     if not config.is_at_equal_bytes:
         return [
-            Row(grid, {at: MethodAt(method, density) for at, method in grid.methods.items()})
+            GridAt(grid, {at: MethodAt(method, density) for at, method in grid.methods.items()})
             for grid in config.grids
             for density in (config.densities if grid.takes_density else (None,))
         ]
@@ -84,5 +84,6 @@ def rows_of(config: CompareConfig, problem: Problem) -> list[Row]:
         return MethodAt(method, find_density(alike, own_budget) if method.takes_density else None)
 
     return [
-        Row(grid, {at: within(grid, method) for at, method in grid.methods.items()}) for grid in config.grids
+        GridAt(grid, {at: within(grid, method) for at, method in grid.methods.items()})
+        for grid in config.grids
     ]

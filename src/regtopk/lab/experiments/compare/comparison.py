@@ -22,7 +22,7 @@ from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.compare.budget import rows_of
 from regtopk.lab.experiments.compare.checkpoint import CHECKPOINTS, Checkpoint
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt, Row
+from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.compare.results import description_of, finished_curves, key_of, panels, summarise
 from regtopk.lab.experiments.compare.search import SEARCH, Search, tuning_seeds
 from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
@@ -34,7 +34,7 @@ from regtopk.lab.method import Method
 from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records
 
 MOVED = ("payload_bytes", "sent_bytes", "received_bytes")  # of `core.traffic`, in every record
-Group = tuple[Row, list[int]]  # a row, and the seeds of it that are trained at once
+Group = tuple[GridAt, list[int]]  # a row, and the seeds of it that are trained at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, A
     return {"algorithms": ",".join(dict.fromkeys(labels)), "seeds": format_seeds(seeds)}
 
 
-def _groups(config: CompareConfig, rows: Sequence[Row], records: Sequence[Record]) -> list[Group]:
+def _groups(config: CompareConfig, rows: Sequence[GridAt], records: Sequence[Record]) -> list[Group]:
     """What is still to be run: rows, each with the seeds that are trained at once."""
     finished = finished_curves(config, records)
     groups: list[Group] = []

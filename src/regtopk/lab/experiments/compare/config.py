@@ -13,7 +13,7 @@ from regtopk.lab.experiments.data.splits import check_split
 from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
-from regtopk.lab.method import Grid, Method, Point
+from regtopk.lab.method import Grid, GridPoint, Method
 
 OWN = ("data", "algorithms", "seeds")  # settings in which runs of one folder may differ
 
@@ -25,15 +25,15 @@ class MethodAt(NamedTuple):
     density: float | None
 
 
-class Row(NamedTuple):
-    """A row of a comparison: what runs at each point of a grid, of which one is picked."""
+class GridAt(NamedTuple):
+    """A row of a comparison: what runs at each point of a grid. One of these is picked."""
 
     grid: Grid
-    runs: dict[Point, MethodAt]
+    runs: dict[GridPoint, MethodAt]
 
     @property
     def density(self) -> float | None:
-        """That of all its runs, but at equal bytes, where it is the first one's."""
+        """Of all its runs or, at equal bytes, of the first."""
         return next(iter(self.runs.values())).density
 
 
@@ -139,11 +139,8 @@ class CompareConfig(TaskSettings):
     @cached_property
     def grids(self) -> list[Grid]:
         """What is compared."""
-        grids = [Grid.parse(words, self.lr) for words in filter(None, self.algorithms.split(","))]
-        return [
-            replace(grid, methods={point: self.complete(method) for point, method in grid.methods.items()})
-            for grid in grids
-        ]
+        grids = (Grid.parse(words, self.lr) for words in self.algorithms.split(",") if words)
+        return [replace(g, methods={at: self.complete(m) for at, m in g.methods.items()}) for g in grids]
 
     @property
     def methods(self) -> list[Method]:

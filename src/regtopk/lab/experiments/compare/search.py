@@ -7,9 +7,9 @@ from math import inf
 from pathlib import Path
 from statistics import fmean
 
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt, Row
+from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.compare.results import key_of, settings_words
-from regtopk.lab.method import Grid, Point
+from regtopk.lab.method import Grid, GridPoint
 from regtopk.lab.runs import Record, write_json
 
 SEARCH = "search.json"  # in the results folder: what the runs of its searches ended with
@@ -17,19 +17,12 @@ SEARCH = "search.json"  # in the results folder: what the runs of its searches e
 
 @dataclass(frozen=True)
 class Search:
-    """How the rows of a slice get their hyperparameters.
-
-    Args:
-        config: of the comparison.
-        folder: of the results. A search that was interrupted goes on from the runs it holds.
-        done: the records of the slices before.
-        train: trains a seed of a method to the end, and gives the records.
-    """
+    """How the rows of a slice get their hyperparameters."""
 
     config: CompareConfig
-    folder: Path
-    done: Sequence[Record]
-    train: Callable[[MethodAt, int], Iterator[Record]]
+    folder: Path  # of the results: a search that was interrupted goes on from the runs it holds
+    done: Sequence[Record]  # of the slices before
+    train: Callable[[MethodAt, int], Iterator[Record]]  # a seed of a method, to the end
 
     @property
     def seed(self) -> int:
@@ -37,7 +30,7 @@ class Search:
         counted_seeds = {*self.config.chosen_seeds, *(record["seed"] for record in self.done)}
         return next(iter(tuning_seeds(self.done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
 
-    def pick(self, row: Row, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
+    def pick(self, row: GridAt, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
         """What a row runs, and what records hold of the search. The choice of an earlier slice is kept."""
         if len(row.runs) == 1:
             return next(iter(row.runs.values())), {"tuning_seed": None, "tuning": None}
@@ -50,33 +43,26 @@ class Search:
                 return run, {name: record.get(name) for name in ("tuning_seed", "tuning", "search")}
         return self._search(row, say)
 
-    def _search(self, row: Row, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
+    def _search(self, row: GridAt, say: Callable[[str], None]) -> tuple[MethodAt, Record]:
         """Search anew."""
         grid, sign = row.grid, -1 if self.config.kind.is_better_higher else 1
         num_runs = min(self.config.num_search_runs or len(row.runs), len(row.runs))
-        found: dict[Point, Record] = {}
+        found: dict[GridPoint, Record] = {}
 
-        def cost_of(point: Point) -> float:
+        def cost_of(point: GridPoint) -> float:
             words = settings_words(grid.settings(point))
             say(f"{grid.label}, search run {len(found) + 1} of {num_runs}: {words}")
             found[point] = run = self._run(grid, point, row.runs[point])
             return inf if run["diverged"] else float(sign * run["final"])
 
         best = find_best(grid, num_runs, cost_of)
-        picked = grid.settings(best)
+        search: Record = {"picked": grid.settings(best), "at_edge": grid.at_edge(best)}
+        search |= {"num_points": len(row.runs), "runs": list(found.values())}
         by_lr = {f"{m.lr:g}": found[point]["final"] for point, m in grid.methods.items() if point in found}
-        return row.runs[best], {
-            "tuning_seed": self.seed,
-            "tuning": by_lr if list(picked) == ["lr"] else None,
-            "search": {
-                "runs": list(found.values()),
-                "num_points": len(row.runs),
-                "picked": picked,
-                "at_edge": grid.at_edge(best),
-            },
-        }
+        tuning = by_lr if list(search["picked"]) == ["lr"] else None
+        return row.runs[best], {"tuning_seed": self.seed, "tuning": tuning, "search": search}
 
-    def _run(self, grid: Grid, point: Point, run: MethodAt) -> Record:
+    def _run(self, grid: Grid, point: GridPoint, run: MethodAt) -> Record:
         """What a point ended with. It is trained, unless it was before."""
         path, kind, settings = self.folder / SEARCH, self.config.kind, grid.settings(point)
         ended = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -95,16 +81,16 @@ def tuning_seeds(records: Sequence[Record]) -> set[int]:
     return {r["tuning_seed"] for r in records if r.get("tuning_seed") is not None}
 
 
-def find_best(grid: Grid, num_runs: int, cost_of: Callable[[Point], float]) -> Point:
+def find_best(grid: Grid, num_runs: int, cost_of: Callable[[GridPoint], float]) -> GridPoint:
     """The point with the smallest cost among so many, found one option after another.
 
     The search begins in the middle of every list. It tries all values of one option while the others stay at
     their best, then those of the next option, and goes round. Once that finds nothing new, it tries the point
     that differs from the best in the fewest options. Of equal costs, the first in the lists' order is best.
     """
-    costs: dict[Point, float] = {}
+    costs: dict[GridPoint, float] = {}
 
-    def best_after(points: Sequence[Point]) -> Point:
+    def best_after(points: Sequence[GridPoint]) -> GridPoint:
         for point in points:
             if point not in costs and len(costs) < num_runs:
                 costs[point] = cost_of(point)
