@@ -45,6 +45,7 @@ def test_what_is_exchanged_is_no_option_of_the_algorithm() -> None:
     assert (method.options, method.lr) == ({}, 0.004)
     assert method.rounds == Rounds("updates", 16, "nesterov", 0.5)
     assert method.rounds.outer_settings == (0.5, 0.9, True)
+    assert Method.parse("dense:exchange=updates:outer=none").is_same(Method.parse("dense:exchange=updates"))
     assert Method.parse("topk:exchange=gradients").is_same(Method.parse("topk"))
     assert not Method.parse("topk:exchange=updates").is_same(Method.parse("topk"))
 

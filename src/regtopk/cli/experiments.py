@@ -28,10 +28,14 @@ OUT = Path("out")
 REPRODUCED = ("algorithms", "like", "data", "deterministic", "device", "seeds")
 COMPARED = (
     "algorithms", "densities", "bytes_per_step", "like", "received_bytes_per_step", "like_received", "split",
-    "value_code", "index_code", "optimizer", "lr", "num_workers", "num_steps", "data", "device", "seeds",
+    "value_code", "index_code", "optimizer", "lr", "num_search_runs", "num_workers", "num_steps", "data",
+    "device", "seeds",
 )  # fmt: skip
 TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
-FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}
+FLAGS = {
+    "densities": "--density", "num_search_runs": "--search-runs", "num_workers": "--workers",
+    "num_steps": "--steps",
+}  # fmt: skip
 Out = Annotated[Path | None, typer.Option(help="Folder of the run; if not given, a new one in out/.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the folder's run, or add to it.")]
 

@@ -1,11 +1,13 @@
 """A method: an algorithm with its options, learning rate, codes and optimizer, and what is exchanged.
 
 It is written as words, NAME[:OPTION=VALUE]...: "regtopk:mu=5" or "topk:exchange=updates:every=2:lr=0.1".
+A `Grid` is written with alternatives: "topk:exchange=updates:every=2|4|8:lr=0.1|0.2".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from regtopk.algorithms import ALGORITHMS
@@ -22,6 +24,7 @@ ADAPTED = "regtopk"  # what an adaptive method adapts, unless told
 START = 0.01  # the density that an adaptive method starts from, unless told
 OWN = ("lr", "index_code", "optimizer", "residual_dtype")  # words that are no options of an algorithm
 Option = int | float | bool | str | None
+GridPoint = tuple[str, ...]  # of a grid: one value for each option, as written
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Method:
         name, *words = label.split(":")
         if not all("=" in word for word in words):
             return cls(label, label)
-        options = {key: _value(text) for key, text in cls(label, name).words}
+        options = {key: _value(key, text) for key, text in cls(label, name).words}
         own: dict[str, Any] = {key: options.pop(key) for key in OWN if key in options}
         known = [f.name for f in fields(ALGORITHMS[name])] if name in ALGORITHMS else []
         # without `exchange`, a word such as every is the algorithm's if it has such an option
@@ -75,7 +78,7 @@ class Method:
         if like.count(":") != 3:
             raise ArgumentError(f"like must be NAME:DENSITY:INDEX_CODE:VALUE_CODE, got {like!r}")
         name, density, index_code, value_code = like.split(":")
-        check_density(_value(density))
+        check_density(_value("density", density))
         check_value_code(value_code)
         return cls.parse(f"{name}:density={density}:index_code={index_code}:value_code={value_code}")
 
@@ -142,8 +145,53 @@ class Method:
         return {**arguments, **given}
 
 
-def _value(text: str) -> Option:
+@dataclass(frozen=True)
+class Grid:
+    """The methods that words with alternatives stand for."""
+
+    label: str  # the words as written
+    lists: Mapping[str, Sequence[str]]  # the values of each option, in the order written and lr first
+    methods: Mapping[GridPoint, Method]  # in the order of the lists; every one has a learning rate
+
+    @classmethod
+    def parse(cls, label: str, lrs: Sequence[float]) -> "Grid":
+        """Split the words and check every method; `lrs` are the learning rates where the words name none."""
+        read = Method.read(label)
+        lists = {"lr": [str(lr) for lr in lrs]} | {key: text.split("|") for key, text in read.words}
+        for key, texts in lists.items():
+            if len({_value(key, text) for text in texts}) < len(texts):
+                raise ArgumentError(f"{key} must have different values, got {', '.join(texts)} in {label!r}")
+        methods = {}
+        for point in product(*lists.values()):
+            chosen = dict(zip(lists, point, strict=True))
+            words = (f"{key}={chosen[key]}" for key, _ in read.words)
+            method = Method.parse(":".join([read.algorithm, *words]))
+            methods[point] = replace(method, lr=method.lr or float(chosen["lr"]))
+        return cls(label, lists, methods)
+
+    @property
+    def takes_density(self) -> bool:
+        """Whether the words leave the density open."""
+        return any(method.takes_density for method in self.methods.values())
+
+    def settings(self, point: GridPoint) -> dict[str, Option]:
+        """What tells a point from the others: the values of the options that have several."""
+        chosen = zip(self.lists.items(), point, strict=True)
+        return {key: _value(key, text) for (key, texts), text in chosen if len(texts) > 1}
+
+    def at_edge(self, point: GridPoint) -> list[str]:
+        """The options whose value here is the smallest or the largest of several numbers."""
+        lists: dict[str, list[Any]] = {
+            key: [_value(key, text) for text in texts] for key, texts in self.lists.items()
+        }
+        numbers = {key: values for key, values in lists.items() if {*map(type, values)} <= {int, float}}
+        chosen = self.settings(point).items()
+        return [key for key, x in chosen if key in numbers and x in (min(numbers[key]), max(numbers[key]))]
+
+
+def _value(key: str, text: str) -> Option:
+    """What a text means; "none" is a name where it says what is applied after an exchange."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return text if key == "outer" else {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_old_settings(tmp_path: Path) -> None:
     assert read_header(tmp_path)["config"] == {"lr": 0.1, "seeds": 3}
 
 
-def test_hardware_and_software_are_written_where_they_change(tmp_path: Path) -> None:
+def test_hardware_software_and_search_are_written_where_they_change(tmp_path: Path) -> None:
     first = {"hardware": "a GPU", "software": "torch"}
     records: list[Record] = [{"step": 0, **first}, {"step": 1, **first}]
     records += [{"step": 2, **first, "hardware": "a CPU"}, {"step": 3}, {"step": 4}]
@@ -137,7 +137,7 @@ def test_hardware_and_software_are_written_where_they_change(tmp_path: Path) -> 
     assert read_records(tmp_path) == records + records[:2]
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert lines[1] == {"step": 1} and lines[2] == {"step": 2, "hardware": "a CPU"}
-    assert lines[5] == records[0] and lines[6] == {"step": 1}
+    assert lines[5] == {**records[0], "search": None} and lines[6] == {"step": 1}
     with RunWriter(tmp_path, HEADER, resume=True) as writer:
         writer.add({"step": 2})
     assert read_records(tmp_path)[-1] == {"step": 2}  # it does not inherit those of the run before

@@ -101,7 +101,7 @@ def label_of(text: str) -> str:
     words = [METHODS[method.algorithm].label if method.algorithm in METHODS else method.algorithm]
     for key, value in method.words:
         if key == "density":
-            words.append(f"{100 * float(value):g} %")
+            words.append("|".join(f"{100 * float(each):g} %" for each in value.split("|")))
         else:
             words.append(value if key in SELF_EXPLAINING else f"{key}={value}")
     return ", ".join(words)

@@ -3,8 +3,8 @@
 ::
 
     config.json     what was run: experiment, command, configuration, versions, and the panels of its figure
-    metrics.jsonl   one record per line, written as it is measured, so a kill loses nothing; the hardware and
-                    the software of a record are those of the record before if it does not name others
+    metrics.jsonl   one record per line, written as it is measured, so a kill loses nothing; the hardware, the
+                    software and the search of a record are those of the record before if it names no others
     summary.json    every number that the table shows; written when the run is finished
     figure.png, figure.svg, index.html   drawn from the three files above, by `regtopk.lab.report`
 

@@ -16,7 +16,7 @@ CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 FIGURE_PNG, FIGURE_SVG, PAGE = "figure.png", "figure.svg", "index.html"
 FILES = (CONFIG, METRICS, SUMMARY, FIGURE_PNG, FIGURE_SVG, PAGE)
 
-CARRIED = ("hardware", "software")  # fields that are in metrics.jsonl only where they change
+CARRIED = ("hardware", "software", "search")  # fields that are in metrics.jsonl only where they change
 
 
 @dataclass(frozen=True)

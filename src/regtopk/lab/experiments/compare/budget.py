@@ -1,11 +1,14 @@
 """At which densities methods run: those of the settings, or the largest within a number of bytes."""
 
 import math
+from dataclasses import replace
+from functools import cache
 
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.tasks import Problem, Task
-from regtopk.lab.method import Method
+from regtopk.lab.method import Grid, Method
+from regtopk.rounds import GRADIENTS
 from regtopk.simulate import Cluster
 
 NUM_STEPS = 4
@@ -56,7 +59,7 @@ class ByteProbe:
         return math.exp(low)
 
 
-def runs_of(config: CompareConfig, problem: Problem) -> list[MethodAt]:
+def rows_of(config: CompareConfig, problem: Problem) -> list[GridAt]:
     """Every method at every density, or at the largest density within the budget of bytes.
 
     A method without an open density runs once. The budget is of a step. After H steps without an exchange, a
@@ -64,17 +67,23 @@ def runs_of(config: CompareConfig, problem: Problem) -> list[MethodAt]:
     """
     if not config.is_at_equal_bytes:
         return [
-            MethodAt(method, density)
-            for method in config.methods
-            for density in (config.densities if method.takes_density else (None,))
+            GridAt(grid, {at: MethodAt(method, density) for at, method in grid.methods.items()})
+            for grid in config.grids
+            for density in (config.densities if grid.takes_density else (None,))
         ]
     probe = ByteProbe(config, problem.task([0]))
     budget = config.bytes_per_step or config.received_bytes_per_step
     budget = budget or probe.bytes_of(Method.parse_like(config.base_words), None)
-    runs = []
-    for given in config.methods:
+    find_density = cache(probe.find_density)
+
+    def within(grid: Grid, given: Method) -> MethodAt:
         own_budget = budget * given.rounds.every
         method = given.with_budget(own_budget) if config.budgeted == "payload_bytes" else given
-        density = probe.find_density(method, own_budget) if method.takes_density else None
-        runs.append(MethodAt(method, density))
-    return runs
+        # without what changes no message, so that points of a grid share what is found
+        alike = replace(method, label=grid.label, lr=None, optimizer="", rounds=GRADIENTS)
+        return MethodAt(method, find_density(alike, own_budget) if method.takes_density else None)
+
+    return [
+        GridAt(grid, {at: within(grid, method) for at, method in grid.methods.items()})
+        for grid in config.grids
+    ]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from regtopk.lab.experiments.compare.config import MethodAt
 from regtopk.lab.experiments.training.trainer import Trainer
 
 CHECKPOINTS = "checkpoint-*.pt"
@@ -19,13 +18,14 @@ class Checkpoint:
 
     Args:
         folder: of the results; all its runs share their settings.
-        run: the method and its density.
+        label: of the method's row; another row may train the same method.
+        density: of the run.
         seeds: that are trained at once.
     """
 
-    def __init__(self, folder: Path, run: MethodAt, seeds: Sequence[int]) -> None:
-        self._path = folder / CHECKPOINTS.replace("*", sha256(run.method.label.encode()).hexdigest()[:12])
-        self._run = {"density": run.density, "seeds": list(seeds)}
+    def __init__(self, folder: Path, label: str, density: float | None, seeds: Sequence[int]) -> None:
+        self._path = folder / CHECKPOINTS.replace("*", sha256(label.encode()).hexdigest()[:12])
+        self._run = {"density": density, "seeds": list(seeds)}
         self._saved_at = time.perf_counter()
 
     def load(self, trainer: Trainer) -> float:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from regtopk._version import __version__
 from regtopk.core.options import counted
 from regtopk.core.traffic import all_reduce_bytes
 from regtopk.errors import ArgumentError
-from regtopk.lab.experiments.compare.budget import runs_of
+from regtopk.lab.experiments.compare.budget import rows_of
 from regtopk.lab.experiments.compare.checkpoint import CHECKPOINTS, Checkpoint
-from regtopk.lab.experiments.compare.config import CompareConfig, MethodAt
+from regtopk.lab.experiments.compare.config import CompareConfig, GridAt, MethodAt
 from regtopk.lab.experiments.compare.results import description_of, finished_curves, key_of, panels, summarise
+from regtopk.lab.experiments.compare.search import SEARCH, Search, tuning_seeds
 from regtopk.lab.experiments.experiment import Experiment, Header, Place, ShowProgress, Summary
 from regtopk.lab.experiments.settings import check_device, format_seeds, threads_for
 from regtopk.lab.experiments.tasks import Problem, Task
@@ -33,7 +34,7 @@ from regtopk.lab.method import Method
 from regtopk.lab.runs import Record, RunWriter, check_holds_no_run, read_records
 
 MOVED = ("payload_bytes", "sent_bytes", "received_bytes")  # of `core.traffic`, in every record
-Group = tuple[MethodAt, list[int]]  # a method, and the seeds of it that are trained at once
+Group = tuple[GridAt, list[int]]  # a row, and the seeds of it that are trained at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class Comparison(Experiment[CompareConfig]):
             check_holds_no_run(folder)  # before the data are read, which takes long
         recorded = read_records(folder) if resume else []
         replace(config, **_all_slices(config, recorded))  # refuses one method in two spellings
-        for seed in _tuning_seeds(recorded) & set(config.chosen_seeds):
+        for seed in tuning_seeds(recorded) & set(config.chosen_seeds):
             raise ArgumentError(
-                f"seeds must not include the one that learning rates were picked on, got {seed}"
+                f"seeds must not include the one that hyperparameters were picked on, got {seed}"
             )
         check_device("device", config.device)
         problem = Problem(config)
@@ -62,13 +63,13 @@ class Comparison(Experiment[CompareConfig]):
         shared = {**config.shared, **problem.contents}
         numel = problem.task(config.chosen_seeds[: config.kind.num_at_once]).layout.numel
         with _kernels(config.deterministic), threads_for(numel):
-            runs = runs_of(config, problem)  # before the folder is claimed: bytes may be too few for one
+            rows = rows_of(config, problem)  # before the folder is claimed: bytes may be too few for one
             with RunWriter(folder, header, force=force, resume=resume, shared=shared) as writer:
-                for checkpoint in () if writer.is_continued else folder.glob(CHECKPOINTS):
-                    checkpoint.unlink()
+                for stale in [] if writer.is_continued else [*folder.glob(CHECKPOINTS), folder / SEARCH]:
+                    stale.unlink(missing_ok=True)
                 done = read_records(folder)
                 writer.configure(_all_slices(config, done))
-                for new in self._run(config, problem, folder, _groups(config, runs, done), done, progress):
+                for new in self._run(config, problem, folder, _groups(config, rows, done), done, progress):
                     writer.add(new)
                 summary = self.summarise(config, read_records(folder))
                 writer.finish(summary)
@@ -84,69 +85,43 @@ class Comparison(Experiment[CompareConfig]):
         progress: ShowProgress,
     ) -> Iterator[Record]:
         metric = config.kind.metric
-        for place, (run, seeds) in enumerate(groups):
-            label = run.method.label
-            progress(place / len(groups), f"{label}, training")
-            lr, tuning = _tune(config, problem, run, done)
-            checkpoint = Checkpoint(folder, run, seeds)
-            for new in _train(config, problem.task(seeds), run, lr, checkpoint):
+        search = Search(config, folder, done, lambda run, seed: _train(config, problem.task([seed]), run))
+        for place, (row, seeds) in enumerate(groups):
+            label, begun = row.grid.label, place / len(groups)
+            progress(begun, f"{label}, training")
+            run, searched = search.pick(row, partial(progress, begun))
+            checkpoint = Checkpoint(folder, label, run.density, seeds)
+            for new in _train(config, problem.task(seeds), run, checkpoint):
                 fraction = (place + new["step"] / config.stops[-1]) / len(groups)
                 progress(fraction, f"{label}, seed {new['seed']}: {metric} {new[metric]:.4g}")
-                yield {**new, **tuning, **self.extras(config, run.method, new["step"])}
+                yield {**new, "method": label, **searched, **self.extras(config, run.method, new["step"])}
             checkpoint.remove()
 
 
 def _all_slices(config: CompareConfig, records: Sequence[Record]) -> dict[str, Any]:
     """The settings that name the methods and seeds of this slice, and of the slices before."""
-    labels = [*(record["method"] for record in records), *(m.label for m in config.methods)]
+    labels = [*(record["method"] for record in records), *(grid.label for grid in config.grids)]
     seeds = sorted({*(record["seed"] for record in records), *config.chosen_seeds})
     return {"algorithms": ",".join(dict.fromkeys(labels)), "seeds": format_seeds(seeds)}
 
 
-def _groups(config: CompareConfig, runs: Sequence[MethodAt], records: Sequence[Record]) -> list[Group]:
-    """What is still to be run: methods, each with the seeds that are trained at once."""
+def _groups(config: CompareConfig, rows: Sequence[GridAt], records: Sequence[Record]) -> list[Group]:
+    """What is still to be run: rows, each with the seeds that are trained at once."""
     finished = finished_curves(config, records)
     groups: list[Group] = []
-    for run in runs:
-        done = finished.get(key_of(config, run.method.label, run.density), {})
+    for row in rows:
+        done = finished.get(key_of(config, row.grid.label, row.density), {})
         seeds = [seed for seed in config.chosen_seeds if seed not in done]
         at_once = config.kind.num_at_once or len(seeds)
-        groups += [(run, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
+        groups += [(row, seeds[first : first + at_once]) for first in range(0, len(seeds), at_once or 1)]
     return groups
 
 
-def _tuning_seeds(records: Sequence[Record]) -> set[int]:
-    """The seed on which the learning rates in a folder were picked, if any was."""
-    return {r["tuning_seed"] for r in records if r.get("tuning_seed") is not None}
-
-
-def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: list[Record]) -> tuple[float, Record]:
-    """A run's learning rate, and for its records the seed that it was picked on and what each ended with.
-
-    The choice of an earlier slice is kept. A new choice is made on the first seed that no slice so far
-    counts, and no later slice may count it.
-    """
-    if run.method.lr is not None or len(config.lr) == 1:
-        return run.method.lr or config.lr[0], {"tuning_seed": None, "tuning": None}
-    for record in done:
-        if record["method"] == run.method.label and record["density"] == run.density:
-            return float(record["lr"]), {name: record.get(name) for name in ("tuning_seed", "tuning")}
-    counted_seeds = {*config.chosen_seeds, *(record["seed"] for record in done)}
-    seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
-    finals: dict[float, float | None] = {}  # None where the training diverged
-    for lr in config.lr:
-        records = list(_train(config, problem.task([seed]), run, lr))
-        last = [r[config.kind.metric] for r in records[-config.kind.num_last :]]
-        finals[lr] = None if records[-1]["diverged"] else fmean(last)
-    trained = {lr: final for lr, final in finals.items() if final is not None} or {config.lr[0]: 0.0}
-    best = (max if config.kind.is_better_higher else min)(trained, key=trained.__getitem__)
-    return best, {"tuning_seed": seed, "tuning": {f"{lr:g}": final for lr, final in finals.items()}}
-
-
 def _train(
-    config: CompareConfig, task: Task, run: MethodAt, lr: float, checkpoint: Checkpoint | None = None
+    config: CompareConfig, task: Task, run: MethodAt, checkpoint: Checkpoint | None = None
 ) -> Iterator[Record]:
     """Train one method's seeds to the end, from where their checkpoint stands."""
+    lr = run.method.lr or config.lr[0]
     trainer = Trainer(task, config.build(run), run.method, lr=lr, num_steps=config.stops[-1])
     start = time.perf_counter()
     if checkpoint:

@@ -13,7 +13,7 @@ from regtopk.lab.experiments.data.splits import check_split
 from regtopk.lab.experiments.settings import check_densities, parse_seeds, settings_of
 from regtopk.lab.experiments.tasks import TASKS, Task, TaskSettings
 from regtopk.lab.experiments.training.optimizers import OPTIMIZERS
-from regtopk.lab.method import Method
+from regtopk.lab.method import Grid, GridPoint, Method
 
 OWN = ("data", "algorithms", "seeds")  # settings in which runs of one folder may differ
 
@@ -25,6 +25,18 @@ class MethodAt(NamedTuple):
     density: float | None
 
 
+class GridAt(NamedTuple):
+    """A row of a comparison: what runs at each point of a grid. One of these is picked."""
+
+    grid: Grid
+    runs: dict[GridPoint, MethodAt]
+
+    @property
+    def density(self) -> float | None:
+        """Of all its runs or, at equal bytes, of the first."""
+        return next(iter(self.runs.values())).density
+
+
 @dataclass(frozen=True)
 class CompareConfig(TaskSettings):
     """Settings of a comparison; 0 and empty words become the task's own defaults.
@@ -33,6 +45,7 @@ class CompareConfig(TaskSettings):
         algorithms: methods as NAME[:OPTION=VALUE]..., with commas between them; empty: every algorithm.
             Options are the algorithm's own, lr, index_code, residual_dtype, optimizer, and what is
             exchanged: exchange=updates with every, fragments, delay, mix, outer, outer_lr and outer_momentum.
+            An option may have several values, every=2|4|8. They are searched on a seed that is not counted.
         densities: share of the entries sent, k / J. Several, with commas, are compared one by one.
         bytes_per_step: mean payload per worker and step, instead of a density; 0: off. A method that
             exchanges updates after every second step may send twice as much then.
@@ -47,6 +60,8 @@ class CompareConfig(TaskSettings):
             schedule and weight decay, or, for gpt, muon: Muon for the matrices in blocks and adamw for the
             rest. Where updates are exchanged, every worker has its own. Empty: sgd, and adamw for gpt.
         lr: learning rate. Of several, with commas, each method takes its best on a seed that is not counted.
+        num_search_runs: how many runs the search of a method has, from the middle of each list on, one option
+            after another; 0: one for each combination.
         seeds: how many, from 0 on: 3. Or which: 3,4,5 or 2-6, and 3-3 for seed 3 alone.
         num_evaluations: how many times models are evaluated along the way.
         deterministic: use only bit-reproducible kernels.
@@ -62,6 +77,7 @@ class CompareConfig(TaskSettings):
     index_code: str = "elias-fano"
     optimizer: str = option("", one_of(*OPTIMIZERS))
     lr: tuple[float, ...] = ()
+    num_search_runs: int = option(0, integer(at_least=0))
     seeds: str = "1"
     num_evaluations: int = option(15, integer(at_least=1))
     deterministic: bool = False
@@ -71,8 +87,8 @@ class CompareConfig(TaskSettings):
         check_choice("task", self.task, TASKS)
         for name, default in {"optimizer": "sgd", **self.defaults}.items():
             object.__setattr__(self, name, getattr(self, name) or default)
-        labels = self.algorithms or ",".join(ALGORITHMS)
-        object.__setattr__(self, "algorithms", ",".join(method.label for method in _parse_methods(labels)))
+        labels = (self.algorithms or ",".join(ALGORITHMS)).split(",")
+        object.__setattr__(self, "algorithms", ",".join(word.strip() for word in labels if word.strip()))
         check_options(self)
         parse_seeds(self.seeds)
         check_split(self.split)
@@ -97,7 +113,8 @@ class CompareConfig(TaskSettings):
             )
 
     def _check_methods(self) -> None:
-        if not self.methods or len({self._identity(method) for method in self.methods}) < len(self.methods):
+        identities = {frozenset(map(self._identity, grid.methods.values())) for grid in self.grids}
+        if not self.grids or len(identities) < len(self.grids):
             raise ArgumentError(f"methods must be different and at least one, got {self.algorithms!r}")
         for method in self.methods:
             check_choice("optimizer", method.optimizer, OPTIMIZERS)
@@ -120,9 +137,15 @@ class CompareConfig(TaskSettings):
         return self.kind.defaults
 
     @cached_property
-    def methods(self) -> list[Method]:
+    def grids(self) -> list[Grid]:
         """What is compared."""
-        return [self.complete(method) for method in _parse_methods(self.algorithms)]
+        grids = (Grid.parse(words, self.lr) for words in self.algorithms.split(",") if words)
+        return [replace(g, methods={at: self.complete(m) for at, m in g.methods.items()}) for g in grids]
+
+    @property
+    def methods(self) -> list[Method]:
+        """All that may run."""
+        return [method for grid in self.grids for method in grid.methods.values()]
 
     @property
     def chosen_seeds(self) -> list[int]:
@@ -172,9 +195,4 @@ class CompareConfig(TaskSettings):
         """What two spellings of a method share. An open density is a number only if all methods share it."""
         is_open = method.takes_density and (self.is_at_equal_bytes or len(self.densities) > 1)
         algorithm = method.build(density=self.densities[0], value_code=self.value_code)
-        lr = method.lr or (self.lr[0] if len(self.lr) == 1 else None)
-        return algorithm, is_open, replace(method, label="", options={}, lr=lr)
-
-
-def _parse_methods(text: str) -> list[Method]:
-    return [Method.parse(word.strip()) for word in text.split(",") if word.strip()]
+        return algorithm, is_open, replace(method, label="", options={})

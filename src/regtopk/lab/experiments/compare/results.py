@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
@@ -31,6 +31,11 @@ def key_of(config: CompareConfig, label: str, density: float | None) -> Key:
     """What tells the runs of a comparison apart, but for their seeds."""
     has_densities = not config.is_at_equal_bytes and len(config.densities) > 1
     return label, density if has_densities else None
+
+
+def settings_words(settings: Mapping[str, Any]) -> str:
+    """Hyperparameters in print."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def summarise(config: CompareConfig, records: Sequence[Record]) -> Summary:
@@ -142,6 +147,7 @@ def _result(config: CompareConfig, key: Key, curves: dict[Key, Curves]) -> dict[
         "value_code": ends[0].get("value_code"),
         "optimizer": ends[0].get("optimizer"),
         "lr": ends[0]["lr"],
+        "search": ends[0].get("search"),
         "seeds": list(finals),
         "final": values,
         "mean": fmean(values),
@@ -168,6 +174,7 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
     digits = "+.2f" if config.kind.metric == "accuracy" else "+.3g"
     has_interval = found is not None and len(found["seeds"]) >= LEAST_SEEDS
     interval = f"{found['low']:{digits}} … {found['high']:{digits}}" if has_interval else None
+    search = result["search"]
     return {
         "measure": result["method"],
         "density": result["density"],
@@ -175,6 +182,9 @@ def _row(config: CompareConfig, result: dict[str, Any]) -> dict[str, Any]:
         "received per step": received and round(received),
         "bfloat16 ring / received": result["bfloat16_ring_over_received"],
         "lr": result["lr"],
+        "picked": search and settings_words(search["picked"]),
+        "search runs": search and f"{len(search['runs'])} of {search['num_points']}",
+        "at the grid's edge": (search and ", ".join(search["at_edge"])) or None,
         config.kind.metric: result["mean"],
         "± std": result["std"],
         "seeds": len(result["seeds"]),

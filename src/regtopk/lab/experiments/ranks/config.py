@@ -15,7 +15,10 @@ from regtopk.rounds import ADVISED_UPDATES
 
 NUM_DIGITS = 1437  # scikit-learn's for training
 # settings that only the simulator has
-SIMULATED = ("split", "like", "like_received", "bytes_per_step", "received_bytes_per_step", "precision")
+SIMULATED = (
+    "split", "like", "like_received", "bytes_per_step", "received_bytes_per_step", "precision",
+    "num_search_runs",
+)  # fmt: skip
 
 # of a task: sizes small enough for processes on one machine, and what docs/which-method.md advises
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -64,6 +67,8 @@ class TrainConfig(CompareConfig):
                 raise ArgumentError(f"{name} is a setting of regtopk compare alone, got {given!r}")
         if len(self.lr) > 1 or len(self.densities) > 1:
             raise ArgumentError(f"lr and density must be one number each, got {self.lr}, {self.densities}")
+        if "|" in self.algorithms:
+            raise ArgumentError(f"options of a training must have one value each, got {self.algorithms!r}")
         if any(method.algorithm == "dense" and not method.rounds.has_updates for method in self.methods):
             raise ArgumentError(
                 f"algorithms must not include dense, which is always there, got {self.algorithms!r}"
