@@ -28,7 +28,8 @@ OUT = Path("out")
 REPRODUCED = ("algorithms", "like", "data", "deterministic", "device", "seeds")
 COMPARED = (
     "algorithms", "densities", "bytes_per_step", "like", "received_bytes_per_step", "like_received", "split",
-    "value_code", "index_code", "optimizer", "lr", "num_workers", "num_steps", "data", "device", "seeds",
+    "value_code", "index_code", "optimizer", "lr", "num_workers", "num_steps", "data", "tokens", "device",
+    "seeds",
 )  # fmt: skip
 TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
 FLAGS = {"densities": "--density", "num_workers": "--workers", "num_steps": "--steps"}

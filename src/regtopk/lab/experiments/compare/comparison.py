@@ -135,7 +135,7 @@ def _tune(config: CompareConfig, problem: Problem, run: MethodAt, done: list[Rec
     seed = next(iter(_tuning_seeds(done)), min(set(range(len(counted_seeds) + 1)) - counted_seeds))
     finals: dict[float, float | None] = {}  # None where the training diverged
     for lr in config.lr:
-        records = list(_train(config, problem.task([seed]), run, lr))
+        records = list(_train(config, problem.task([seed], is_search=True), run, lr))
         last = [r[config.kind.metric] for r in records[-config.kind.num_last :]]
         finals[lr] = None if records[-1]["diverged"] else fmean(last)
     trained = {lr: final for lr, final in finals.items() if final is not None} or {config.lr[0]: 0.0}
