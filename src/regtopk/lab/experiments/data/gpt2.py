@@ -36,14 +36,15 @@ def gpt2_tokens(text_sha256: str, read_parts: Callable[[], Sequence[str]]) -> Gp
     encoding = sha256("".join(FILES[name].sha256 for name in GPT2_FILES).encode()).hexdigest()
     path = data_folder() / f"gpt2-{encoding[:8]}-{text_sha256[:16]}.npz"
     if not path.exists():
-        file = io.BytesIO()
-        np.savez_compressed(file, **_encoded(read_parts()))
-        write_file(path, file.getvalue())
-    with reading("tokens as regtopk wrote them: remove the file", path), np.load(path) as saved:
-        tokens, lengths = torch.from_numpy(saved["tokens"].astype(np.int64)), saved["lengths"].tolist()
-        return Gpt2Tokens(
-            list(tokens.split(lengths)), torch.from_numpy(saved["token_bytes"].astype(np.int64))
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **_encoded(read_parts()))
+        write_file(path, packed.getvalue())
+    with reading("tokens as regtopk wrote them: remove the file", path), path.open("rb") as file:
+        saved = np.load(file)
+        tokens, token_bytes = (
+            torch.from_numpy(saved[key].astype(np.int64)) for key in ("tokens", "token_bytes")
         )
+        return Gpt2Tokens(list(tokens.split(saved["lengths"].tolist())), token_bytes)
 
 
 def _encoded(parts: Sequence[str]) -> dict[str, Any]:
