@@ -8,6 +8,7 @@ import sys
 import tarfile
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,14 @@ def test_losses_are_in_bits_per_byte_of_what_is_predicted(
         pytest.importorskip("tokenizers")
     monkeypatch.setattr(deep, "MOST_TESTED", 20)
     fetch_text(Path("enwik8"), tokens)
-    sizes = {"num_layers": 1, "width": 16, "context": 8, "num_workers": 2, "num_steps": 1, "batch_size": 2}
+    sizes: dict[str, Any] = {
+        "num_layers": 1,
+        "width": 16,
+        "context": 8,
+        "num_workers": 2,
+        "num_steps": 1,
+        "batch_size": 2,
+    }
     config = CompareConfig("gpt", data="enwik8", tokens=tokens, algorithms="dense", **sizes)
     text, problem = load_text(Path("enwik8"), tokens=tokens, window=9), Problem(config)
     network = Gpt.make_network(config, problem.task([0]).examples, seed=0)

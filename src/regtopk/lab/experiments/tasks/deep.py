@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,9 @@ class Gpt(DeepTask):
         path = Path(config.data) if config.data else None
         examples = of_text(load_text(path, tokens=config.tokens, window=window), config.device, window)
         names = ("test", "test_targets", "validation", "validation_targets")
-        parts = {name: part for name in names if (part := getattr(examples, name)) is not None}
-        return examples._replace(**{name: _thinned(part) for name, part in parts.items()})
+        parts = {name: getattr(examples, name) for name in names}
+        thinned: dict[str, Any] = {name: _thinned(part) for name, part in parts.items() if part is not None}
+        return examples._replace(**thinned)
 
     def evaluate(self, models: Tensor) -> list[dict[str, float]]:
         """The test loss, also in bits per byte where bytes are counted, and what is guessed right."""
