@@ -21,6 +21,7 @@ from regtopk.lab.experiments.compare.config import CompareConfig
 from regtopk.lab.experiments.data import files, gpt2
 from regtopk.lab.experiments.data.files import PublicFile
 from regtopk.lab.experiments.data.text import fetch_text, load_text
+from regtopk.lab.experiments.networks import engine
 from regtopk.lab.experiments.tasks import Problem, deep
 from regtopk.lab.experiments.tasks.deep import Gpt
 
@@ -173,6 +174,7 @@ def test_losses_are_in_bits_per_byte_of_what_is_predicted(
     if tokens == "gpt2":
         pytest.importorskip("tokenizers")
     monkeypatch.setattr(deep, "MOST_TESTED", 20)
+    monkeypatch.setattr(engine, "MOST_SCORES", 3 * 8 * 300)  # of three windows, or a few more
     fetch_text(Path("enwik8"), tokens)
     sizes: dict[str, Any] = {
         "num_layers": 1,
