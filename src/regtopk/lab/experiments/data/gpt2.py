@@ -55,9 +55,8 @@ def _encoded(parts: Sequence[str]) -> dict[str, Any]:
         raise MissingExtraError("tokens of GPT-2 need tokenizers: pip install 'regtopk[text]'") from error
     vocabulary, merges = (read_public(name).decode("utf-8") for name in GPT2_FILES)
     numbers: dict[str, int] = json.loads(vocabulary)
-    pairs = [
-        tuple(line.split(" ")) for line in merges.splitlines()[1:] if line
-    ]  # after a line with the version
+    lines = merges.strip().splitlines()[1:]  # after one with the version
+    pairs = [(first, second) for first, second in (line.split(" ") for line in lines)]
     tokenizer = Tokenizer(models.BPE(numbers, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 

@@ -1,4 +1,4 @@
-"""A small GPT (Radford et al., 2019) that predicts the next token."""
+"""A small GPT (Radford et al., 2019) that predicts the next character."""
 
 import math
 
@@ -42,11 +42,11 @@ class GptBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder without dropout whose output layer is the embedding of the tokens.
+    """A decoder without dropout whose output layer is the embedding of the characters.
 
     Args:
         num_tokens: size of the vocabulary.
-        context: the most tokens it looks back on, itself included.
+        context: the most characters it looks back on, itself included.
         width: of the stream between blocks; a multiple of num_heads.
         num_layers: blocks.
         num_heads: of the attention in each block.
@@ -68,6 +68,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next token (B, T, num_tokens) after each of tokens (B, T), T <= context."""
+        """Scores of the next character (B, T, num_tokens) after each of tokens (B, T), T <= context."""
         x = self.token(tokens).float() + self.position.weight[: tokens.shape[1]].float()
         return F.linear(self.norm(self.blocks(x)).to(self.token.weight.dtype), self.token.weight)
