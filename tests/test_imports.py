@@ -15,7 +15,7 @@ from regtopk.__main__ import main
 SOURCE = Path(regtopk.__file__).parent
 EXTRAS = [
     *("typer", "rich", "matplotlib", "sklearn", "numba", "scipy", "pandas", "PIL", "torchft", "flwr"),
-    *("accelerate", "lightning", "ray", "transformers"),
+    *("accelerate", "lightning", "ray", "tokenizers", "transformers"),
 ]
 
 # Arrows run down this list: a part imports itself and what stands lower, never a neighbour of its row.

@@ -1,4 +1,4 @@
-"""The command line: the app, and the commands list, demo and report."""
+"""The command line: the app, and the commands list, demo, report and fetch."""
 
 import json
 import shlex
@@ -20,6 +20,8 @@ from regtopk.cli.parts import Force, Json, progress_bar, say_errors, show
 from regtopk.cli.plan import plan
 from regtopk.errors import OutputError
 from regtopk.lab.experiments import EXPERIMENTS, TRAIN, parse_settings
+from regtopk.lab.experiments.data.files import TEXTS, data_folder
+from regtopk.lab.experiments.data.text import TOKENS, fetch_text
 from regtopk.lab.report import write_report
 from regtopk.lab.runs import RunWriter, read_header, versions
 
@@ -103,6 +105,18 @@ def demo(
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a recorded run.")]) -> None:
     """Draw the figures and the page of a recorded run again."""
     typer.echo(f"{write_report(folder)}")
+
+
+@app.command()
+@say_errors
+def fetch(
+    text: Annotated[str, typer.Argument(help=f"One of {', '.join(TEXTS)}; or a file, to fetch its tokens.")],
+    tokens: Annotated[str, typer.Option(help=f"One of {', '.join(TOKENS)}.")] = "bytes",
+) -> None:
+    """Fetch a text and what its tokens need, for compare gpt and train; encode it where that takes long."""
+    found = fetch_text(Path(text), tokens)
+    num_tokens = sum(len(part) for part in (found.train, found.validation, found.test) if part is not None)
+    typer.echo(f"{text} has {num_tokens:,} tokens ({tokens}); files are kept in {data_folder()}")
 
 
 app.add_typer(reproduce, name="reproduce", help="Run one of the paper's experiments; write a page.")

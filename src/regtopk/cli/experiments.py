@@ -29,7 +29,7 @@ REPRODUCED = ("algorithms", "like", "data", "deterministic", "device", "seeds")
 COMPARED = (
     "algorithms", "densities", "bytes_per_step", "like", "received_bytes_per_step", "like_received", "split",
     "value_code", "index_code", "optimizer", "lr", "num_search_runs", "num_workers", "num_steps", "data",
-    "device", "seeds",
+    "tokens", "device", "seeds",
 )  # fmt: skip
 TRAINED = ("task", *(name for name in COMPARED if name not in SIMULATED))
 FLAGS = {

@@ -47,7 +47,7 @@ def test_windows_predict_every_token_once() -> None:
     ("content", "message"),
     [
         (None, r"text must be a file, got .*text: No such file"),
-        (b"abc" * 99, r"text must have at least 1,290 characters, got 297 in .*text"),
+        (b"abc" * 99, r"text must have at least 129 tokens in each part, got 29 in .*text"),
         (b"ab\xff" * 1000, "text must be UTF-8, got another byte at 2 of .*text"),
     ],
 )

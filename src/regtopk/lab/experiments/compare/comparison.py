@@ -85,7 +85,11 @@ class Comparison(Experiment[CompareConfig]):
         progress: ShowProgress,
     ) -> Iterator[Record]:
         metric = config.kind.metric
-        search = Search(config, folder, done, lambda run, seed: _train(config, problem.task([seed]), run))
+
+        def train_searched(run: MethodAt, seed: int) -> Iterator[Record]:
+            return _train(config, problem.task([seed], is_search=True), run)
+
+        search = Search(config, folder, done, train_searched)
         for place, (row, seeds) in enumerate(groups):
             label, begun = row.grid.label, place / len(groups)
             progress(begun, f"{label}, training")

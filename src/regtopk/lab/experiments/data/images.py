@@ -91,7 +91,7 @@ def load_fashion_mnist(path: Path | None) -> Images:
 
 def _read_idx(path: Path) -> Any:
     zipped = path.with_name(f"{path.name}.gz")
-    with _reading("an IDX file of Fashion-MNIST (Debian: apt install dataset-fashion-mnist)", path):
+    with reading("an IDX file of Fashion-MNIST (Debian: apt install dataset-fashion-mnist)", path):
         content = gzip.decompress(zipped.read_bytes()) if zipped.exists() else path.read_bytes()
         num_dims = content[3]
         shape = np.frombuffer(content, ">i4", num_dims, offset=4)
@@ -107,7 +107,7 @@ def load_cifar10(path: Path | None) -> Images:
     parts = []
     for split, count in CIFAR_COUNTS.items():
         if path.suffix == ".npz":
-            with _reading("a packed .npz file of CIFAR-10", path):
+            with reading("a packed .npz file of CIFAR-10", path):
                 pixels, labels = _read_packed(path, split)
         else:
             batches = [_read_batch(folder / name) for name in BATCHES[split]]
@@ -118,7 +118,7 @@ def load_cifar10(path: Path | None) -> Images:
 
 
 def _read_batch(path: Path) -> tuple[Any, Any]:
-    with _reading("the folder of CIFAR-10's Python archive, or a packed .npz file", path):
+    with reading("the folder of CIFAR-10's Python archive, or a packed .npz file", path):
         batch = _PlainUnpickler(BytesIO(path.read_bytes()), encoding="bytes").load()
         return batch[b"data"].reshape(-1, 3, 32, 32), np.asarray(batch[b"labels"])
 
@@ -148,7 +148,7 @@ def _read_packed(path: Path, split: str) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _reading(rule: str, path: Path) -> Iterator[None]:
+def reading(rule: str, path: Path) -> Iterator[None]:
     """Turn what a reader raises into an error that names the file."""
     try:
         yield

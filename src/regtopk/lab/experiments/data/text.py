@@ -1,6 +1,7 @@
-"""Text as tokens, one for each different character: a file the user has, or the sources of torch."""
+"""Text as tokens: characters, bytes or those of GPT-2, of a file the user has or of the sources of torch."""
 
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -9,39 +10,111 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
+from regtopk.lab.experiments.data.files import FILES, GPT2_FILES, TEXTS, fetch_public, read_public
+from regtopk.lab.experiments.data.gpt2 import gpt2_tokens
 
-TEST_PART = 10  # the last tenth is kept for the test
+TOKENS = ("characters", "bytes", "gpt2")
+TEST_PART = 10  # of characters the last tenth is kept for the test
+NUM_PARTS = 20  # of bytes and GPT-2's tokens the last is the test, and the one before it the validation
 LEAST_OF_TORCH, MOST_OF_TORCH = 8_000_000, 24_000_000  # bytes of torch's sources
 USUAL = bytes([10, *range(32, 127)])  # the line feed and what ASCII prints: 96 characters
 
 
 class Text(NamedTuple):
-    """Tokens (n,) int64 of the training and the test part, how many different ones there are, and a hash."""
+    """Tokens (n,) int64 of the training and the test part, how many different ones there are, and a hash.
+
+    `validation` is the part that searches are judged by; None: by the test part. `token_bytes` says how many
+    bytes each token of the vocabulary stands for; None where that is not counted.
+    """
 
     train: Tensor
     test: Tensor
     vocabulary_size: int
     sha256: str  # of the text in UTF-8
+    validation: Tensor | None = None
+    token_bytes: Tensor | None = None
 
 
-def load_text(path: Path | None, *, sources: Callable[[], str] | None = None, window: int) -> Text:
-    """Read a text: the vocabulary is the characters found, the last tenth is the test.
+def load_text(
+    path: Path | None,
+    *,
+    tokens: str = "characters",
+    sources: Callable[[], str] | None = None,
+    window: int,
+) -> Text:
+    """Read a text as tokens, each of its parts at least one example long.
 
     Args:
-        path: a file in UTF-8.
+        path: a file in UTF-8, or the name of a public text that was fetched.
+        tokens: one of `TOKENS`. characters: those found; the last tenth is the test. bytes: 256 of them, and
+            gpt2: pieces of words; the last twentieth is the test, the one before it the validation.
         sources: makes the text where there is no file; None: `torch_sources`.
-        window: characters per example; the text must have ten examples.
+        window: tokens per example.
     """
-    text = _read(path) if path else (sources or torch_sources)()
-    least = TEST_PART * window
-    if len(text) < least:
-        raise ArgumentError(f"text must have at least {least:,} characters, got {len(text):,} in {path}")
-    points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    check_choice("tokens", tokens, TOKENS)
+
+    @cache
+    def content() -> bytes:
+        return _read(path) if path else (sources or torch_sources)().encode()
+
+    def parts() -> list[str]:
+        _decoded(content(), path)  # as a whole: an error then names the place
+        return [part.decode() for part in _cut(content())]
+
+    if tokens == "gpt2":
+        text_sha256 = FILES[str(path)].sha256 if str(path) in TEXTS else sha256(content()).hexdigest()
+        (train, validation, test), token_bytes = gpt2_tokens(text_sha256, parts)
+        text = Text(train, test, len(token_bytes), text_sha256, validation, token_bytes)
+    else:
+        text = _of_bytes(content()) if tokens == "bytes" else _of_characters(content(), path)
+    shortest = min(len(part) for part in (text.train, text.validation, text.test) if part is not None)
+    if shortest < window:
+        raise ArgumentError(
+            f"text must have at least {window:,} tokens in each part, got {shortest:,} in {path}"
+        )
+    return text
+
+
+def fetch_text(path: Path, tokens: str) -> Text:
+    """Fetch a text, if it is a public one, and what its tokens need, and read it, which encodes it once."""
+    check_choice("tokens", tokens, TOKENS)
+    public = [name for name in TEXTS if name == str(path)]
+    for name in (*public, *(GPT2_FILES if tokens == "gpt2" else ())):
+        fetch_public(name)
+    return load_text(path, tokens=tokens, window=1)
+
+
+def _of_characters(content: bytes, path: Path | None) -> Text:
+    points = np.frombuffer(_decoded(content, path).encode("utf-32-le"), "<u4")
     vocabulary, tokens = np.unique(points, return_inverse=True)
     num_test = len(tokens) // TEST_PART
     train, test = torch.from_numpy(tokens.astype(np.int64)).split([len(tokens) - num_test, num_test])
-    return Text(train, test, len(vocabulary), sha256(text.encode()).hexdigest())
+    return Text(train, test, len(vocabulary), sha256(content).hexdigest())
+
+
+def _of_bytes(content: bytes) -> Text:
+    train, validation, test = (
+        torch.from_numpy(np.frombuffer(part, np.uint8).astype(np.int64)) for part in _cut(content)
+    )
+    return Text(train, test, 256, sha256(content).hexdigest(), validation, torch.ones(256, dtype=torch.int64))
+
+
+def _cut(content: bytes) -> list[bytes]:
+    """18 of 20 parts to train on, one to search by and one to test on; no character is cut."""
+    size = len(content) // NUM_PARTS
+    starts = [len(content) - 2 * size, len(content) - size]
+    first, second = (
+        next((at for at in range(start, start + 4) if not _is_inside(content[at : at + 1])), start)
+        for start in starts
+    )
+    return [content[:first], content[first:second], content[second:]]
+
+
+def _is_inside(byte: bytes) -> bool:
+    """Whether a byte of UTF-8 goes on with a character."""
+    return b"\x80" <= byte < b"\xc0"
 
 
 def windows(tokens: Tensor, length: int) -> Tensor:
@@ -81,10 +154,17 @@ def torch_sources(folder: Path | None = None, least: int = LEAST_OF_TORCH) -> st
     return b"".join(drawn[name] for name in (*sorted(train), *sorted(test))).decode("ascii")
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> bytes:
+    if str(path) in TEXTS:
+        return read_public(str(path))
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes()
     except OSError as error:
         raise ArgumentError(f"text must be a file, got {path}: {error.strerror}") from error
+
+
+def _decoded(content: bytes, path: Path | None) -> str:
+    try:
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ArgumentError(f"text must be UTF-8, got another byte at {error.start} of {path}") from error

@@ -17,6 +17,7 @@ from regtopk.lab.experiments.networks.norm import record_statistics
 
 NUM_WARM_UPS = 3  # passes before a capture, in which libraries choose their kernels
 NUM_RECORDED = 2000  # training examples that batch norm's statistics are taken from before an evaluation
+MOST_SCORES = 2**28  # of an evaluation at once: 2000 windows of 128 tokens of GPT-2's have 51 GB of scores
 
 
 class Engine:
@@ -103,13 +104,15 @@ class Engine:
         record_statistics(network, self._read(examples.train[::stride][:NUM_RECORDED]))
         num_right = torch.zeros((), device=params.device, dtype=torch.float64)
         loss = torch.zeros_like(num_right)
-        parts = examples.test.split(NUM_RECORDED), examples.test_targets.split(NUM_RECORDED)
+        num_each = examples.test_targets[0].numel()
+        at_once = min(NUM_RECORDED, max(1, MOST_SCORES // (num_each * examples.num_classes)))
+        parts = examples.test.split(at_once), examples.test_targets.split(at_once)
         for x, y in zip(*parts, strict=True):
             scores = network(self._read(x)).float().flatten(0, -2)
             num_right += (scores.argmax(-1) == y.flatten()).sum()
             loss += F.cross_entropy(scores, y.flatten()) * len(x)
         network.train()
-        num, num_each = len(examples.test), examples.test_targets[0].numel()
+        num = len(examples.test)
         return {"accuracy": 100 * float(num_right) / (num * num_each), "test_loss": float(loss) / num}
 
     def _capture(self) -> torch.cuda.CUDAGraph:

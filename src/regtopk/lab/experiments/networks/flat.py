@@ -75,5 +75,5 @@ def _channels_last(parameter: Tensor) -> Tensor:
 
 def _in_own_shape(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A conv's weight is (out, in, height, width) to torch."""
-    own = part.unflatten(-1, shape)
+    own: Tensor = part.unflatten(-1, shape)
     return own.permute(0, 3, 1, 2) if len(shape) == 4 else own

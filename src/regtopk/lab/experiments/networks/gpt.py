@@ -1,4 +1,4 @@
-"""A small GPT (Radford et al., 2019) that predicts the next character.
+"""A small GPT (Radford et al., 2019) that predicts the next token.
 
 Its parameters may be those of W models, (W, ...): the input then has a part for each, (W, B, T).
 """
@@ -56,11 +56,11 @@ class GptBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder without dropout whose output layer is the embedding of the characters.
+    """A decoder without dropout whose output layer is the embedding of the tokens.
 
     Args:
         num_tokens: size of the vocabulary.
-        context: the most characters it looks back on, itself included.
+        context: the most tokens it looks back on, itself included.
         width: of the stream between blocks; a multiple of num_heads.
         num_layers: blocks.
         num_heads: of the attention in each block.
@@ -82,7 +82,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the next character (B, T, num_tokens) after each of tokens (B, T), T <= context."""
+        """Scores of the next token (B, T, num_tokens) after each of tokens (B, T), T <= context."""
         embedding, position = self.token.weight, self.position.weight[..., : tokens.shape[-1], :].float()
         if embedding.dim() == 2:
             x = self.token(tokens).float() + position
@@ -90,4 +90,4 @@ class GPT(nn.Module):
         first = torch.arange(len(tokens), device=tokens.device).view(-1, 1, 1) * embedding.shape[1]
         x = F.embedding(tokens + first, embedding.flatten(0, 1)).float() + position.unsqueeze(1)
         last = self.norm(self.blocks(x)).to(embedding.dtype)
-        return torch.bmm(last.flatten(1, 2), embedding.mT).unflatten(1, tokens.shape[1:])
+        return torch.bmm(last.flatten(1, 2), embedding.mT).view(*tokens.shape, -1)

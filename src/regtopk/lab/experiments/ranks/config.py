@@ -39,7 +39,7 @@ class TrainConfig(CompareConfig):
     """Settings of a training; 0 and empty words become the task's own defaults.
 
     Args:
-        task: what to learn: digits (scikit-learn's), or gpt, the next character of a text. Sizes of gpt are
+        task: what to learn: digits (scikit-learn's), or gpt, the next token of a text. Sizes of gpt are
             --set num_layers=2 --set width=64 --set context=64 --set batch_size=4.
         algorithms: methods in the words of regtopk compare, such as topk:lr=0.008, with commas between them;
             if not given, what we advise. Dense DDP is always trained too.
@@ -48,7 +48,7 @@ class TrainConfig(CompareConfig):
             of a method is the method's alone, and dense keeps this one.
         num_workers: how many processes on this machine, N >= 2.
         num_steps: how many steps, T. If not given, 300 for digits, 240 for gpt.
-        data: a text file in UTF-8, for gpt. If not given, torch's own sources.
+        data: a text file in UTF-8 for gpt, or enwik8, once fetched. If not given, torch's own sources.
         collective: how sparse sums run: auto (computed), all_gather or split.
         device: where to compute: cpu (gloo) or cuda (NCCL, one GPU per worker).
     """

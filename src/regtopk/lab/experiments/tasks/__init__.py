@@ -30,11 +30,12 @@ class Problem:
         fingerprint = self._examples.fingerprint  # tells the examples from others
         self.contents = {self._kind.contents: fingerprint} if fingerprint else {}
 
-    def task(self, seeds: Sequence[int]) -> Task:
-        """The task of some seeds, made once."""
-        key = tuple(seeds)
+    def task(self, seeds: Sequence[int], *, is_search: bool = False) -> Task:
+        """The task of some seeds, made once. A search is judged by validation examples, if there are any."""
+        key = is_search, *seeds
         if key not in self._tasks:
-            self._tasks[key] = self._kind(self._config, seeds, self._examples)
+            examples = self._examples.for_search() if is_search else self._examples
+            self._tasks[key] = self._kind(self._config, seeds, examples)
         return self._tasks[key]
 
 

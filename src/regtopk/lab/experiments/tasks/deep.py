@@ -1,8 +1,9 @@
-"""Deep networks as tasks: a GPT on the characters of a text, ResNet-18 and a small network on images."""
+"""Deep networks as tasks: a GPT on the tokens of a text, ResNet-18 and a small network on images."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from regtopk.core.options import check_choice
 from regtopk.errors import ArgumentError
 from regtopk.lab.experiments.data.examples import Examples, of_images, of_text
-from regtopk.lab.experiments.data.text import load_text
+from regtopk.lab.experiments.data.text import TOKENS, load_text
 from regtopk.lab.experiments.networks.convolutional import NETWORKS
 from regtopk.lab.experiments.networks.engine import Engine
 from regtopk.lab.experiments.networks.gpt import GPT
@@ -68,26 +69,33 @@ class DeepTask(NetworkTask):
 
 
 class Gpt(DeepTask):
-    """The next character of a text: the test loss in nats per character."""
+    """The next token of a text: the test loss in nats per token, and in bits per byte of the text."""
 
     metric = "test_loss"
-    metric_words = "test loss, nats per character"
+    metric_words = "test loss, nats per token"
     is_better_higher = False
     has_blocks = True
     is_compiled = True
     is_stacked = True
     base = "dense"
     contents = "text_sha256"
-    network_settings = ("num_layers", "width", "context", "precision")
+    network_settings = ("tokens", "num_layers", "width", "context", "precision")
     defaults: ClassVar = dict(
         num_workers=8, num_steps=1536, batch_size=16, lr=(0.004,), optimizer="adamw",
         num_layers=6, width=256, context=128,
     )  # fmt: skip
 
+    def __init__(self, config: TaskSettings, seeds: Sequence[int], examples: Examples) -> None:
+        super().__init__(config, seeds, examples)
+        self._bytes_per_target: float | None = None  # in the test
+        if examples.token_bytes is not None:
+            self._bytes_per_target = float(examples.token_bytes[examples.test_targets].double().mean())
+
     @classmethod
     def check(cls, config: TaskSettings) -> None:
-        """Refuse sizes that make no network."""
+        """Refuse tokens that are not there, and sizes that make no network."""
         super().check(config)
+        check_choice("tokens", config.tokens, TOKENS)
         if config.width > HEAD and config.width % HEAD:
             raise ArgumentError(f"width must be a multiple of {HEAD}, or smaller, got {config.width}")
         if config.split.startswith("dirichlet"):
@@ -95,19 +103,33 @@ class Gpt(DeepTask):
 
     @classmethod
     def load(cls, config: TaskSettings) -> Examples:
-        """Windows of the text, those of the test thinned out."""
+        """Windows of the text, those of the test and of the validation thinned out."""
         window = config.context + 1
         path = Path(config.data) if config.data else None
-        examples = of_text(load_text(path, window=window), config.device, window)
-        stride = -(-len(examples.test) // MOST_TESTED)
-        tested = examples.test[::stride], examples.test_targets[::stride]
-        return examples._replace(test=tested[0].contiguous(), test_targets=tested[1].contiguous())
+        examples = of_text(load_text(path, tokens=config.tokens, window=window), config.device, window)
+        names = ("test", "test_targets", "validation", "validation_targets")
+        parts = {name: getattr(examples, name) for name in names}
+        thinned: dict[str, Any] = {name: _thinned(part) for name, part in parts.items() if part is not None}
+        return examples._replace(**thinned)
+
+    def evaluate(self, models: Tensor) -> list[dict[str, float]]:
+        """The test loss, also in bits per byte where bytes are counted, and what is guessed right."""
+        qualities = super().evaluate(models)
+        if self._bytes_per_target is not None:
+            for quality in qualities:
+                quality["bits_per_byte"] = quality["test_loss"] / self._bytes_per_target / math.log(2)
+        return qualities
 
     @classmethod
     def draw_network(cls, config: TaskSettings, examples: Examples) -> GPT:
         """With GPT-2's initialisation."""
         num_heads = max(1, config.width // HEAD)
         return GPT(examples.num_classes, config.context, config.width, config.num_layers, num_heads)
+
+
+def _thinned(part: Tensor) -> Tensor:
+    """At most `MOST_TESTED` windows, evenly spread."""
+    return part[:: -(-len(part) // MOST_TESTED)].contiguous()
 
 
 class ImageNetwork(DeepTask):

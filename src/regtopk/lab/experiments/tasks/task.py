@@ -29,10 +29,11 @@ class TaskSettings:
         num_workers: how many simulated workers, N.
         num_steps: how many steps, T.
         batch_size: examples per worker and step, B.
-        data: where the data set is.
+        data: where the data set is; for gpt a text file, or enwik8 after regtopk fetch enwik8.
+        tokens: what gpt reads a text as: characters, bytes, or gpt2, the pieces of words that GPT-2 reads.
         num_layers: blocks of gpt.
         width: of gpt's stream between blocks. Heads of the attention are 64 wide.
-        context: characters that gpt sees at once; an example is so many, and the one that follows.
+        context: tokens that gpt sees at once; an example is so many, and the one that follows.
         precision: of the matrix products of deep networks: float32 or bfloat16. Parameters and sums are
             float32.
         device: where to compute: cpu or cuda.
@@ -44,6 +45,7 @@ class TaskSettings:
     num_steps: int = option(0, integer(at_least=1))
     batch_size: int = option(0, integer(at_least=1))
     data: str = ""
+    tokens: str = "characters"
     num_layers: int = option(0, integer(at_least=0))
     width: int = option(0, integer(at_least=0))
     context: int = option(0, integer(at_least=0))
@@ -84,7 +86,7 @@ class Task(ABC):
     @classmethod
     def check(cls, config: TaskSettings) -> None:
         """Refuse settings that the task does not have."""
-        for name in ("num_layers", "width", "context", "precision"):
+        for name in ("tokens", "num_layers", "width", "context", "precision"):
             value = getattr(config, name)
             if name not in cls.network_settings and value != getattr(TaskSettings, name):
                 raise ArgumentError(f"{name} is fixed for {config.task}: do not give it, got {value!r}")
