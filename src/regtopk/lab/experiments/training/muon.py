@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from regtopk import kernels
 from regtopk.core.worker import Layout
 
 MOMENTUM = 0.95
@@ -55,15 +56,19 @@ class FlatMuon(Optimizer):
     ) -> None:
         super().__init__([models], {"lr": lr})
         self._models = models
-        self._matrices: dict[tuple[int, ...], list[slice]] = {}  # by shape
+        self._starts: dict[tuple[int, ...], list[int]] = {}  # of the matrices of a shape
         is_rest = torch.ones(layout.numel, dtype=torch.bool)
         for layer in layout.layers:
             if is_for_muon(layer.name, layer.shape):
-                at = slice(layer.start, layer.start + layer.numel)
-                self._matrices.setdefault(layer.shape, []).append(at)
-                is_rest[at] = False
-        for shape, places in self._matrices.items():
-            self.state[models][_key(shape)] = models.new_zeros(*models.shape[:-1], len(places), *shape)
+                self._starts.setdefault(layer.shape, []).append(layer.start)
+                is_rest[layer.start : layer.start + layer.numel] = False
+        for shape in self._starts:
+            self.state[models][_key(shape)] = torch.zeros_like(self._matrices(models, shape))
+        # what is orthogonalised, at addresses that stay: on a GPU the iteration is then one launch
+        self._directions = {
+            shape: torch.empty_like(self.state[models][_key(shape)], dtype=torch.bfloat16)
+            for shape in self._starts
+        }
         self._rest_at = is_rest.nonzero().flatten().to(models.device)
         self._rest = models[..., self._rest_at]  # a copy, which the other optimizer steps
         self._rest_optimizer = make_rest([self._rest], lr=lr)
@@ -73,17 +78,28 @@ class FlatMuon(Optimizer):
         """Take a step by the gradients that the models hold."""
         models, grads, lr = self._models, self._models.grad, self.param_groups[0]["lr"]
         assert grads is not None
-        for shape, places in self._matrices.items():
-            grad = torch.stack([grads[..., at].unflatten(-1, shape) for at in places], -3)
+        for shape, direction in self._directions.items():
+            grad = self._matrices(grads, shape)
             momentum = self.state[models][_key(shape)].lerp_(grad, 1 - MOMENTUM)
-            update = orthogonalise(grad.lerp(momentum, MOMENTUM)).flatten(-2)
-            for place, at in enumerate(places):
-                models[..., at].add_(update[..., place, :], alpha=-lr * (0.2 * math.sqrt(max(shape))))
+            direction.copy_(grad.lerp(momentum, MOMENTUM))
+            kernels.repeat(orthogonalise_, (), (direction,))
+            self._matrices(models, shape).add_(direction, alpha=-lr * (0.2 * math.sqrt(max(shape))))
         self._rest.copy_(models[..., self._rest_at])
         self._rest.grad = grads[..., self._rest_at]
         self._rest_optimizer.param_groups[0]["lr"] = lr
         self._rest_optimizer.step()
         models.index_copy_(-1, self._rest_at, self._rest)
+
+    def _matrices(self, models: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The matrices of a shape, (..., L, m, n), as one view; blocks are alike, so they are evenly spaced."""
+        first, *others = self._starts[shape]
+        step = others[0] - first if others else 0
+        assert all(start == first + place * step for place, start in enumerate(others, 1))
+        sizes, strides = (
+            (*models.shape[:-1], len(others) + 1, *shape),
+            (*models.stride()[:-1], step, shape[1], 1),
+        )
+        return models.as_strided(sizes, strides, models.storage_offset() + first)
 
     def state_dict(self) -> dict[str, Any]:
         """The momenta, and the state of the other optimizer."""
@@ -101,18 +117,19 @@ def _key(shape: tuple[int, ...]) -> str:
     return "momenta {} x {}".format(*shape)
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """What torch.optim.Muon makes of each of (..., m, n): U S V^T with S near 1, in bfloat16.
+def orthogonalise_(matrices: Tensor) -> tuple[()]:
+    """Make each of (..., m, n), in bfloat16, what torch.optim.Muon makes of it: U S V^T with S near 1.
 
     All are one batch of the Newton-Schulz iteration. On x86 CPUs the bits are torch.optim.Muon's. Elsewhere
     products of a batch may add in another order.
     """
     a, b, c = COEFFICIENTS
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.flatten(0, -3).bfloat16()
+    x = matrices.flatten(0, -3)
+    is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS))
     for _ in range(NUM_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).view(matrices.shape)
+    matrices.copy_((x.mT if is_tall else x).view(matrices.shape))
+    return ()

@@ -44,7 +44,8 @@ class Recipe:
 
     def optimizer_of(self, models: Tensor, layout: Layout, lr: float) -> Optimizer:
         """What trains flat models (..., J): the same for each of them, as one optimizer."""
-        return FlatMuon(models, layout, self.make, lr) if self.has_muon else self.make([models], lr=lr)
+        make = partial(self.make, fused=True) if models.is_cuda else self.make  # one pass over memory
+        return FlatMuon(models, layout, make, lr) if self.has_muon else make([models], lr=lr)
 
 
 ADAMW = Recipe(
