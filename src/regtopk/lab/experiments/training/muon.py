@@ -91,7 +91,7 @@ class FlatMuon(Optimizer):
         models.index_copy_(-1, self._rest_at, self._rest)
 
     def _matrices(self, models: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The matrices of a shape, (..., L, m, n), as one view: blocks are alike, so their places are even."""
+        """The matrices of a shape, (..., L, m, n), as one view: blocks are alike, they lie evenly."""
         first, *others = self._starts[shape]
         step = others[0] - first if others else 0
         assert all(start == first + place * step for place, start in enumerate(others, 1))
