@@ -50,6 +50,12 @@ def test_what_is_exchanged_is_no_option_of_the_algorithm() -> None:
     assert not Method.parse("topk:exchange=updates").is_same(Method.parse("topk"))
 
 
+def test_there_may_be_as_many_fragments_as_steps() -> None:
+    for every in (2, 8):
+        method = Method.parse(f"topk:exchange=updates:every={every}:fragments=every")
+        assert method.rounds == Rounds(exchange="updates", every=every, fragments=every)
+
+
 def test_every_is_the_algorithms_own_unless_updates_are_exchanged() -> None:
     own, shared = Method.parse("adaptive:every=3"), Method.parse("adaptive:exchange=updates:every=3")
     assert (own.options, own.rounds.every) == ({"every": 3}, 1)
