@@ -29,6 +29,13 @@ def invoke(*words: str | Path) -> tuple[int, str, str]:
     return answer.exit_code, answer.stdout, answer.stderr
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs have a page without figures, which take a second each."""
+    monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)
+    monkeypatch.setattr("regtopk.lab.report.page.draw_inline", lambda *_, **__: "")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of figure 1, to be copied."""
@@ -72,6 +79,7 @@ def test_reproduce_writes_a_whole_run(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["command"] == "regtopk reproduce fig1"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_reproduce_as_json(tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, printed, _ = invoke("reproduce", "fig2", "--out", out, "--seeds", "2", "--json", *QUICK)
@@ -103,6 +111,7 @@ def test_help_shows_what_a_command_takes(words: str, own: str, others: str) -> N
     assert [word for word in others.split() if word in shown] == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run has a new one; --resume takes the last, which is finished here, and --force the first."""
     monkeypatch.chdir(tmp_path)
@@ -121,6 +130,7 @@ def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 2 and "num_iterations must be 5 as in the run that out/scaling-2 holds, got 100" in err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_is_not_replaced_unasked(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -158,6 +168,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, messa
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_runs_in_slices(tmp_path: Path) -> None:
     command = "regtopk compare digits --algorithms topk --density 0.5 --steps 4"
     words = [*command.split()[1:], "--out", str(tmp_path)]

@@ -99,7 +99,9 @@ def read_indices(bits: Bits, k: int, numel: int, code: str) -> list[int]:
             ((p - i) << width) + field for i, (p, field) in enumerate(zip(positions, fields, strict=True))
         ]
     remainders = accumulate(fields)
-    return [((p - i) << width) + low + i for i, (p, low) in enumerate(zip(positions, remainders, strict=True))]
+    return [
+        ((p - i) << width) + low + i for i, (p, low) in enumerate(zip(positions, remainders, strict=True))
+    ]
 
 
 def _width(k: int, numel: int, code: str) -> int:
