@@ -17,7 +17,8 @@ import sys
 import pytest, regtopk, tools.catalogue
 assert list(regtopk.ALGORITHMS.items())[-1] == ("round-robin", regtopk.RoundRobin)
 print(tools.catalogue.describe("round-robin"))
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/algorithms/test_contract.py", "-k", "round-robin"]))
+words = "-q -p no:cacheprovider tests/algorithms/test_contract.py -k round-robin"
+sys.exit(pytest.main(words.split()))
 """
 
 

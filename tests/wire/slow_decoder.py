@@ -98,10 +98,8 @@ def read_indices(bits: Bits, k: int, numel: int, code: str) -> list[int]:
         return [
             ((p - i) << width) + field for i, (p, field) in enumerate(zip(positions, fields, strict=True))
         ]
-    remainders = accumulate(fields)
-    return [
-        ((p - i) << width) + low + i for i, (p, low) in enumerate(zip(positions, remainders, strict=True))
-    ]
+    ends = accumulate(fields)
+    return [((p - i) << width) + end + i for i, (p, end) in enumerate(zip(positions, ends, strict=True))]
 
 
 def _width(k: int, numel: int, code: str) -> int:
