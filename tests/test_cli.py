@@ -29,13 +29,6 @@ def invoke(*words: str | Path) -> tuple[int, str, str]:
     return answer.exit_code, answer.stdout, answer.stderr
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs have a page without figures, which take a second each."""
-    monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)
-    monkeypatch.setattr("regtopk.lab.report.page.draw_inline", lambda *_, **__: "")
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of figure 1, to be copied."""
