@@ -180,6 +180,7 @@ def test_report_draws_again(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "index.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_demo_runs_again_but_spares_other_runs(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +190,7 @@ def test_demo_runs_again_but_spares_other_runs(
         code, printed, err = invoke("demo", "--out", tmp_path / "demo")
         assert code == 0 and err == ""
     assert printed.count("fig1") == printed.count("scaling") == 1 and printed.count("final risk") == 2
-    assert "<svg" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
+    assert "<figure" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
     assert set(json.loads((tmp_path / "demo" / "summary.json").read_text())) == {"fig1", "scaling"}
     shutil.copytree(finished, tmp_path / "mine" / "fig1")
     code, _, err = invoke("demo", "--out", tmp_path / "mine")
