@@ -156,7 +156,7 @@ def test_imputation(
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_any_weights(four_ranks: Ranks, weights: str, collective: str) -> None:
     flagship = regtopk.RegTopK(density=0.02, value_code="4bit" if weights == "unequal" else "float32")
-    compare(four_ranks, ManyRounds(k=20), grads_of(MORE_STEPS), weights=weights, collective=collective)
+    compare(four_ranks, ManyRounds(k=20), grads_of(4), weights=weights, collective=collective)
     for algorithm in (flagship, Threshold(threshold=30.0), Threshold(threshold=1e9)):
         compare(four_ranks, algorithm, weights=weights, collective=collective)
 
