@@ -5,9 +5,9 @@ TOO_OLD := "regtopk needs Python 3.10 or later, but $(PYTHON) is $(or $(VERSION)
 
 # The tests run in parts, the longest first, side by side: `make test-kernels` runs one of them.
 # Three jobs more than there are cores, because tests with several processes wait at times.
-PARTS := algorithms slow_network lab kernels
-# The real ranks are two parts: all others would wait for their rest.
-FIRST_RANKS := tests/distributed/test_[a-e]*.py
+PARTS := lab kernels slow_network algorithms
+# The real ranks are two parts: all others would wait for their rest. Processes of the first run trainers, too.
+FIRST_RANKS := tests/distributed/test_[a-e]*.py tests/distributed/test_fa*.py
 JOBS := $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 3)))
 
 # Trainers of other frameworks. Where one is not installed, its tests say so and are skipped: `make test`, which is what
@@ -32,7 +32,7 @@ docs: .venv/.docs
 
 test: .venv/.installed
 	$(MAKE) --jobs=$(JOBS) --keep-going --output-sync=target \
-		lint test-others test-ranks-2 test-ranks-1 $(PARTS:%=test-%)
+		lint test-ranks-2 test-ranks-1 $(PARTS:%=test-%) test-others
 
 $(PARTS:%=test-%): test-%: .venv/.compiled
 	.venv/bin/pytest tests/$*
@@ -40,13 +40,13 @@ $(PARTS:%=test-%): test-%: .venv/.compiled
 test-distributed: test-ranks-1 test-ranks-2
 
 test-ranks-1: .venv/.compiled
-	.venv/bin/pytest $(FIRST_RANKS)
+	.venv/bin/pytest $(FIRST_RANKS) tests/integrations $(LAUNCHED:%=--ignore=%)
 
 test-ranks-2: .venv/.compiled
-	.venv/bin/pytest tests/distributed --ignore-glob='$(FIRST_RANKS)'
+	.venv/bin/pytest tests/distributed $(FIRST_RANKS:%=--ignore-glob='%')
 
 test-others: .venv/.compiled
-	.venv/bin/pytest --ignore=tests/distributed $(PARTS:%=--ignore=tests/%) $(LAUNCHED:%=--ignore=%)
+	.venv/bin/pytest --ignore=tests/distributed --ignore=tests/integrations $(PARTS:%=--ignore=tests/%)
 
 test-integrations: .venv/.compiled .venv/.integrations
 	.venv/bin/pytest tests/integrations

@@ -27,3 +27,10 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs have a page without figures, which take a second to draw."""
+    monkeypatch.setattr("regtopk.lab.report.page.draw_files", lambda *_: None)
+    monkeypatch.setattr("regtopk.lab.report.page.draw_inline", lambda *_, **__: "")

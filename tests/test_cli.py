@@ -72,6 +72,7 @@ def test_reproduce_writes_a_whole_run(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["command"] == "regtopk reproduce fig1"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_reproduce_as_json(tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, printed, _ = invoke("reproduce", "fig2", "--out", out, "--seeds", "2", "--json", *QUICK)
@@ -103,6 +104,7 @@ def test_help_shows_what_a_command_takes(words: str, own: str, others: str) -> N
     assert [word for word in others.split() if word in shown] == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run has a new one; --resume takes the last, which is finished here, and --force the first."""
     monkeypatch.chdir(tmp_path)
@@ -121,6 +123,7 @@ def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert code == 2 and "num_iterations must be 5 as in the run that out/scaling-2 holds, got 100" in err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_is_not_replaced_unasked(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -158,6 +161,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, words: str, messa
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compare_runs_in_slices(tmp_path: Path) -> None:
     command = "regtopk compare digits --algorithms topk --density 0.5 --steps 4"
     words = [*command.split()[1:], "--out", str(tmp_path)]
@@ -176,6 +180,7 @@ def test_report_draws_again(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "index.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_demo_runs_again_but_spares_other_runs(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +190,7 @@ def test_demo_runs_again_but_spares_other_runs(
         code, printed, err = invoke("demo", "--out", tmp_path / "demo")
         assert code == 0 and err == ""
     assert printed.count("fig1") == printed.count("scaling") == 1 and printed.count("final risk") == 2
-    assert "<svg" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
+    assert "<figure" in (tmp_path / "demo" / "index.html").read_text(encoding="utf-8")
     assert set(json.loads((tmp_path / "demo" / "summary.json").read_text())) == {"fig1", "scaling"}
     shutil.copytree(finished, tmp_path / "mine" / "fig1")
     code, _, err = invoke("demo", "--out", tmp_path / "mine")

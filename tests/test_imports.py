@@ -1,9 +1,11 @@
 """What may import what, and what a plain `import regtopk` brings along."""
 
 import ast
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -51,14 +53,17 @@ def part_of(module: str) -> str | None:
     return next((part for part in (".".join(names[1:3]), *names[1:2]) if part in LEVELS), "a front door")
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> list[str]:
     """What a file imports, as dotted names; imports in functions and under TYPE_CHECKING included."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def forbidden_imports(source: Path) -> list[str]:
@@ -211,16 +216,15 @@ def test_command_without_its_extra(
     assert capsys.readouterr() == ("", shown)
 
 
-def test_benchmarks_run_as_scripts_and_as_modules() -> None:
-    """One process does both, as torch takes seconds to import."""
-    root = SOURCE.parents[1]
-    names = {path.stem for path in root.glob("benchmarks/*.py")} - {"__init__", "torchft_kills"}
-    code = f"""
-import importlib, runpy, sys
-sys.path[0] = "benchmarks"  # where Python looks first for what a script imports
-runpy.run_path("benchmarks/wire.py")
-sys.path[0] = ""
-for name in {sorted(names)}:
-    importlib.import_module("benchmarks." + name)
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+def test_benchmarks_run_as_scripts_and_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SOURCE.parents[1] / "benchmarks"
+    places = [place for place in sys.path if place not in (str(folder.parent), "")]
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `benchmarks` adds to it
+    for path in folder.glob("*.py"):
+        if path.stem != "torchft_kills":
+            import_module(f"benchmarks.{path.stem}")
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(str(folder)):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(folder), *places])  # a script finds what lies beside it
+    runpy.run_path(str(folder / "wire.py"))

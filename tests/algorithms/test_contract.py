@@ -46,7 +46,7 @@ def that_promise(promise: Promise) -> pytest.MarkDecorator:
 def test_sent_plus_residual_is_what_was_accumulated(case: Case, code: str, dtype: torch.dtype) -> None:
     """And the aggregate is the weighted sum of what was sent, in rank order from zero."""
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
-    for grads in random_grads(3, dtype=dtype):
+    for grads in random_grads(2, dtype=dtype):  # the second has something to carry
         accumulated = torch.stack([_residual(state, J) for state in ranks.states]) + grads
         sent = torch.stack(ranks.contributions(grads))
         aggregates, _ = ranks.step(grads)
@@ -86,7 +86,7 @@ def test_nothing_is_lost_together(case: Case, code: str, dtype: torch.dtype) -> 
 def test_a_batch_equals_single_workers(case: Case, code: str, dtype: torch.dtype) -> None:
     ranks = LockStep(case.make(value_code=code), WEIGHTS, LAYOUT, dtype)
     cluster = case.cluster(value_code=code)
-    for grads in random_grads(5, dtype=dtype):
+    for grads in random_grads(3, dtype=dtype):
         aggregates, _ = ranks.step(grads)
         expected = cluster.step(grads)
         assert expected.dtype == dtype
@@ -228,10 +228,9 @@ def test_layout_and_autograd_of_the_gradients_do_not_matter(case: Case) -> None:
     assert not any(tensor.requires_grad for tensor in saved_tensors(cluster).values())
 
 
-@pytest.mark.parametrize("code", ["float32", "4bit"])
 @all_cases
-def test_a_saved_state_goes_on_as_if_nothing_happened(case: Case, code: str) -> None:
-    whole, first, second = (case.cluster(value_code=code) for _ in range(3))
+def test_a_saved_state_goes_on_as_if_nothing_happened(case: Case) -> None:
+    whole, first, second = (case.cluster(value_code="4bit") for _ in range(3))
     grads = random_grads(6)
     for grad in grads[:3]:
         whole.step(grad)

@@ -41,7 +41,7 @@ class Ranks:
         timeout_s: of the process group.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 100) -> None:
+    def __init__(self, num_ranks: int, timeout_s: float = 200) -> None:
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
@@ -49,11 +49,11 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store = ""
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
         """function(*args) on every rank; the results in rank order, or the first rank's failure."""
         return self.wait_for(self.start(function, *args), timeout_s=timeout_s)
 
-    def run_script(self, script: Path, *words: str, timeout_s: float = 120) -> list[str]:
+    def run_script(self, script: Path, *words: str, timeout_s: float = 240) -> list[str]:
         """What a script prints on every rank, in a group of its own, as torchrun would start it.
 
         Without the seconds that torchrun and its ranks take to import torch. No other function may follow.
@@ -68,7 +68,7 @@ class Ranks:
             _send(pipe, (function, args, warnings.filters))
         return list(range(self.num_ranks))
 
-    def wait_for(self, ranks: list[int], timeout_s: float = 120) -> list[Any]:
+    def wait_for(self, ranks: list[int], timeout_s: float = 240) -> list[Any]:
         """What these ranks answered, or the first failure."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s

@@ -17,7 +17,8 @@ from tests.algorithms.cases import CASES, LAYOUT, Case, random_grads
 from tests.distributed.conversations import CodedSums, ManyRounds, RunningSum, Threshold
 from tests.distributed.ranks import Ranks
 
-NUM_STEPS = 6  # every rank is a Broadcast's source once, and some algorithms decide something every 5 steps
+NUM_STEPS = 3  # the second is of zeros
+MORE_STEPS = 6  # every rank is a Broadcast's source once, and some algorithms decide something every 5 steps
 WEIGHTS = {
     2: {"equal": None, "unequal": [0.7, 0.3], "one of zero": [0.0, 1.0]},
     4: {"equal": None, "unequal": [0.4, 0.3, 0.2, 0.1], "one of zero": [0.0, 0.5, 0.3, 0.2]},
@@ -116,14 +117,15 @@ def compare(
             assert torch.equal(run.state[name], tensor if rule == "shared" else tensor[rank]), name
 
 
-def check(ranks: Ranks, case: Case, code: str, **options: Any) -> None:
-    grads = random_grads(NUM_STEPS, ranks.num_ranks, LAYOUT.numel)
+def check(ranks: Ranks, case: Case, code: str, num_steps: int = NUM_STEPS, **options: Any) -> None:
+    grads = random_grads(num_steps, ranks.num_ranks, LAYOUT.numel)
     compare(ranks, case.make(value_code=code), grads, net=Net(), **options)
 
 
 @pytest.mark.parametrize("case", ON_RANKS, ids=str)
 def test_every_algorithm(two_ranks: Ranks, four_ranks: Ranks, case: Case) -> None:
-    check(four_ranks if case.is_first else two_ranks, case, "4bit" if "4bit" in case.codes else case.codes[0])
+    code = "4bit" if "4bit" in case.codes else case.codes[0]
+    check(four_ranks if case.is_first else two_ranks, case, code, MORE_STEPS)
 
 
 @pytest.mark.parametrize("case", FIRST_VARIANTS, ids=str)
@@ -147,14 +149,15 @@ def test_imputation(
         algorithms += [regtopk.RegTopK(density=0.3, impute=0.5), regtopk.DGC(density=0.02, impute=1.0)]
         compare(ranks, regtopk.TopK(density=0.02, impute=0.5), dtype=torch.float64, **own)
     for algorithm in algorithms:
-        compare(ranks, algorithm, grads_of(4, num_ranks), **own)
+        compare(ranks, algorithm, **own)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS[4])
 @pytest.mark.parametrize("collective", ["all_gather", "split"])
 def test_any_weights(four_ranks: Ranks, weights: str, collective: str) -> None:
     flagship = regtopk.RegTopK(density=0.02, value_code="4bit" if weights == "unequal" else "float32")
-    for algorithm in (flagship, ManyRounds(k=20), Threshold(threshold=30.0), Threshold(threshold=1e9)):
+    compare(four_ranks, ManyRounds(k=20), grads_of(4), weights=weights, collective=collective)
+    for algorithm in (flagship, Threshold(threshold=30.0), Threshold(threshold=1e9)):
         compare(four_ranks, algorithm, weights=weights, collective=collective)
 
 
@@ -166,14 +169,14 @@ def test_index_codes_change_bytes_only(four_ranks: Ranks, index_code: str, colle
 
 
 def test_an_algorithm_may_keep_what_it_received_and_returned(four_ranks: Ranks) -> None:
-    compare(four_ranks, RunningSum())
+    compare(four_ranks, RunningSum(), grads_of(MORE_STEPS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(four_ranks: Ranks, dtype: torch.dtype) -> None:
     for collective in ("all_gather", "split"):
         compare(four_ranks, regtopk.RegTopK(k=50), collective=collective, dtype=dtype)
-    compare(four_ranks, regtopk.Dense(), grads_of(3, dtype=dtype), dtype=dtype)
+    compare(four_ranks, regtopk.Dense(), dtype=dtype)
 
 
 CODES = [("float32", "float16", "unequal"), ("int8", "2bit", "unequal")]

@@ -36,7 +36,7 @@ def test_an_error_in_backward(tmp_path: Path) -> None:
     try:
         words = [sys.executable, "-c", SCRIPT, "0", store]
         with ended(subprocess.Popen(words, stderr=subprocess.PIPE, text=True)) as process:
-            _, said = process.communicate(timeout=100)
+            _, said = process.communicate(timeout=300)
     finally:
         other.kill()
         other.join()

@@ -25,7 +25,7 @@ class Interruption(Exception):  # noqa: N818
 
 @on_ranks(4)
 def test_a_skipped_step_changes_nothing() -> None:
-    found = [train(*where, bad_steps=(0, 3)) for where in BAD]
+    found = [train(*BAD[-1], bad_steps=(0, 3))]
     with answers_on_the_device() as late:
         straight = train(bad_steps=())
         found += [train(*where, bad_steps=(0, 3)) for where in BAD]

@@ -27,10 +27,10 @@ STOPPED = "a rank has stopped, is unreachable or is slower than the process grou
 def test_others_fail_clearly_and_a_restart_goes_on(
     four_ranks: Ranks, tmp_path: Path, moment: str, signal_number: int
 ) -> None:
-    ranks = Ranks(4, timeout_s=5)
+    ranks = Ranks(4, timeout_s=10)
     try:
         started = ranks.start(lose_one, tmp_path, moment, signal_number)
-        answers = ranks.wait_for([rank for rank in started if rank != LOST], timeout_s=60)
+        answers = ranks.wait_for([rank for rank in started if rank != LOST])
     finally:
         ranks.stop()
     for kind, text in answers:

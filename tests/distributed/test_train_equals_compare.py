@@ -116,8 +116,7 @@ def test_plain_ddp_of_two_ranks(two_ranks: Ranks, data: Path) -> None:
     check(two_ranks, "dense", data, has_hook=False)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("collective", ["all_gather", "split"])
+@pytest.mark.parametrize(("num_ranks", "collective"), [(2, "all_gather"), (4, "split")])
 def test_imputed_sums_however_they_run(
     two_ranks: Ranks, four_ranks: Ranks, num_ranks: int, collective: str, data: Path
 ) -> None:

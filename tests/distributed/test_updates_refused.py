@@ -149,9 +149,9 @@ def test_an_optimizer_has_one_exchange() -> None:
 
 
 def test_unequally_many_steps_end_with_an_error() -> None:
-    ranks = Ranks(2, timeout_s=3)
+    ranks = Ranks(2, timeout_s=8)
     try:
-        (kind, text), fine = ranks.run(step_unequally, timeout_s=60)
+        (kind, text), fine = ranks.run(step_unequally)
     finally:
         ranks.stop()
     assert fine == ("fine", "3 steps") and kind == "ClusterError"

@@ -2,6 +2,7 @@
 
 import struct
 from fractions import Fraction
+from itertools import accumulate
 
 INDEX_CODES = {1: "elias-fano", 2: "bitmap", 3: "rice", 4: "raw32"}
 VALUE_BITS = {1: 32, 2: 64, 3: 16, 4: 16, 5: 8, 6: 4, 7: 2, 8: 1}
@@ -22,14 +23,12 @@ class Bits:
     """Sections of bits, read in turn."""
 
     def __init__(self, message: bytes) -> None:
-        self.message, self.bit = message, 0
+        self.number, self.bit = int.from_bytes(message, "little"), 0
 
     def take(self, width: int) -> int:
-        total = 0
-        for i in range(width):
-            total |= (self.message[self.bit // 8] >> self.bit % 8 & 1) << i
-            self.bit += 1
-        return total
+        taken = self.number >> self.bit & (1 << width) - 1
+        self.bit += width
+        return taken
 
     def end_section(self) -> None:
         self.bit += -self.bit % 32
@@ -99,7 +98,8 @@ def read_indices(bits: Bits, k: int, numel: int, code: str) -> list[int]:
         return [
             ((p - i) << width) + field for i, (p, field) in enumerate(zip(positions, fields, strict=True))
         ]
-    return [((p - i) << width) + sum(fields[: i + 1]) + i for i, p in enumerate(positions)]
+    ends = accumulate(fields)
+    return [((p - i) << width) + end + i for i, (p, end) in enumerate(zip(positions, ends, strict=True))]
 
 
 def _width(k: int, numel: int, code: str) -> int:
@@ -122,8 +122,7 @@ def round_to_single(exact: Fraction) -> float:
     """The float32 nearest to a non-negative rational, ties to even."""
     if exact == 0:
         return 0.0
-    exponent = -126
-    while exact >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    unit = Fraction(2) ** (exponent - 23)
+    exponent = exact.numerator.bit_length() - exact.denominator.bit_length()  # or one too many
+    exponent -= exact < Fraction(2) ** exponent
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
     return float(round(exact / unit) * unit)

@@ -21,6 +21,17 @@ def make(numel: int, k: int, index_code: str, value_code: str, seed: int = 0) ->
     return wire.encode(SparseGradient(indices, values, numel, code=value_code), index_code)
 
 
+@pytest.fixture(scope="module")
+def cases() -> list[tuple[int, bytes]]:
+    """J and a message, for every pair of codes."""
+    return [
+        (numel, bytes(make(numel, k, index_code, value_code).tolist()))
+        for numel, k in ((3000, 9), (100, 60), (2**31, 20), (50, 0))
+        for index_code in INDEX_CODES
+        for value_code in VALUE_CODES
+    ]
+
+
 def flip(message: Tensor, *bits: Tensor) -> Tensor:
     """One row for each of the given bits, flipped."""
     rows = message.repeat(bits[0].numel(), 1)
@@ -72,14 +83,8 @@ def damaged(message: bytes, generator: random.Random) -> bytes:
     return bytes(changed)
 
 
-def test_thousands_of_damaged_messages_are_refused() -> None:
+def test_thousands_of_damaged_messages_are_refused(cases: list[tuple[int, bytes]]) -> None:
     generator = random.Random(1)
-    cases = [
-        (numel, bytes(make(numel, k, index_code, value_code).tolist()))
-        for numel, k in ((3000, 9), (100, 60), (2**31, 20), (50, 0))
-        for index_code in INDEX_CODES
-        for value_code in VALUE_CODES
-    ]
     num_refused = 0
     while num_refused < 3_000:
         numel, message = generator.choice(cases)
@@ -91,14 +96,13 @@ def test_thousands_of_damaged_messages_are_refused() -> None:
         num_refused += 1
 
 
-def test_forged_messages_are_refused_or_sound() -> None:
+def test_forged_messages_are_refused_or_sound(cases: list[tuple[int, bytes]]) -> None:
     """With a checksum that fits, the other checks are all there is: what passes must be a sparse gradient."""
     generator = random.Random(2)
     num_passed = 0
     for _ in range(1500):
-        numel, k = generator.choice([(3000, 9), (100, 60), (2**31, 20), (50, 0)])
-        index_code, value_code = generator.choice(INDEX_CODES), generator.choice(VALUE_CODES)
-        message = bytearray(make(numel, k, index_code, value_code).tolist())
+        numel, sent = generator.choice(cases)
+        message = bytearray(sent)
         for _ in range(generator.choice([1, 3])):
             message[generator.randrange(len(message))] ^= 1 << generator.randrange(8)
         forged = torch.tensor(list(seal(bytes(message))), dtype=torch.uint8)

@@ -150,6 +150,7 @@ def test_page_of_twenty_methods(tmp_path: Path) -> None:
     assert page.count("<title>other-7</title>") == len(PANELS)  # each curve, and the point, names itself
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_how_many_seeds_there_are(tmp_path: Path) -> None:
     run = make_run(3)
     run.header["panels"] = run.header["panels"][:1]  # a short page

@@ -125,6 +125,7 @@ def test_a_method_named_like_a_formula(tmp_path: Path) -> None:
     assert "$a$" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_several_commands_stand_with_the_settings(tmp_path: Path) -> None:
     page = page_of(tmp_path, {**HEADER, "command": "first\nsecond"}, {"table": []})
     assert page.count("<pre>first\nsecond</pre>") == 1
@@ -146,6 +147,7 @@ def test_a_run_that_cannot_be_drawn(tmp_path: Path, name: str, text: str, reason
         write_report(tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "index.html").mkdir()  # in the way
@@ -161,6 +163,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         write_report(tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_says_what_it_ran_on_and_has_the_answers_first(tmp_path: Path) -> None:
     dense = {"measure": "dense", "density": None, "lr": 1.0}
     row = {"measure": "topk", "density": 0.5, "lr": 1.0, "payload per step": 3, "accuracy": 9.0, "± std": 1.0}

@@ -6,6 +6,7 @@ DTensor is known here by its name and methods: importing it takes seconds, which
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -135,11 +136,17 @@ def like(part: Tensor, whole: Any, device: str | None = None) -> Tensor:
     """A part as this rank's of a DTensor that is cut like another, on the same or another kind of device."""
     mesh = whole.device_mesh
     if device is not None:
-        mesh = DeviceMesh(device, mesh.mesh, _init_backend=False)  # no process group: nothing is sent
+        mesh = _mesh_on(device, mesh)
     dtensor: Tensor = type(whole).from_local(
         part, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return dtensor
+
+
+@lru_cache(maxsize=8)
+def _mesh_on(device: str, mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh on another kind of device, without a process group: nothing is sent. It takes milliseconds."""
+    return DeviceMesh(device, mesh.mesh, _init_backend=False)
 
 
 def replicas_of(process_group: object) -> dist.ProcessGroup:

@@ -35,6 +35,7 @@ def is_running(pid: int) -> bool:
     return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("raise", r"ValueError: no luck here\n(?s:.*)Traceback(?s:.*)entries.py"), ("kill", "ended by SIGKILL")],
@@ -44,6 +45,7 @@ def test_a_failing_rank_is_named(how: str, reason: str) -> None:
         list(launch(entries.fail, 2, how))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_listen_on_loopback_alone_and_end_when_nobody_listens() -> None:
     records = launch(entries.listen, 2, "hello")
@@ -58,6 +60,7 @@ def test_ranks_listen_on_loopback_alone_and_end_when_nobody_listens() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_end_with_their_caller() -> None:
+    """These are spawned, as users' are."""
     command = [sys.executable, "-c", CALLER]
     with ended(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)) as caller:
         assert caller.stdout is not None

@@ -72,6 +72,7 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("forked")
 def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     """At density 1 two ranks must train as DDP does, bit for bit; the bytes are those of the messages."""
     words = ["--algorithms", "regtopk,topk:density=0.01", "--density", "1.0", "--steps", "4"]
@@ -104,6 +105,7 @@ def test_command_trains_with_real_processes(tmp_path: Path) -> None:
     assert page.count("<figure>") == 4 and "Accuracy, by bytes" in page
 
 
+@pytest.mark.usefixtures("forked")
 def test_command_trains_a_text_by_updates(tmp_path: Path) -> None:
     """Records say what was exchanged, where rounds ended, and the bytes of a message for each round."""
     (tmp_path / "text").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(1500)))
