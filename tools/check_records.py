@@ -9,17 +9,18 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks import steps_to_target
 from benchmarks.slow_network import against_plan, delays_against_plan, gpt_tables
 from benchmarks.slow_network.gpt_methods import BYTES_PER_PARAMETER, EVERY
-from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS, Method
+from benchmarks.slow_network.methods import ACCURACY_METHODS, STEP_METHODS
+from benchmarks.slow_network.methods import Method as Measured
 from benchmarks.slow_network.results import with_headers
+from regtopk.lab.method import SCORE_OPTIONS, Method
 from regtopk.lab.plan.costs import Calibration
+from tools.records import ROOT, rows_in
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NUMEL = 11_173_962
 SMALL_FRAMES_BYTES = 500  # a collective and worker, beside the messages: gloo announces each
@@ -27,6 +28,7 @@ NUM_BUCKETS = 3
 NUM_COLLECTIVES = {"dense": NUM_BUCKETS, "fp16": NUM_BUCKETS, "powersgd": 3, "peer-topk": 2 * NUM_BUCKETS}
 NUM_COLLECTIVES |= dict.fromkeys(("topk", "regtopk", "dgc"), 2)  # an agreement, and the messages
 WITHIN = 0.3  # of a measured step, that a predicted one must lie
+NEAR_POINTS = 1.2  # of accuracy
 
 Failures = Iterator[str]
 Rows = list[dict[str, Any]]
@@ -99,7 +101,7 @@ def check_accuracy() -> Failures:
     tried: dict[tuple[str, str | None], set[float]] = defaultdict(set)
     for row in rows:
         tried[row["method"], row["value_code"]].add(row["lr"])
-    methods = [Method.parse(text) for text in ACCURACY_METHODS]
+    methods = [Measured.parse(text) for text in ACCURACY_METHODS]
     if tried != {(method.name, method.value_code): {0.1, 0.2, 0.4, 0.8} for method in methods}:
         yield "all methods must have tried the same learning rates"
 
@@ -135,11 +137,27 @@ def check_gpt() -> Failures:
         yield f"latency must cost less than a tenth, got {summary['latency']['ratio']}"
 
 
-CHECKS: list[Callable[[], Failures]] = [check_learned, check_plan, check_steps, check_accuracy, check_gpt]
+def check_regtopk() -> Failures:
+    """README.md and docs/which-method.md say that RegTop-k is near Top-k in all deep networks."""
+    results = ROOT / "docs" / "results"
+    for file in [*results.glob("fig3-*/summary.json"), *results.glob("fashion-mnist/*/summary.json")]:
+        rows = rows_in(file.parent)
+        for label, row in rows.items():
+            words = Method.read(label)
+            alike = ":".join(["topk", *(f"{k}={v}" for k, v in words.words if k not in SCORE_OPTIONS)])
+            if words.algorithm == "regtopk" and alike in rows:
+                points = row["mean"] - rows[alike]["mean"]
+                if abs(points) > NEAR_POINTS:
+                    yield f"{label} must be within {NEAR_POINTS} points of Top-k, got {points:+.2f}: {file}"
+
+
+CHECKS: list[Callable[[], Failures]] = [
+    *(check_learned, check_plan, check_steps, check_accuracy, check_gpt, check_regtopk)
+]
 
 
 def _find(rows: Rows, method: str, bandwidth: float | None, workers: int = 4) -> Rows:
-    wanted = vars(Method.parse(method)) | {"workers": workers, "bandwidth_bits_per_s": bandwidth}
+    wanted = vars(Measured.parse(method)) | {"workers": workers, "bandwidth_bits_per_s": bandwidth}
     wanted["method"] = wanted.pop("name")
     return [row for row in rows if row.items() >= wanted.items() and row["latency_s"] == 0]
 

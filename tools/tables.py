@@ -1,22 +1,36 @@
-"""Write the tables of docs/deep-networks.md from the recorded runs: python tools/tables.py.
+"""Tables of pages that are made from recorded runs, or counted: `tools.numbers` writes them.
 
-A table stands between "<!-- made: NAME -->" and "<!-- end -->", where docs/results/NAME is the run; "NAME 5"
-has its first five rows. Of the learning rates that a method ran with, the table has the best.
+A table stands between "<!-- made: NAME -->" and "<!-- end -->". NAME is a run in docs/results, of which "NAME 5" has
+the first five rows, or one of OTHERS. Of the learning rates that a method ran with, a table has the best.
 """
 
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "deep-networks.md"
+from regtopk.core.traffic import all_reduce_bytes
+from regtopk.lab.method import Method
+from regtopk.lab.plan.exchange import Workload, exchange_of
+from regtopk.lab.plan.methods import PlannedMethod
+from tools.records import ROOT
+
 BLOCK = re.compile(r"(<!-- made: ([\w-]+) ?(\d*) -->\n).*?<!-- end -->", re.DOTALL)
+NUMEL = 124_000_000  # of the model whose bytes are counted
+COUNTED = {  # as the page calls it: a method
+    "`TopK(0.01, impute=0.35)`, every=2": "topk:density=0.01:impute=0.35:exchange=updates:every=2:fragments=2",
+    "`TopK(0.01, returned=0.01)`, every=4": (
+        "topk:density=0.01:returned=0.01:exchange=updates:every=4:fragments=4"
+    ),
+    "`Consensus(0.01)`": "consensus:density=0.01",
+    "`DGC(0.005)`": "dgc:density=0.005",
+}
+IMPUTED = ("dense", "topk", *(f"topk:impute={rho}" for rho in ("0.2", "0.35", "0.5", "0.7", "1")))
 
 
 def table_of(name: str, num_rows: int) -> str:
     """One row per method, best first: accuracy in percent, with its standard deviation over seeds."""
-    rows = json.loads((DOCS / "results" / name / "summary.json").read_text(encoding="utf-8"))["table"]
+    rows = _table(name)
     base = "from base" if "from base" in rows[0] else "from Top-k"
     lines = [
         f"| method | lr | payload per step | accuracy | seeds | {base}, 95 % interval |",
@@ -28,9 +42,80 @@ def table_of(name: str, num_rows: int) -> str:
         if method not in shown:
             shown.add(method)
             size, seeds = f"{row['payload per step']:,.0f}", row["seeds"]
-            cells = [f"`{method}`", row["lr"], size, _accuracy(row), seeds, _gain(row, base)]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            lines.append(line_of([f"`{method}`", row["lr"], size, _accuracy(row), seeds, _gain(row, base)]))
     return "\n".join(lines[: 2 + num_rows]) + "\n"
+
+
+def imputation_table() -> str:
+    """Accuracies with data spread evenly and sorted by label, for each rho."""
+    iid, by_label = ({row["measure"]: row for row in _table(f"imputation/{s}")} for s in ("iid", "sorted"))
+    lines = [
+        "| method | accuracy, spread evenly | sorted | sorted, against Top-k (95 %) |",
+        "|---|---|---|---|",
+    ]
+    for method in IMPUTED:
+        interval = by_label[method]["95 % interval"] or "–"
+        lines.append(line_of([method, _accuracy(iid[method]), _accuracy(by_label[method]), interval]))
+    return "\n".join(lines) + "\n"
+
+
+def bytes_table(workers: Sequence[int], methods: Sequence[str]) -> str:
+    """What a rank receives per step, as a part of a ring all_reduce of bfloat16; values have 4 bits."""
+    lines = [line_of(["workers", "ring, bfloat16", *methods]), line_of(["---:"] * (2 + len(methods)))]
+    for num_workers in workers:
+        ring = all_reduce_bytes(2 * NUMEL, num_workers)
+        received = [received_bytes(COUNTED[method], num_workers) for method in methods]
+        parts = [
+            f"{_megabytes(each)}, {f'1/{ring / each:.0f}' if ring > 1.5 * each else '1'}" for each in received
+        ]
+        lines.append(line_of([num_workers, _megabytes(ring), *parts]))
+    return "\n".join(lines).replace(" ---: ", "---:") + "\n"
+
+
+def received_bytes(label: str, num_workers: int) -> float:
+    """What `regtopk plan --params 124M` says that a rank receives per step."""
+    words = Method.parse(label)
+    method = PlannedMethod.of(words, float(words.options["density"] or 0), "4bit")
+    return exchange_of(method, Workload.of_size(NUMEL), num_workers).received_bytes_per_step
+
+
+OTHERS: dict[str, Callable[[], str]] = {
+    "imputation": imputation_table,
+    "bytes": lambda: bytes_table((2, 8, 32, 64, 512), list(COUNTED)),
+    "bytes-of-two": lambda: bytes_table((2, 8, 64), list(COUNTED)[::2]),
+}
+
+
+def line_of(cells: Sequence[object]) -> str:
+    """A row in Markdown; words with alternatives, `every=2|4`, stay in their cell."""
+    escaped = (str(cell).replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables written anew; a page may have tables that others make."""
+
+    def write(block: re.Match[str]) -> str:
+        name, num_rows = block[2], int(block[3] or 100)
+        if name in OTHERS:
+            made = OTHERS[name]()
+        elif (ROOT / "docs" / "results" / name).exists():
+            made = table_of(name, num_rows)
+        else:
+            return block[0]
+        return f"{block[1]}\n{made}\n<!-- end -->"
+
+    return BLOCK.sub(write, page)
+
+
+def _table(run: str) -> list[dict[str, Any]]:
+    file = ROOT / "docs" / "results" / run / "summary.json"
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["table"]
+    return rows
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.{1 if num_bytes < 1e7 else 0}f} MB"
 
 
 def _accuracy(row: dict[str, Any]) -> str:
@@ -43,16 +128,3 @@ def _gain(row: dict[str, Any], base: str) -> str:
         return "–"
     interval = row.get("95 % interval")
     return f"{row[base]:+.1f}" + (f" ({interval})" if interval else "")
-
-
-def with_tables(page: str) -> str:
-    """The page with its tables written anew."""
-
-    def write(block: re.Match[str]) -> str:
-        return f"{block[1]}\n{table_of(block[2], int(block[3] or 100))}\n<!-- end -->"
-
-    return BLOCK.sub(write, page)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,59 @@
+"""The rows of recorded runs, as the tools of pages and figures read them."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from regtopk.lab.method import Method
+from regtopk.lab.runs.reading import read_header, read_records
+
+ROOT = Path(__file__).parents[1]
+GATHERED = ("topk", "sparseloco", "demo")  # a rank receives the messages of all others
+Row = dict[str, Any]
+
+
+@cache
+def rows_of(run: str) -> dict[str, Row]:
+    """The rows of a record by their words: of a folder in docs/results, or a file in benchmarks/results."""
+    folder = ROOT / "docs" / "results" / run
+    if folder.exists():
+        return rows_in(folder)
+    steps = json.loads((ROOT / "benchmarks" / "results" / f"{run}.json").read_text("utf-8"))["results"]
+    words = [row["variant"].replace(", ", ":").replace(" ", "-") for row in steps]
+    return {label: {"mean": row["step_s_over_no_hook"]} for label, row in zip(words, steps, strict=True)}
+
+
+def rows_in(folder: Path) -> dict[str, Row]:
+    """The results of a folder, each with the number of workers and what a search of learning rates found."""
+    results = json.loads((folder / "summary.json").read_text("utf-8"))["results"]
+    num_workers = read_header(folder)["config"].get("num_workers")
+    tuning = {record["method"]: record.get("tuning") for record in read_records(folder)}
+    return {
+        row["method"]: row | {"num_workers": num_workers, "tuning": tuning.get(row["method"])}
+        for row in results
+    }
+
+
+def row_of(run: str, words: str) -> Row:
+    """The row that has these words; of several, the one with the fewest others."""
+    asked, rows = {*words.split(":")}, rows_of(run)
+    labels = sorted((label for label in rows if asked <= {*label.split(":")}), key=_num_words)
+    if [*map(_num_words, labels)].count(_num_words(labels[0]) if labels else 0) != 1:
+        raise ValueError(f"{run} must have one row of {words}, got {labels}")
+    return rows[labels[0]]
+
+
+def _num_words(label: str) -> int:
+    return label.count(":") + 1
+
+
+def received_bytes(row: Row) -> float | None:
+    """What a worker receives per step; older records have the payload, from which it follows for some."""
+    if row.get("received_bytes_per_step"):
+        return float(row["received_bytes_per_step"])
+    payload, others = row["payload_bytes_per_step"], row["num_workers"] - 1
+    algorithm = Method.read(row["method"]).algorithm
+    if algorithm == "dense":
+        return float(2 * others / row["num_workers"] * payload)  # a ring all_reduce
+    return float(others * payload) if algorithm in GATHERED else None
