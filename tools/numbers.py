@@ -33,6 +33,7 @@ FIELDS: dict[str, Callable[[Row], float]] = {
     "density": lambda row: row["density"],
     "payload": lambda row: row["payload_bytes_per_step"],
     "received": lambda row: received_bytes(row) or math.nan,
+    "less": lambda row: row.get("bfloat16_ring_over_received") or math.nan,
     "ring": lambda row: (received_bytes(row) or math.nan) / 2,  # of dense: one of bfloat16
 }
 COLUMNS = {
@@ -41,11 +42,12 @@ COLUMNS = {
     "received per local step": "{received:,.0f}",
     "test loss, nats per character": "{mean:.3f} ± {std:.3f}",
     "behind dense": "{behind:.3f}",
+    "from dense AdamW": "{behind:+.3f}",
 }
 SETTINGS = {  # why it is no result: what is then not looked at
     "a version": r"\b(?:Python|torch) \d\.\d+|Apache-2\.0",
     "learning rates": r"\((?:0\.\d+(?:, | and )?){3,}\)|\b(?:searched|lr) (?:[\d.]+(?:, |; | and | to )?)+",
-    "of an optimizer": r"betas 0\.9 and 0\.95|weight decay 0\.1|down to 10 %|momentum 0\.3|\(0\.[79]\)",
+    "of an optimizer": r"betas 0\.9 and 0\.95|\(momentum 0\.95|weight decay 0\.1|down to 10 %|momentum 0\.3|\(0\.[79]\)",
     "rho": r"rho = [\d.]+|0\.35 or 0\.7|between 0 and 0\.35|0 and 0\.5 were|and 0\.6 at|up to 0\.\d+ with",
     "a budget": r"1/500\b|1/5000\b|1/50\b|0\.008 bytes per parameter|0\.1 % of gradients|0\.02 J",
     "a density": r"density 0\.\d+|0\.016 to 0\.031",
