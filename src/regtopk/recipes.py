@@ -4,8 +4,8 @@
 >>> print(recipe)
 >>> exchange = regtopk.UpdateExchange(model, [muon, adamw], recipe.algorithm, **recipe.options)
 
-docs/transformers.md and docs/returned.md say what was measured of it; the second one with `returned`, for links that are slower
-still, is not.
+docs/transformers.md and docs/returned.md say what was measured. The second recipe with `returned`, for links
+that are slower still, was not.
 """
 
 import math
