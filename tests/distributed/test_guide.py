@@ -107,7 +107,11 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
         names |= {"DistributedDataParallel": nn.parallel.DistributedDataParallel, "dist": dist}
         names |= {"os": os, "regtopk": regtopk, "torch": torch, "loss": names["loss_function"]}
         names["model"] = names["network"]
-        names["optimizer"] = torch.optim.SGD(names["network"].parameters(), lr=0.1)
+        own = list(names["network"].parameters())
+        names["optimizer"] = torch.optim.SGD(own, lr=0.1)
+        names["matrices"], names["others"] = (
+            [p for p in own if (p.dim() == 2) == flag] for flag in (True, False)
+        )
         with inside(folder):
             printed = follow(source, names)
         results.append((printed, nn.utils.parameters_to_vector(names["network"].parameters()).detach()))
@@ -116,14 +120,18 @@ def follow_readme(sources: list[str], folder: Path) -> list[tuple[str, torch.Ten
 
 def test_the_readmes_diffs_run(two_ranks: Ranks, tmp_path: Path) -> None:
     diffs, (checkpoint,) = blocks(README, "diff"), blocks(README, "python ranks")
-    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4]
-    (before, attached), (_, updates) = map(sides_of, diffs)
+    assert [sum(line.startswith("+") for line in diff.splitlines()) for diff in diffs] == [3, 4, 4]
+    (before, attached), (_, updates), (_, with_muon) = map(sides_of, diffs)
     loop = attached[attached.index("for x, y") :]
-    sources = [before, attached + checkpoint, re.sub(r"^\.\.\. .*$", loop, updates, flags=re.M)]
-    assert sources[2].index("for x, y") < sources[2].index("exchange.finish()")
+    both = re.sub(r"optimizer\.(\w+)\(\)", r"muon.\1(); adamw.\1()", loop)
+    sources = [before, attached + checkpoint]
+    for updated, own_loop in ((updates, loop), (with_muon, both)):
+        sources.append(re.sub(r"^\.\.\. .*$", own_loop, updated, flags=re.M))
+        assert sources[-1].index("for x, y") < sources[-1].index("exchange.finish()")
     here, elsewhere = two_ranks.run(follow_readme, sources, tmp_path)
     assert here[0][0] == ""
     assert here[1][0].startswith("consensus: 8 steps on 2 workers")
-    assert here[2][0].startswith("topk: after 8 steps, 4 rounds on 2 workers")
+    for (printed, _), num_rounds in zip(here[2:], (4, 2), strict=True):
+        assert printed.startswith(f"topk: after 8 steps, {num_rounds} rounds on 2 workers")
     for (_, parameters), (_, parameters_elsewhere) in zip(here[1:], elsewhere[1:], strict=True):
         assert torch.equal(parameters, parameters_elsewhere) and not torch.equal(parameters, here[0][1])

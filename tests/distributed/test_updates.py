@@ -179,7 +179,9 @@ def test_dense_bytes_are_those_of_the_steps_made(options: dict[str, Any]) -> Non
             train(net, optimizer, range(first, num_steps))
             exchange.finish()
             assert exchange.total.dense_bytes == num_steps * 4 * 3363  # two ranks send all of it
-        assert f"topk: after 13 steps, {exchange.num_rounds} rounds on 2 workers;" in exchange.summary()
+        summary, sent = exchange.summary(), exchange.total.sent_bytes
+        assert f"topk: after 13 steps, {exchange.num_rounds} rounds on 2 workers;" in summary
+        assert f"sent      {sent / 13:.3g} B per step" in summary and "dense     13.5 kB per step" in summary
 
 
 # GradScaler.

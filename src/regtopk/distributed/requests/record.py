@@ -124,19 +124,22 @@ def summarise(
     num_steps: int | None = None,
     num_parts: int = 1,
     peer: str = "rank",
+    every: int = 1,
 ) -> str:
     """A few lines of text: bytes sent and received, against dense, and where the time went.
 
     `num_steps` are the optimizer's, between which there were rounds of updates; None: each exchanged
-    gradients. `num_parts` steps of the ledger make one of the whole model.
+    gradients. `num_parts` steps of the ledger make one of the whole model, and `every` of the optimizer's
+    steps a round.
     """
     noun, vectors = ("step", "gradients") if num_steps is None else ("round", "updates")
     total, steps, first = ledger.total, max(ledger.num_steps, 1) / num_parts, ledger.first_step
+    made = num_steps if num_steps and not first else steps * every  # the optimizer's, since `first`
     sent, received = (
-        f"{_size(moved / steps)} per {noun}, {_size(moved)} in all"
+        f"{_size(moved / made)} per step, {_size(moved)} in all"
         for moved in (total.sent_bytes, total.received_bytes)
     )
-    dense = f"{_size(total.dense_bytes / steps)} per {noun}"
+    dense = f"{_size(total.dense_bytes / made)} per step"
     if total.received_bytes:
         times = total.dense_bytes / total.received_bytes
         dense += f": a ring all_reduce of float32 would receive {times:.1f} times as much"

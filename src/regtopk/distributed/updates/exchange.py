@@ -111,7 +111,8 @@ class UpdatesBase(Counted):
         """What this rank sent, against dense gradients in every step, and where the time went."""
         self._maker.land_all()
         steps, norm = self._steps, self.total.residual_norm
-        counts = self.num_steps, self._rounds.rounds.fragments, self._peer
+        rounds = self._rounds.rounds
+        counts = self.num_steps, rounds.fragments, self._peer, rounds.every
         return summarise(steps.ledger, steps.rank.num_workers, steps.algorithm.name, norm, *counts)
 
     @contextmanager
