@@ -5,7 +5,8 @@ A comment behind a number says where it comes from:
     0.897<!-- gpt-fragments: every=2 -->                docs/results/gpt-fragments: the mean over seeds
     0.008<!-- gpt-fragments: every=2 lr -->             another of the FIELDS
     0.909<!-- gpt-fragments: every=2 lr=0.004 -->       the loss when learning rates were searched
-    0.017<!-- gpt-fragments: every=2 - gpt: dense -->   the difference of two; "/" divides
+    0.017<!-- gpt-fragments: every=2 - gpt: dense -->   the difference of two; "/" divides;
+                                                        of one run, "gpt: demo - dense"
 
 A colon follows the run, then as many words of a method as tell its row from others. The page keeps its number
 of decimals. A row of a table whose first cell ends in "<!-- row: ... -->" is written by its COLUMNS, and a
@@ -70,7 +71,9 @@ def value_of(source: str) -> float:
     """What a comment says: a field of a row, or the difference or quotient of two."""
     for sign in (" - ", " / "):
         if sign in source:
-            first, second = map(value_of, source.split(sign))
+            own, other = source.split(sign)
+            other = other if ": " in other else f"{own.partition(': ')[0]}: {other}"
+            first, second = value_of(own), value_of(other)
             return first - second if sign == " - " else first / second
     run, _, rest = source.partition(": ")
     words, _, field = rest.partition(" ")
